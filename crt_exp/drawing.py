@@ -49,9 +49,10 @@ POSITIVE = (PositiveExponential, PoisRFPlus, GeomRFPlus)
 
 
 def maps(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
-    """All of conf/features that estimate a kernel but those `without` (name -> reason), indefinite ones first.
-    ConfigError: no such name."""
-    listed = _listed("features", without, lambda name: (is_positive(name), *_place(name, MAPS)))
+    """All of conf/features that estimate softmax or the Gaussian kernel but those `without` (name -> reason),
+    indefinite ones first. ConfigError: no such name."""
+    other = {name: "a kernel of its own" for name in choices("features") if Mechanism.of(features=name).own_kernel}
+    listed = _listed("features", {**other, **without}, lambda name: (is_positive(name), *_place(name, MAPS)))
     return tuple(name for name in listed if feature_map(name).estimates)
 
 

@@ -163,7 +163,14 @@ class Mechanism:
         if self.features is None:
             return False
         content = self.features.content      # a map as it is, of whatever kernel, or how to make one
-        return (self.map() if isinstance(content, dict) else content).estimates
+        return (self._map("softmax") if isinstance(content, dict) else content).estimates
+
+    @property
+    def own_kernel(self) -> bool:
+        """Whether its map has a kernel of its own, such as Matern's: one of rows of tables, and none of attention."""
+        content = self.features and self.features.content
+        made_by = located("features", content["_target_"]) if isinstance(content, dict) else content
+        return getattr(made_by, "own_kernel", False)
 
     @property
     def draws(self) -> bool:
@@ -183,6 +190,16 @@ class Mechanism:
 
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
+        if self.own_kernel:
+            raise ConfigError(f"features={self.features.name} has a kernel of its own, which is not {kernel}: it "
+                              "serves kernel machines (task=kernel, task=uci), and no attention")
+        return self._map(kernel)
+
+    def kernel_map(self) -> FeatureMap:
+        """That of a kernel of rows: of its own, where it has one, and else of the Gaussian kernel."""
+        return self._map("gaussian")
+
+    def _map(self, kernel: str) -> FeatureMap:
         if "phi" in self.options:
             return construct(self.options["phi"])
         if self.features is None:
@@ -190,8 +207,8 @@ class Mechanism:
                               "favorpp")
         content = self.features.content
         if not isinstance(content, dict):
-            return content if content.kernel == kernel else replace(content, kernel=kernel)
-        return construct(content, kernel=kernel)
+            return content if self.own_kernel or content.kernel == kernel else replace(content, kernel=kernel)
+        return construct(content) if self.own_kernel else construct(content, kernel=kernel)
 
     @cached_property
     def sampler(self) -> Callable[..., Noise] | None:
@@ -205,7 +222,7 @@ class Mechanism:
         """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
         if self.sampler is None:
             raise ConfigError(f"attention {self.name} draws no noise")
-        return self.map().noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
+        return self._map("softmax").noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
 
     # ---- what it makes
 

@@ -94,6 +94,7 @@ class FeatureMap(ABC):
     kernel: Kernel = "softmax"
 
     estimates = True    # a kernel; maps that define one of their own, by a formula or by what they learn, do not
+    own_kernel = False  # whether that is neither softmax nor the Gaussian one: a map of rows, and none of attention
     learned = False     # whether its projections are parameters of the layer that holds it, always
     trainable = False   # whether a layer can train its parameters and projections (attention.learn)
     fitted = False      # whether `fit` looks at statistics; where not, `fit(None)` gives the parameters

@@ -29,6 +29,8 @@ NODES, POINTS = 400, 1500  # of the mixture of the rational quadratic kernel, an
 class SpectralRF(Trigonometric):
     """Base of the maps of shift-invariant kernels other than the Gaussian one."""
 
+    own_kernel = True
+
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         """E cos^2 = (1 + K(2 (x - y))) / 2."""
         x, y = x.double(), y.double()
@@ -151,6 +153,8 @@ class ArcCosineRF(FeatureMap):
 
     kernel: Literal["arccosine"] = "arccosine"
     order: Literal[0, 1] = 1
+
+    own_kernel = True
 
     def bind(self, noise, params=()) -> BoundMap:
         def phi(x: Tensor) -> Features:

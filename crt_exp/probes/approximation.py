@@ -100,7 +100,8 @@ class Approximation:
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        every = {name: Mechanism.of(features=name).map() for name in choices("features")}
+        every = {name: Mechanism.of(features=name).map() for name in choices("features")
+                 if not Mechanism.of(features=name).own_kernel}
         of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed) for name, phi in every.items()
                  if phi.estimates}
         unbiased = [name for name in of_maps if estimates_softmax(Mechanism.of(features=name).map())]

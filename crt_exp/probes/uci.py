@@ -48,12 +48,14 @@ class Split:
 
 @checked("task")
 class UCI:
-    """Kernel regression on one table.
+    """Kernel regression on one table, with the Gaussian kernel, or that of a map with one of its own.
 
     coding, scaling: see `conf/task/uci.yaml`; split: fractions of training, validation and test rows; sigmas: the
     bandwidths tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number
     (boston).
     """
+
+    of_rows = True  # kernels of rows: maps with a kernel of their own too
 
     def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"],
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
@@ -117,7 +119,7 @@ class UCI:
         if mechanism.sampler is None:
             return {}
         x = torch.from_numpy(self.divide(seed, 0).x[0]) * sigma
-        phi = mechanism.map("gaussian")
+        phi = mechanism.kernel_map()
         return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
 
     def summary(self, records: list[dict]) -> str:
@@ -166,7 +168,7 @@ class UCI:
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
         sampler = partial(self.drawn, mechanism.sampler)
-        return kind(mechanism.map("gaussian"), sampler, mechanism.m, gamma=gamma, random_state=seed)
+        return kind(mechanism.kernel_map(), sampler, mechanism.m, gamma=gamma, random_state=seed)
 
 
 class DrawnOnce:

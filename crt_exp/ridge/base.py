@@ -5,7 +5,7 @@ Legend: n rows, d columns, M = n_components features, T targets.
 
 from abc import abstractmethod
 from numbers import Real
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from crt_exp.estimators import RandomFeatures, blocks
 from crt_exp.hints import whole_number
 from crt_exp.ridge.batches import (FLOATS, Batch, Blocks, block_rows, check_finite_rows, checked_weights, is_stream,
                                    opened)
+from crt_exp.ridge.lengths import fitted
 from crt_exp.ridge.solve import Choice, Solution, solved
 from crt_exp.ridge.sums import Centred, Sums, check_memory
 
@@ -52,8 +53,44 @@ class RidgeOfFeatures(BaseEstimator):
         self._solve()
         return self
 
-    def _take(self, X, y, sample_weight) -> None:
-        """Adds rows, all of them or, where one is wrong, none."""
+    def begin(self, X, y, sample_weight=None):
+        """Draws the features and takes from rows what these need to know of them; none is added yet. Models that begin
+        with the same rows and options, random_state a number, may be merged."""
+        self._check_options()
+        self._begin(self._checked(X, y, sample_weight, True, 0))
+        return self
+
+    def merge(self, other):
+        """Adds the rows of another model with the same features, such as that of another process: coefficients are then
+        those of all rows."""
+        check_is_fitted(self, "sums_")
+        check_is_fitted(other, "sums_")
+        self._check_features(other)
+        self._merge(other, other._all_sums())
+        self.rows_, self._solved = self.rows_ + other.rows_, None
+        return self
+
+    def _merge(self, other: Self, sums: Sums) -> None:
+        self.sums_.merge(sums)
+
+    def _check_features(self, other: Self) -> None:
+        """Raises ValueError where the features of one row differ."""
+        row = (np.random.default_rng(0).normal(size=(1, self.n_features_in_)) / self.features_.scale_).astype(
+            self._dtype)
+        if type(self) is type(other) and self.n_features_in_ == other.n_features_in_ and torch.equal(
+                self._features()(row), other._features()(row)):
+            return
+        theirs = other.get_params()
+        what = next((f"{name} = {value!r}, and that of the other model = {theirs.get(name)!r}"
+                     for name, value in self.get_params().items()
+                     if name != "alpha" and not np.array_equal(value, theirs.get(name))),
+                    "random_state is None" if self.random_state is None else
+                    "parameters that the rows decide differ (see `begin`)")
+        raise ValueError(f"{what}: features differ, so that their sums cannot be added")
+
+    def _take(self, X, y, sample_weight, places: np.ndarray | None = None) -> None:
+        """Adds rows, all of them or, where one is wrong, none. places: of the rows among those of all models that are
+        to be merged."""
         first = not hasattr(self, "sums_")
         before = 0 if first else self.rows_
         if first:
@@ -62,7 +99,7 @@ class RidgeOfFeatures(BaseEstimator):
         if first:
             self._begin(batch)
         self.rows_ = before + len(batch)
-        self._note(batch)
+        self._note(batch, places)
         self._solved, features = None, self._features()
         for block in self._blocks.of(batch):
             self._add(block, self.sums_, features)
@@ -93,12 +130,17 @@ class RidgeOfFeatures(BaseEstimator):
         mechanism = "trig" if self.mechanism is None and self.kernel == "gaussian" else self.mechanism
         features = RandomFeatures(mechanism, self.sampler, columns, self.kernel, self.gamma, self.random_state,
                                   length_scale=self.length_scale)
+        if isinstance(self.length_scale, str) and self.length_scale == "fit":
+            features.length_scale = fitted(batch.X, self._columns_of(batch.y), batch.weight, features)
         self._dtype = np.dtype(np.float32 if batch.X.dtype == np.float32 else np.float64)
         self.features_ = features._begin(batch.X, batch.weight)
         self._blocks, self.sums_ = Blocks(size), Sums.empty(columns, self._origin(batch))
+        self.rows_, self._solved = 0, None
 
     def _add(self, batch: Batch, sums: Sums, features: "Written") -> None:
-        sums.add(features(batch.X), torch.from_numpy(self._columns_of(batch.y)), torch.from_numpy(batch.weight))
+        y, weight = (torch.from_numpy(np.require(part, requirements=["C", "W"]))  # torch warns of what is read-only
+                     for part in (self._columns_of(batch.y), batch.weight))
+        sums.add(features(batch.X), y, weight)
 
     def _features(self) -> "Written":
         return Written(self.features_, self._dtype, self._blocks.size)
@@ -127,7 +169,7 @@ class RidgeOfFeatures(BaseEstimator):
 
     # ---- what follows
 
-    def _note(self, batch: Batch) -> None:
+    def _note(self, batch: Batch, places: np.ndarray | None) -> None:
         """What else is kept of rows."""
 
     def _made_of(self, ridge: Solution) -> Any:
@@ -139,13 +181,37 @@ class RidgeOfFeatures(BaseEstimator):
         check_is_fitted(self, "sums_")
         if self._solved is None or self._solved[0] != self.alpha:
             self._check_options()
-            sums = self.sums_.copy()
-            if self._blocks.rest is not None:
-                self._add(self._blocks.rest, sums, self._features())
+            sums = self._all_sums()
+            if not sums.weight:
+                raise ValueError("there are no rows yet: there is nothing to fit to")
             floor = max(ROUNDING[self._dtype.name], self._least_ridge)
             ridge = solved(Centred.of(sums), self.alpha, floor, self._together)
             self._solved = self.alpha, self._made_of(ridge)
         return self._solved[1]
+
+    def _all_sums(self) -> Sums:
+        """A copy, with the rows that do not fill a block yet."""
+        sums = self.sums_.copy()
+        if self._blocks.rest is not None:
+            self._add(self._blocks.rest, sums, self._features())
+        return sums
+
+    def _close(self) -> None:
+        """Sums the rows that do not fill a block yet: the next one begins a new block."""
+        if self._blocks.rest is not None:
+            self._add(self._blocks.rest, self.sums_, self._features())
+            self._blocks.rest = None
+
+    def _state(self) -> dict[str, np.ndarray]:
+        """All that rows left, in arrays, where no block is open (`_close`)."""
+        return {"rows_": np.array(self.rows_)} | {name: np.asarray(part) for name, part in vars(self.sums_).items()}
+
+    def _restore(self, state: dict[str, np.ndarray]) -> None:
+        """The reverse, of a model that began with the same rows."""
+        state = dict(state)
+        self.rows_, self._solved = int(state.pop("rows_")), None
+        self.sums_ = Sums(**{name: torch.from_numpy(part) if part.ndim else part.item()
+                             for name, part in state.items()})
 
     def _features_of(self, X) -> torch.Tensor:
         """(n, M) float64 of rows that fit memory."""

@@ -4,7 +4,7 @@ Legend: n rows, d columns, T targets. Rows are counted from 0 over all batches t
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from scipy.sparse import issparse, vstack
@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     def __len__(self) -> int:
         return self.X.shape[0]
 
-    def cut(self, rows: slice) -> "Batch":
+    def cut(self, rows: slice | np.ndarray) -> "Batch":
         return Batch(*(part[rows] for part in self))
 
     def then(self, other: "Batch") -> "Batch":
@@ -109,17 +109,40 @@ class Blocks:
 
 class Spread:
     """Every row, then every second, every fourth and so on of those that came, whatever batches they came in: at most
-    `most`, and more than half of that where there are so many."""
+    `most`, and more than half of that where there are so many. Which, their places among all rows say alone."""
 
     def __init__(self, most: int = 4000):
-        self.most, self.stride, self.count, self.kept = most, 1, 0, None
+        self.most, self.stride, self.count, self.kept, self.places = most, 1, 0, None, np.zeros(0, np.int64)
 
-    def add(self, batch: Batch) -> None:
-        chosen = batch.cut(slice(-self.count % self.stride, None, self.stride)).keep()
+    def add(self, batch: Batch, places: np.ndarray | None = None) -> None:
+        """places: (n,) of the rows, by default behind those that came before."""
+        places = np.arange(self.count, self.count + len(batch)) if places is None else places
+        chosen = np.flatnonzero(places % self.stride == 0)
         self.count += len(batch)
-        self.kept = chosen if self.kept is None else self.kept.then(chosen)
-        while len(self.kept) > self.most:
-            self.stride, self.kept = 2 * self.stride, self.kept.cut(slice(None, None, 2)).keep()
+        self._join(batch.cut(chosen).keep(), places[chosen])
+
+    def merge(self, other: "Spread") -> None:
+        self.stride, self.count = max(self.stride, other.stride), self.count + other.count
+        if other.kept is not None:
+            self._join(other.kept, other.places)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What came, in arrays; `restored` is the reverse."""
+        kept = {} if self.kept is None else self.kept._asdict()
+        return {"stride": np.array(self.stride), "count": np.array(self.count), "places": self.places, **kept}
+
+    def restored(self, state: dict[str, np.ndarray]) -> Self:
+        self.stride, self.count, self.places = int(state["stride"]), int(state["count"]), state["places"]
+        self.kept = Batch(state["X"], state["y"], state["weight"]) if "X" in state else None
+        return self
+
+    def _join(self, batch: Batch, places: np.ndarray) -> None:
+        places = np.concatenate([self.places, places])
+        kept = batch if self.kept is None else self.kept.then(batch)
+        while (left := np.flatnonzero(places % self.stride == 0)).size > self.most:
+            self.stride *= 2
+        left = left[np.argsort(places[left], kind="stable")]
+        self.kept, self.places = kept.cut(left), places[left]
 
 
 def block_rows(columns: int) -> int:

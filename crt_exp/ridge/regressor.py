@@ -15,11 +15,12 @@ class RandomFeatureRidge(RegressorMixin, RidgeOfFeatures):
     and memory O(M^2), whatever n is.
 
     `fit(X, y)` takes arrays, sparse matrices and memory maps, or an iterator of batches (X, y) or (X, y, weights) in
-    the place of X; `partial_fit` goes on from what was fitted before. mechanism, sampler, n_components, kernel, gamma,
-    length_scale: as of RandomFeatures, with trig in the place of oprf where mechanism is None and the kernel gaussian:
-    it is bounded, so that no row weighs too much. alpha: the ridge, a number, or chosen by generalised cross-validation
-    ('gcv') or by the evidence of the Bayesian model ('evidence'), for each target by itself. sample_weight counts as
-    repetitions of a row.
+    the place of X; `partial_fit` goes on from what was fitted before, and `merge` adds the rows of another model.
+    mechanism, sampler, n_components, kernel, gamma, length_scale: as of RandomFeatures, with trig in the place of oprf
+    where mechanism is None and the kernel gaussian: it is bounded, so that no row weighs too much. alpha: the ridge, a
+    number, or chosen by generalised cross-validation ('gcv') or by the evidence of the Bayesian model ('evidence'), for
+    each target by itself. length_scale="fit" takes lengths, one for each column, from the first rows by their marginal
+    likelihood (`fit_length_scales`). sample_weight counts as repetitions of a row.
 
     Attributes: features_ (a RandomFeatures), coef_ (n_components,) or (targets, n_components), intercept_, alpha_,
     noise_variance_ of a row of weight 1, degrees_ of freedom, rows_ taken; all follow `partial_fit`, and a change of

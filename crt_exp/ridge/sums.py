@@ -3,13 +3,15 @@
 Legend: n rows, M features z, T targets y, w weights, W their sum.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crt_exp.samplers.draws import free_memory
+
+SUMMED = "gram", "right", "features", "targets", "squares"
 
 
 @dataclass
@@ -51,13 +53,22 @@ class Sums:
         self.rows += int((w > 0).sum())
 
     def merge(self, other: "Sums") -> None:
-        """Adds the sums of other rows, such as those of another process, with the same features and origin."""
-        if not torch.equal(self.origin, other.origin) or self.gram.shape != other.gram.shape:
-            raise ValueError("sums of other features, or with other origins of the targets, cannot be added")
-        for name in ("gram", "right", "features", "targets", "squares"):
+        """Adds the sums of other rows, such as those of another process, over the same features."""
+        if self.gram.shape != other.gram.shape or self.origin.shape != other.origin.shape:
+            raise ValueError(f"sums over {len(other.gram)} features and {len(other.origin)} targets cannot be added to "
+                             f"those over {len(self.gram)} and {len(self.origin)}")
+        other = other.counted_from(self.origin)
+        for name in SUMMED:
             getattr(self, name).add_(getattr(other, name))
         self.weight += other.weight
         self.rows += other.rows
+
+    def counted_from(self, origin: Tensor) -> "Sums":
+        """The same with another origin of the targets."""
+        apart = self.origin - origin
+        return replace(self, right=self.right + self.features[:, None] * apart,
+                       targets=self.targets + self.weight * apart,
+                       squares=self.squares + 2 * apart * self.targets + self.weight * apart.square(), origin=origin)
 
     def copy(self) -> "Sums":
         return Sums(*(part.clone() if isinstance(part, Tensor) else part for part in vars(self).values()))

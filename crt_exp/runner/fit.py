@@ -19,7 +19,7 @@ from crt_exp.runner.configuration import (check_composed, choice, folders, in_sw
 from crt_exp.runner.curves import CURVES
 from crt_exp.runner.curves import draw as draw_curves
 from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together, remove_empty
-from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, torchrun
+from crt_exp.runner.processes import ProcessesFailed, World, raise_interrupts, torchrun
 from crt_exp.runner.run import Run, read_records
 from crt_exp.runner.sweep import check_direction, direction
 
@@ -29,7 +29,8 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     check_composed(cfg)
     check_attention(cfg)
     check_sweeper(cfg)
-    task, mechanism = instantiate(cfg.task), mechanism_of(cfg)
+    task = instantiate(cfg.task)
+    mechanism = mechanism_of(cfg, task)
     (check_probe if is_probe(task) else check_training)(cfg, task, mechanism)
     return task, mechanism
 
@@ -42,14 +43,16 @@ def is_probe(task: Any) -> bool:
 # ---- choices that do not go together ---------------------------------------------------------------------------------
 
 
-def mechanism_of(cfg):
-    """The Mechanism that the configuration names; bad options of its parts are refused before any data is read."""
+def mechanism_of(cfg, task):
+    """The Mechanism that the configuration names. Bad options of its parts are refused before any data is read, and
+    maps with a kernel of their own by tasks that are not `of_rows`."""
     from crt_exp.mechanism import Mechanism
 
     mechanism = Mechanism.composed(cfg, choice)
     if mechanism.features is not None:
         with named("features"):
-            mechanism.map()
+            if not (mechanism.own_kernel and getattr(task, "of_rows", False)):
+                mechanism.map()
     return mechanism
 
 
@@ -104,9 +107,10 @@ def check_sweeper(cfg) -> None:
 
 def check_probe(cfg, task, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
-    if world_size() > 1 or cfg.trainer.processes:
+    several = getattr(task, "several", False)
+    if not several and (world_size() > 1 or cfg.trainer.processes):
         raise ConfigError(f"task={choice('task')} runs on one process: leave torchrun and trainer.processes out")
-    if unused := given("trainer"):
+    if unused := [each for each in given("trainer") if not (several and each.startswith("trainer.processes="))]:
         raise ConfigError(f"task={choice('task')}, which has no use for the trainer, does not use {' '.join(unused)}: "
                           "leave that out")
     if hasattr(task, "uses"):
@@ -153,7 +157,7 @@ def check_training(cfg, task, mechanism) -> None:
 
 def starts_processes(cfg, task: Any) -> bool:
     """Whether the run is that of processes which are still to be started."""
-    return not is_probe(task) and bool(cfg.trainer.processes) and not inside_torchrun()
+    return bool(cfg.trainer.processes) and not inside_torchrun()
 
 
 def fit_on_processes(cfg) -> float:
@@ -179,18 +183,29 @@ def fit(cfg, task, mechanism) -> float | None:
 
 
 def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
-    """The records of a task that only measures."""
+    """The records of a task that only measures; none on processes but the first."""
     raise_interrupts()
-    with Run(cfg, task, output_directory()) as current:
-        if not finished(current.records):
-            if hasattr(task, "directory"):  # of probes that go on from a state of their own
-                task.directory = current.directory
-            for record in task.records(mechanism, cfg.seed, done=list(current.records)):
-                ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
-                if ending and hasattr(task, "keep"):  # a run is done when all its files are there
-                    task.keep([*current.records, record | ending], current.directory)
-                current.log(**record, **ending)
+    if world_size() == 1:
+        with Run(cfg, task, output_directory()) as current:
+            recorded(cfg, task, mechanism, current)
+        return current.records, current.directory
+    task.world = world = World(cpu=True)
+    with ending_together(world), open_run(cfg, task, world) as current:
+        recorded(cfg, task, mechanism, current, world.broadcast(finished(current.records)))
     return current.records, current.directory
+
+
+def recorded(cfg, task, mechanism, current: Run, ended: bool | None = None) -> None:
+    """Logs what a run lacks. ended: whether it lacks nothing, where this process has no records."""
+    if finished(current.records) if ended is None else ended:
+        return
+    if hasattr(task, "directory"):  # of probes that go on from a state of their own
+        task.directory = current.directory
+    for record in task.records(mechanism, cfg.seed, done=list(current.records)):
+        ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
+        if ending and hasattr(task, "keep"):  # a run is done when all its files are there
+            task.keep([*current.records, record | ending], current.directory)
+        current.log(**record, **ending)
 
 
 def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from maps import SPECTRAL
+from maps import OTHER_KERNELS, SPECTRAL
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
 from sklearn.metrics.pairwise import laplacian_kernel
 
-from crt_exp import samplers
+from crt_exp import RandomFeatures, drawing, samplers
+from crt_exp.config import ConfigError, choices
+from crt_exp.estimators import ONE_MAP_EACH
 from crt_exp.features import ArcCosineRF, LaplaceRF, MaternRF, RationalQuadraticRF, Statistics
+from crt_exp.mechanism import Mechanism
 
 EXACT = {MaternRF(nu=nu): Matern(nu=nu) for nu in (0.5, 1.5, 2.5)} | {
     RationalQuadraticRF(alpha=a): RationalQuadratic(alpha=a) for a in (0.3, 1.0, 7.0)} | {
@@ -75,6 +78,42 @@ def test_arc_cosine_kernels_are_those_of_layers_at_random():
     noise = samplers.iid(200_000, 2, torch.Generator().manual_seed(0))
     f = ArcCosineRF(order=0).phi_q(x, noise).exp()
     torch.testing.assert_close(f @ f.mT, steps, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", ONE_MAP_EACH)
+@pytest.mark.parametrize("columns", [10, 11])
+def test_gram_matrices_are_unbiased(kernel, columns):
+    """Of the estimator, over draws of its features; of an odd number of columns too."""
+    X = np.random.default_rng(0).normal(size=(4, 3))
+    drawn = np.array([RandomFeatures(kernel=kernel, n_components=columns, length_scale=[1.0, 2.0, 3.0],
+                                     random_state=seed).fit_transform(X) for seed in range(400)])
+    gram = drawn @ drawn.transpose(0, 2, 1)
+    x = torch.from_numpy(X / [1.0, 2.0, 3.0])
+    exact, error = ONE_MAP_EACH[kernel].log_kernel(x[:, None], x[None]).exp().numpy(), gram.std(0) / 20
+    assert (abs(gram.mean(0) - exact) < 4.5 * error + 1e-9).all() and (error < 0.05 * exact.max()).all()
+
+
+OWN = [name for name in choices("features") if Mechanism.of(features=name).own_kernel]
+
+
+def test_every_kernel_of_conf_is_under_the_laws():
+    assert OWN == ["arc_cosine", "laplace", "matern", "rational_quadratic"] and not {*OWN} & {*drawing.maps()}
+    assert {Mechanism.of(features=name).kernel_map() for name in OWN} <= {*OTHER_KERNELS}
+    assert Mechanism.of(features="matern", **{"features.nu": 2.5}).kernel_map() == MaternRF(nu=2.5)
+    assert Mechanism.of(features=ArcCosineRF(order=0)).kernel_map() == ArcCosineRF(order=0)
+    assert Mechanism.of(features="matern").estimates and Mechanism.of(features="pos").kernel_map().kernel == "gaussian"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(name, typed):
+    code, out, err = typed("task=uci", f"features={name}", "features.m=64", "task.repeats=1", "task.sigmas=[0.3,0.6]",
+                           "logger=none", "hydra.run.dir=run")
+    assert code == 0 and float(out.split("accuracy ")[1].split()[0]) > 0.5, err
+    code, _, err = typed("task=projections", f"features={name}", "logger=none")
+    said = f"features={name}: features={name} has a kernel of its own, which is not softmax: it serves kernel machines"
+    assert code == 2 and said in err and "Traceback" not in err
+    with pytest.raises(ConfigError, match="has a kernel of its own"):
+        Mechanism.of("favorp", features=name).layer(2, 8)
 
 
 BAD = {

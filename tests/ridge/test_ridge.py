@@ -12,7 +12,7 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import log_loss
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures
+from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures, fit_length_scales
 from crt_exp import times
 from crt_exp.ridge import base
 
@@ -98,6 +98,24 @@ def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, split):
         assert (parts.predict(X) == whole.predict(X)).all() if target is labels else parts.rows_ == len(X)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_models_of_parts_of_the_rows_add_up_to_that_of_all(split):
+    """Whatever row each of them began with, from which targets are counted, and whichever classes it has seen."""
+    X, y, labels = rows()
+    parts = np.split(np.arange(len(X)), [70, 130, 400] if split == "one by one" else SPLITS[split])
+    for make, target, close in ((RandomFeatureRidge, y, 1e-9), (RandomFeatureRidge, np.stack([y, 1e3 + y**2], 1), 1e-9),
+                                (RandomFeatureClassifier, np.sort(labels), 1e-7)):  # discriminants magnify rounding
+        whole = make(n_components=40, **FIXED).fit(X, target)
+        first, *others = [make(n_components=40, **FIXED).partial_fit(X[part], target[part]) for part in parts]
+        for other in others:
+            first.merge(other)
+        np.testing.assert_allclose(first.coef_, whole.coef_, rtol=close, atol=close)
+        np.testing.assert_allclose(first.intercept_, whole.intercept_, rtol=close, atol=close)
+        assert first.rows_ == len(X) and first.alpha_ == pytest.approx(whole.alpha_, rel=1e-9)
+        first.partial_fit(X[:9], target[:9])
+        np.testing.assert_allclose(first.coef_, whole.partial_fit(X[:9], target[:9]).coef_, rtol=close, atol=close)
+
+
 def test_float32_rows_give_the_same_bits_however_they_are_split():
     """Products of float32 are rounded: blocks have the same borders, and features the same rows."""
     X, y, _ = rows(dtype=np.float32)
@@ -118,6 +136,37 @@ def test_other_kernels(kernel, least):
     assert model.fit(X[:500], y[:500]).score(X[500:], y[500:]) > least
     classifier = RandomFeatureClassifier(n_components=200, kernel=kernel, length_scale=2.0, random_state=0)
     assert classifier.fit(X[:500], labels[:500]).score(X[500:], labels[500:]) > 0.6
+
+
+def rows_of_lengths(kernel, lengths, n=3000, seed=0):
+    """Of a Gaussian process with noise 0.2, whose last column says nothing."""
+    r = np.random.default_rng(seed)
+    X = r.normal(size=(n, 3)) * [1, 10, 1]
+    Z = RandomFeatures("trig" if kernel == "gaussian" else None, n_components=2000, kernel=kernel,
+                       length_scale=[*lengths, 1e3], random_state=seed).fit_transform(X)
+    return X, 3 * (Z @ r.normal(size=2000) + 0.2 * r.normal(size=n))
+
+
+@pytest.mark.parametrize("kernel, lengths, within", [
+    ("gaussian", (0.7, 20), 0.25), pytest.param("matern52", (0.7, 20), 0.4, marks=pytest.mark.slow),
+    pytest.param("gaussian", (2, 7), 0.25, marks=pytest.mark.slow)])
+def test_known_lengths_are_found(kernel, lengths, within):
+    X, y = rows_of_lengths(kernel, lengths)
+    found = fit_length_scales(X, y, kernel=kernel, random_state=0)
+    np.testing.assert_allclose(found[:2], lengths, rtol=within)
+    assert found[2] > 5
+
+
+def test_fitted_lengths_serve_both_estimators():
+    X, y = rows_of_lengths("gaussian", (0.7, 20))
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, np.where(y > 0, "above", "below"))):
+        scores = [make(n_components=200, length_scale=lengths, random_state=0).fit(X[:2000], target[:2000]).score(
+            X[2000:], target[2000:]) for lengths in (None, "fit")]
+        assert scores[1] > scores[0] + 0.02
+    one = fit_length_scales(X[:500], y[:500], ard=False, steps=20, random_state=0) / X[:500].std(0)
+    np.testing.assert_allclose(one, one[0])
+    with pytest.raises(ValueError, match="'fit' needs targets"):
+        RandomFeatures(length_scale="fit").fit(X)
 
 
 CONTAINERS = {"memory map": lambda X, folder: mapped(X, folder), "sparse": lambda X, _: scipy.sparse.csr_array(X),
@@ -281,6 +330,11 @@ BAD = {
         lambda: RandomFeatureRidge(alpha="aic", **SMALL).fit(X, Y),
     "alpha = 0: the features are linearly dependent":
         lambda: RandomFeatureRidge(n_components=700, alpha=0, **FIXED).fit(X, Y),
+    "random_state = 1, and that of the other model = 0: features differ, so that their sums cannot be added":
+        lambda: RandomFeatureRidge(**SMALL, random_state=1).fit(X, Y).merge(RandomFeatureRidge(
+            **SMALL, random_state=0).fit(X, Y)),
+    "parameters that the rows decide differ": lambda: RandomFeatureRidge(random_state=0, **SMALL).fit(X, Y).merge(
+        RandomFeatureRidge(random_state=0, **SMALL).fit(2 * X, Y)),
     "the iterator gave no batch": lambda: RandomFeatureRidge(**SMALL).fit(iter([])),
     "a batch of the iterator is a ndarray": lambda: RandomFeatureRidge(**SMALL).fit(iter([X])),
     "two sides": lambda: RandomFeatureRidge("gerf", **SMALL).fit(X, Y),

@@ -1,0 +1,225 @@
+"""task=kernel: the same numbers from every format, number of processes and interruption; and what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from crt_exp.data import row_files
+from crt_exp.mechanism import Mechanism
+from crt_exp.probes import kernel_machine
+from crt_exp.probes.kernel_machine import KernelMachine
+from crt_exp.ridge import RandomFeatureRidge
+
+OPTIONS = {"kind": None, "columns": ["a", "b", "c"], "weight": None, "held_out": 0.1, "tested": 2000,
+           "lengths": "scale", "alpha": "gcv", "precision": "float64", "save_seconds": 1e6}
+TRIG = Mechanism.of(features="trig", m=30)
+
+
+def table(n=5000, seed=0):
+    """Of known noise 0.3."""
+    r = np.random.default_rng(seed)
+    X = r.normal(size=(n, 3)) * [1, 10, 0.1] + [0, 5, 1]
+    mean = np.sin(2 * X[:, 0]) + X[:, 1] / 10
+    y = mean + 0.3 * r.normal(size=n)
+    label = np.where(mean > 0.5, "high", "low")
+    return pd.DataFrame(X, columns=["a", "b", "c"]).assign(y=y, label=label, w=r.integers(1, 4, n))
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(kernel_machine, "ENTRIES", 3 * 700)
+
+
+@pytest.fixture
+def written(tmp_path):
+    table().to_csv(tmp_path / "t.csv", index=False)
+    table().to_parquet(tmp_path / "t.parquet", row_group_size=1800)
+    (tmp_path / "t").mkdir()
+    for name, column in table().items():
+        np.save(tmp_path / "t" / f"{name}.npy", column.to_numpy().astype(str) if name == "label" else column)
+    return tmp_path
+
+
+def last(data, target="y", mechanism=TRIG, seed=0, directory=None, **options):
+    task = KernelMachine(str(data), target, **{**OPTIONS, **options})
+    task.directory = directory
+    return [*task.records(mechanism, seed)][-1]
+
+
+TIMES = ("seconds", "rows_per_s", "memory_gib", "step")
+
+
+def numbers(record):
+    return {name: value for name, value in record.items() if name not in TIMES}
+
+
+@pytest.mark.parametrize("target, weight", [("y", None), ("label", "w")])
+def test_every_format_gives_the_same_numbers(written, target, weight):
+    found = [last(written / name, target, weight=weight) for name in ("t.csv", "t")]
+    assert numbers(found[0]) == numbers(found[1])
+    groups = last(written / "t.parquet", target, weight=weight)  # whose chunks end where groups of rows do
+    metric = "r2" if target == "y" else "accuracy"
+    assert groups[metric] == pytest.approx(found[0][metric], abs=2 * found[0][f"{metric}_ci95"])
+    assert groups["rows"] + groups["tested"] == found[0]["rows"] + found[0]["tested"] == 5000
+
+
+def test_large_csv_files_are_looked_at_in_places(written, monkeypatch):
+    whole = last(written / "t.csv")
+    monkeypatch.setattr(row_files, "SMALL", 1000)
+    monkeypatch.setattr(kernel_machine, "LOOKED_AT", 640)
+    assert last(written / "t.csv")["r2"] == pytest.approx(whole["r2"], abs=0.02)
+    kept = row_files.open_rows(written / "t.csv").spread(["a", "label"], ["label"], 640)
+    assert len(kept["a"]) == len(kept["label"]) == 640 and np.isin(kept["a"], table()["a"]).all()
+
+
+def test_numbers_are_those_of_the_estimator(written):
+    """Error, coverage of intervals and trivial error, on rows of known noise."""
+    record = last(written / "t.csv", mechanism=Mechanism.of(features="trig", m=100), held_out=0.3, tested=1000)
+    assert record["rmse"] == pytest.approx(0.3, abs=0.05) and record["rmse_ci95"] < 0.03
+    assert record["coverage"] == pytest.approx(0.95, abs=0.02) and record["constant_rmse"] > 1
+    assert 500 < record["tested"] <= 1000 and 3300 < record["rows"] < 3700
+    X = table()[["a", "b", "c"]].to_numpy()
+    X = (X - X.mean(0)) / X.std(0)
+    model = RandomFeatureRidge("trig", n_components=200, random_state=0).fit(X, table()["y"])
+    assert record["rmse"] == pytest.approx(np.mean((model.predict(X) - table()["y"]) ** 2) ** 0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("target", ["y", "label"])
+def test_a_run_goes_on_from_its_last_sums(written, tmp_path, target):
+    """To the same bits, wherever it was ended."""
+    data, whole = written / "t", last(written / "t", target)
+    for after in (1, 4):
+        folder = tmp_path / f"{target} {after}"
+        folder.mkdir()
+        task = KernelMachine(str(data), target, **OPTIONS | {"save_seconds": 1e-9})
+        task.directory = folder
+        records = task.records(TRIG, 0)
+        told = [next(records) for _ in range(after)]
+        assert told[-1]["rows"] == 700 * after and told[-1]["rows_per_s"] > 0
+        again = KernelMachine(str(data), target, **OPTIONS)
+        again.directory = folder
+        assert numbers([*again.records(TRIG, 0, told)][-1]) == numbers(whole)
+        again.keep([whole], folder)
+        assert {path.name for path in folder.iterdir()} == {"kernel.csv", "kernel.md"}
+
+
+KILLED = """
+import os, signal, sys
+from crt_exp.probes import kernel_machine
+kernel_machine.ENTRIES = 3 * 700
+take, calls = kernel_machine.Reading.take, []
+def killed(*given):
+    calls.append(1)
+    if len(calls) == 5 and "resume=auto" not in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+    take(*given)
+kernel_machine.Reading.take = killed
+from crt_exp.train import main
+main()
+print(len(calls))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on(written, tmp_path):
+    told = ["task=kernel", f"task.data={written / 't.csv'}", "task.target=y", "task.columns=[a,b,c]", "features.m=30",
+            "task.save_seconds=1e-9", "task.precision=float64", "task.tested=2000", "logger=none"]
+
+    def run(*more):
+        return subprocess.run([sys.executable, "-c", KILLED, *told, *more], capture_output=True, text=True)
+    folder = tmp_path / "killed"
+    assert run(f"hydra.run.dir={folder}").returncode == -signal.SIGKILL
+    ended = run(f"hydra.run.dir={folder}", "resume=auto")
+    assert ended.returncode == 0 and ended.stdout.split()[-1] == "4", ended.stderr  # of 8 chunks
+    record = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    whole = last(written / "t.csv")
+    assert record["rmse"] == whole["rmse"] and record["rows"] == whole["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["y", "label"])
+def test_two_processes_give_the_numbers_of_one(written, tmp_path, target):
+    told = ["task=kernel", f"task.data={written / 't.csv'}", f"task.target={target}", "task.columns=[a,b,c]",
+            "features.m=30", "task.precision=float64", "task.tested=2000", "logger=none",
+            f"hydra.run.dir={tmp_path / 'two'}"]
+    start = "from crt_exp.probes import kernel_machine as k; k.ENTRIES = 2100; from crt_exp.train import main; main()"
+    (tmp_path / "start.py").write_text(start)
+    ended = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                            str(tmp_path / "start.py"), *told], capture_output=True, text=True,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads((tmp_path / "two/metrics.jsonl").read_text().splitlines()[-1])
+    whole = numbers(last(written / "t.csv", target))
+    for name, value in whole.items():
+        assert record[name] == (pytest.approx(value, rel=1e-7) if isinstance(value, float) else value), name
+
+
+def test_the_command_and_a_sweep_of_kernels(written, typed):
+    code, out, err = typed("-m", "task=kernel", f"task.data={written / 't.csv'}", "task.target=y",
+                           "task.columns=[a,b,c]", "features=matern,arc_cosine", "features.m=40", "logger=none",
+                           "hydra.sweep.dir=sweep")
+    assert code == 0 and out.count("| kernel machine |") == 2 and "95% intervals cover" in out, err
+    assert all((written / f"sweep/{i}/kernel.md").is_file() for i in range(2))
+
+
+def changed(folder, at, column, value):
+    lines = (folder / "t.csv").read_text().splitlines()
+    cells = lines[at - 1].split(",")
+    cells[["a", "b", "c", "y", "label", "w"].index(column)] = value
+    lines[at - 1] = ",".join(cells)
+    (folder / "t.csv").write_text("\n".join(lines))
+
+
+def array(folder, name, change):
+    values = np.load(folder / "t" / f"{name}.npy")
+    np.save(folder / "t" / f"{name}.npy", change(values))
+
+
+def with_nan(values):
+    values[4321] = np.nan
+    return values
+
+
+BAD = {
+    "t.csv, line 4002, column b: 'high' is not a number: code it":
+        lambda f: (changed(f, 4002, "b", "high"), "t.csv", {}),
+    "t.csv, line 4002, column b: it is empty": lambda f: (changed(f, 4002, "b", ""), "t.csv", {}),
+    "t.csv, line 4002, column b: it is nan": lambda f: (changed(f, 4002, "b", "nan"), "t.csv", {}),
+    "t.csv, line 3000: 7 cells, 6 expected": lambda f: (changed(f, 3000, "w", "1,1"), "t.csv", {}),
+    "t, row 4321, column c: it is nan": lambda f: (array(f, "c", with_nan), "t", {}),
+    "t, row 4321, column y: it is nan": lambda f: (array(f, "y", with_nan), "t", {}),
+    "column c: it is 7 in all of 5000 rows from all over": lambda f: (array(f, "c", lambda v: 0 * v + 7), "t", {}),
+    "line 11, column w: it is -1: weights must not be negative":
+        lambda f: (changed(f, 11, "w", "-1"), "t.csv", {"weight": "w"}),
+    "hold one class only, low":
+        lambda f: (array(f, "label", lambda v: np.full_like(v, "low")), "t", {"target": "label"}),
+    "different numbers of rows: a.npy 5000": lambda f: (array(f, "c", lambda v: v[:9]), "t", {}),
+    "features.m = 1000000: columns = 2000000: .* GiB of memory are free":
+        lambda f: (None, "t", {"mechanism": Mechanism.of(features="trig", m=10**6)}),
+    "task.target = z: .* has no such column": lambda f: (None, "t.csv", {"target": "z"}),
+    "task.columns = aa: .* did you mean a": lambda f: (None, "t.csv", {"columns": ["aa"]}),
+    "column label: it holds (large_)?string, not numbers": lambda f: (None, "t.parquet", {"columns": ["a", "label"]}),
+    "label.npy holds texts, not numbers": lambda f: (None, "t", {"columns": ["a", "label"]}),
+    "gone cannot be read": lambda f: (None, "gone", {}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message, written):
+    _, name, options = BAD[message](written)
+    options = {"target": "y"} | options
+    with pytest.raises(Exception, match=message) as error:
+        last(written / name, **options)
+    assert type(error.value).__name__ in ("DataError", "ValueError", "ConfigError")
+
+
+def test_sums_of_other_processes_are_not_gone_on_from(written, tmp_path):
+    (tmp_path / "sums.0.of.2.npz").touch()
+    with pytest.raises(ValueError, match="was begun on 2 processes"):
+        last(written / "t.csv", directory=tmp_path)
