@@ -1,6 +1,6 @@
 """Near-far attention: near and heavy keys exactly, all others by cells, in one softmax.
 
-In both directions its time is linear in the length. A causal call that opens keys looks at all of them, in bfloat16:
+In both directions its time is linear in the length. A causal call that opens keys looks at all of them, in 8 bits:
 the square of the length, by a small constant. Causal without opened keys (preset bounded) time is linear, memory
 constant.
 """

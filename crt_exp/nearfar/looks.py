@@ -32,10 +32,11 @@ class Whole(NamedTuple):
         t = turned(t.float())
         most = t.abs().amax(-1, keepdim=True)
         there = most > LEAST
-        ends = most.new_tensor(2.0 * WHOLE)                       # of a number it would be its reciprocal that is rounded
-        double = torch.where(there, ends / torch.where(there, most, 1.0), 0.0)
+        largest_one = torch.full_like(most, WHOLE)  # a tensor: numbers are divided by way of a reciprocal, rounded twice
+        double = torch.where(there, 2 * largest_one / torch.where(there, most, 1.0), 0.0)
         cut = (t * double).trunc()
-        return cls(((cut + cut.sign()) / 2).trunc(), torch.where(there, most / most.new_tensor(float(WHOLE)), 0.0).squeeze(-1))
+        step = torch.where(there, most / largest_one, 0.0)
+        return cls(((cut + cut.sign()) / 2).trunc(), step.squeeze(-1))
 
 
 def turned(t: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def looks(q: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def opened(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
-    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: the `open`
-    of the largest looks of those that are `member` (Z, ..., S), of equal ones the first."""
+    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: the
+    `open` of the largest looks of those that are `member` (Z, ..., S), of equal ones the first."""
     highest, places = largest(looks(q, y).masked_fill(~member, HIDDEN), min(open, y.shape[1]))
     return torch.where(highest > HIDDEN, places, -1)

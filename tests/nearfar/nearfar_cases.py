@@ -39,8 +39,8 @@ def same(out, expected, inputs, seed=3, **close):
 
 
 def as_integers(t):
-    """Vectors (..., d) as whole numbers up to 127 and their steps, by the definition: random signs and Hadamard matrices
-    of as many columns as are a power of 2 that divides d, filled up to a multiple of 16; halves away from 0."""
+    """Vectors (..., d) as whole numbers up to 127 and their steps, by the definition: random signs and Hadamard
+    matrices of as many columns as are a power of 2 that divides d, filled up to a multiple of 16; halves away from 0."""
     t = torch.nn.functional.pad(t.double(), (0, -t.shape[-1] % 16))
     d, run = t.shape[-1], 1
     while d % (2 * run) == 0:
@@ -48,7 +48,8 @@ def as_integers(t):
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while len(hadamard) < run:
         hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
-    signs = torch.tensor([-1.0 if (p + 1) * 2654435769 % 2**32 >= 2**31 else 1.0 for p in range(d)], dtype=torch.float64)
+    high = [(p + 1) * 2654435769 % 2**32 >= 2**31 for p in range(d)]
+    signs = torch.tensor([-1.0 if each else 1.0 for each in high], dtype=torch.float64)
     turned = ((t * signs).unflatten(-1, (-1, run)) @ hadamard).flatten(-2)
     step = turned.abs().amax(-1, keepdim=True) / 127
     parts = torch.where(step > 0, turned / step, 0.0)

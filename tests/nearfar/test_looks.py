@@ -1,4 +1,4 @@
-"""Which keys are read is decided by whole numbers: as they are defined, and the same in C and in PyTorch, bit for bit."""
+"""Which keys are read is decided by whole numbers: as they are defined, the same in C and in PyTorch, bit for bit."""
 
 import pytest
 import torch
