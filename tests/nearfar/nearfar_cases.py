@@ -40,7 +40,7 @@ def same(out, expected, inputs, seed=3, **close):
 
 def as_integers(t):
     """Vectors (..., d) as whole numbers up to 127 and their steps, by the definition: random signs and Hadamard
-    matrices of as many columns as are a power of 2 that divides d, filled up to a multiple of 16; halves away from 0."""
+    matrices of a power of 2 of columns that divides d, filled up to a multiple of 16; halves away from 0."""
     t = torch.nn.functional.pad(t.double(), (0, -t.shape[-1] % 16))
     d, run = t.shape[-1], 1
     while d % (2 * run) == 0:
