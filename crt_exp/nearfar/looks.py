@@ -32,7 +32,7 @@ class Whole(NamedTuple):
         t = turned(t.float())
         most = t.abs().amax(-1, keepdim=True)
         there = most > LEAST
-        end = torch.full_like(most, WHOLE)          # a tensor: numbers are divided by way of a reciprocal, rounded twice
+        end = torch.full_like(most, WHOLE)  # a tensor: numbers are divided by way of a reciprocal, rounded twice
         double = torch.where(there, 2 * end / torch.where(there, most, 1.0), 0.0)
         cut = (t * double).trunc()
         step = torch.where(there, most / end, 0.0)
