@@ -5,6 +5,7 @@ behind the others of its kind and in a colour made of its name, until it gets a 
 """
 
 import colorsys
+import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,8 @@ from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
 from crt_exp.whole_files import whole
 
-DECADES = 1000  # times the least number of an axis: from there on decades alone fit beside each other
+DECADES = 1000  # times the least number of an axis: from there on decades alone fit beside each other,
+DIGITS = 10     # and from so many characters of the largest number times decades on
 EXACT = "#000000"
 CONTROL = "#999999"
 NEAR_FAR = "#0072B2"
@@ -151,7 +153,8 @@ def plain_ticks(axis) -> None:
     low, high = sorted(axis.get_view_interval())
     first, last = axis.get_data_interval()
     few = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 7)
-    axis.set_major_locator(LogLocator(subs=(1,) if last >= DECADES * first > 0 else few))
+    long = first > 0 and (last >= DECADES * first or len(f"{last:,.9g}") * math.log10(last / first) > DIGITS)
+    axis.set_major_locator(LogLocator(subs=(1,) if long else few))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1e6:,.9g}M" if x >= 1e6 else f"{x:,.9g}"))
     axis.set_minor_formatter(NullFormatter())
 
