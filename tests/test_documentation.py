@@ -26,7 +26,7 @@ from crt_exp.features import Statistics
 from crt_exp.pretrained import published
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import page as pages
-from crt_exp.runner.command_line import check_command_line
+from crt_exp.runner.command_line import Shown, check_command_line
 from crt_exp.probes import print_times
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "toml"}  # toml: of a plugin, by test_plugins.py
@@ -269,6 +269,9 @@ def test_command_exists(words, recipes):
             assert not arguments or read(sample.SampleOptions, arguments)
         case ("python", "-m", "crt_exp.report", name, *arguments):
             check_report(name, arguments)
+        case ("python", "-m", "crt_exp", "--help"):
+            with pytest.raises(Shown):
+                check_run(["--help"])
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
             check_run(arguments)
         case ("torchrun", *_, "split.py"):

@@ -225,7 +225,7 @@ def test_all_bandwidths_have_the_rows_of_one_draw(tmp_path):
         return blocks.orthogonal(m, d, *args, **options)
 
     task, given = task_of(tmp_path / "t.csv", target="y"), SimpleNamespace(
-        estimates=True, map=mechanism.map, sampler=sampler, m=4)
+        estimates=True, kernel_map=mechanism.kernel_map, sampler=sampler, m=4)
     split, states = task.divide(0, 0), []
     for sigma in task.sigmas:
         states.append(task.estimator(given, sigma, 7).fit(split.x[0], split.y[0]).state_)

@@ -228,7 +228,7 @@ def test_the_other_pages_are_made_where_draws_are_cut(tmp_path, monkeypatch, cap
     (tmp_path / "lra.csv").write_bytes((COMMITTED / "lra.csv").read_bytes()[:5000])
     monkeypatch.setattr(page, "names", lambda: ["books", "lra", "pixels"])
     monkeypatch.setattr(render, "save_figure", lambda figure, path: None)
-    monkeypatch.setattr(sys, "argv", ["report", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["report", "--all", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as stop:
         command_line.main()
     said = capsys.readouterr()
