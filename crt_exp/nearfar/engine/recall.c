@@ -223,7 +223,7 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
 static size_t place_scratch(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
     const size_t drawn = 2 * DRAWN * K, open = c->open, best = open ? room_for_best(open) : 0;
-    const size_t bounded = c->tilt ? S : 0, ahead = AHEAD + PAD, opens = open ? ahead : 0;
+    const size_t bounded = c->tilt ? S : 0, ahead = least_of(AHEAD, c->G * c->L) + PAD, opens = open ? ahead : 0;
     Work *k = &h->k;
     const Piece pieces[] = {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->drawn, drawn * d}, {&h->counts, drawn}, {&h->X, CHUNK * dp},
@@ -235,7 +235,7 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
         {&k->left.number, K * PIECE}, {&k->left.bar, PIECE}, {&k->left.along, PIECE}, {&k->left.turned, PIECE * dp},
         {&h->score, bounded}, {&h->u, bounded}, {&h->tilt, dp}, {&h->relative, K}};
     const size_t size = place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
-    for (size_t i = 1; i < AHEAD && memory; i++) {
+    for (size_t i = 1; i < ahead - PAD && memory; i++) {
         k->best[i].value = k->best[0].value + i * best;
         k->best[i].place = k->best[0].place + i * best;
     }
