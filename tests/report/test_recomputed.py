@@ -121,11 +121,13 @@ def test_verdicts_follow_from_the_draws(name):
     spec, rows = yaml.safe_load((ROOT / f"conf/report/{name}.yaml").read_text()), draws(name)
     with (ROOT / "outputs/report/index.csv").open(newline="") as file:
         said = {row["claim"]: row for row in csv.DictReader(file) if row["report"] == name}
-    checked = 0
+    checked, without = 0, 0
     entries = [entry for entry in [*spec.get("claims", []), *spec.get("bars", [])]
                if entry.get("x") != "each" and not {"verdict", "not here"} & {*entry}]
     for claim in entries[:EACH]:
-        for setting in claim.get("settings") or dict.fromkeys(row["setting"] for row in rows):
+        settings = claim.get("settings") or [*dict.fromkeys(row["setting"] for row in rows)]
+        without += not any(differences(rows, claim, spec, setting) for setting in settings)      # of what has no draws
+        for setting in settings:
             verdict = said.get(claim["text"].format(setting=setting, x=claim.get("x"),
                                                     margin=of_setting(claim.get("margin", 0), setting)))
             if verdict is not None and verdict["n"] == "1":  # one unit, which no verdict can rest on
@@ -145,4 +147,4 @@ def test_verdicts_follow_from_the_draws(name):
                 word = "cannot tell here" if float(verdict["p_holm"]) > level else ["fails", "holds"][above]
                 assert verdict["verdict"] in (word, "conflict")
             checked += 1
-    assert checked >= min(EACH, len(entries))
+    assert checked >= max(1, min(EACH, len(entries)) - without)
