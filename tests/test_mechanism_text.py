@@ -98,7 +98,7 @@ def test_the_attention_of_all_pages_is_read():
     every = attentions_of_pages()
     assert len(every) > 40 and {"window block=32 first=16", "nearfar preset=bounded", "favorpp m=64"} <= set(every)
     for text in every:
-        if not text.startswith("exact dtype=") and " budget=" not in text:     # of the whole model, on the page pretrained
+        if not text.startswith("exact dtype=") and " budget=" not in text:     # of the whole model: page pretrained
             same(text)
 
 
