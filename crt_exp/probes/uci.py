@@ -251,6 +251,8 @@ class PeerClassifier:
 
     def fit(self, X, y):
         self.classes = np.unique(y)
+        if isinstance(self.transformer, Nystroem):               # of fewer rows these, without a warning
+            self.transformer.set_params(n_components=min(self.transformer.n_components, len(X)))
         self.state = self.transformer.fit_transform(X).T @ (y[:, None] == self.classes).astype(X.dtype)
         return self
 
