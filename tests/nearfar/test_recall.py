@@ -195,7 +195,7 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
 
 
 @needs_library
-@pytest.mark.parametrize("d", [16, 64])          # 64: leaves are ranked in tiles where the processor has them
+@pytest.mark.parametrize("d", [16, 64])          # 64: looked at in tiles where the processor has them
 @torch.no_grad()
 def test_places_and_past_alone_in_c(d):
     x, y, v = drawn(1, 2, 1, 800, d=d, dv=16, dtype=torch.float32)

@@ -82,9 +82,9 @@ static void keep_above(Best *best, float bar, int k) {
 
 /* ---- Looking ---- */
 
-/* One of SHARE panels sets the first bar, where they hold MANY times as many keys as are read; so many standard
-   deviations more than these are let through. */
-enum { SHARE = 16, MANY = 1, SURELY = 3, CACHED = 32 * LOOKED };
+/* One of SHARE panels sets the first bar, where they hold as many keys as are read; so many standard deviations more than
+   these are let through. CACHED keys stay in the cache. */
+enum { SHARE = 16, SURELY = 3, CACHED = 32 * LOOKED };
 
 /* Where more are kept, the bar is raised. */
 INLINE int most_kept(int64_t open) { return (int)(4 * open > LOOKED ? 4 * open : LOOKED); }
@@ -150,9 +150,7 @@ static void set_bars(Past *h) {
     look(h, 0, h->k.ahead, 0, h->k.asks[0].far / (FOUR * SHARE) * FOUR, SHARE, k);
     for (int r = 0; r < h->k.ahead; r++) {
         Best *best = &h->k.best[r];
-        if (best->n > k) {
-            best->bar = below(bar_of(best->value, best->n, k, k + k / 8));           /* equal ones pass */
-        }
+        if (best->n > k) best->bar = below(bar_of(best->value, best->n, k, k + k / 8));         /* equal ones pass */
         best->n = 0;
     }
 }
@@ -163,7 +161,7 @@ void choose_keys(Past *h) {
     const int64_t far = k->asks[k->ahead - 1].far;
     to_panels(h, far);
     for (int r = 0; r < k->ahead; r++) k->best[r].bar = HIDDEN, k->best[r].n = 0;
-    if (k->asks[0].far >= MANY * SHARE * s->open) set_bars(h);
+    if (k->asks[0].far >= SHARE * s->open) set_bars(h);
     look(h, 0, k->ahead, 0, far, 1, s->open);
     for (int r = 0; r < k->ahead; r++) {
         Best *best = &k->best[r];
