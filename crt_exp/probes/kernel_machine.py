@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.own_table import few_whole, plain
+from crt_exp.data.own_table import Kind, few_whole, plain
 from crt_exp.data.row_files import Chunk, Columns, check_names, open_rows
 from crt_exp.data.tabular import is_number
 from crt_exp.drawing import markdown
@@ -45,11 +45,10 @@ class KernelMachine:
     of_rows = several = True
     metric = "r2"
 
-    def __init__(self, data: str | None, target: str | None,
-                 kind: Literal["regression", "classification"] | None, columns: Sequence[str] | None,
-                 weight: str | None, held_out: Share, tested: Count, lengths: Positive | Literal["scale", "fit"],
-                 alpha: Positive | Literal["gcv", "evidence"], precision: Literal["float32", "float64"],
-                 save_seconds: Positive):
+    def __init__(self, data: str | None, target: str | None, kind: Kind | None,
+                 columns: Sequence[str] | None, weight: str | None, held_out: Share, tested: Count,
+                 lengths: Positive | Literal["scale", "fit"], alpha: Positive | Literal["gcv", "evidence"],
+                 precision: Literal["float32", "float64"], save_seconds: Positive):
         if data is None or target is None:
             raise ValueError("task=kernel needs task.data (a csv or Parquet file, or a folder of npy arrays) and "
                              "task.target, the column to predict")

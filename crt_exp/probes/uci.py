@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from crt_exp.config import choices, construct
 from crt_exp.data import own_table
+from crt_exp.data.own_table import Kind
 from crt_exp.data.tabular import file_of, load
 from crt_exp.features import Statistics
 from crt_exp.hints import Count, Positive, Several, above, below
@@ -61,7 +62,7 @@ class UCI:
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
                  repeats: Count, sigmas: Several[Sigma], draws: Count = 1, data_dir: str | None = None,
                  csv: str | None = None, target: str | None = None,
-                 kind: Literal["classification", "regression"] | None = None):
+                 kind: Kind | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
         self.table, self.note = self.read(dataset, data_dir, csv, target, kind)
