@@ -1,16 +1,17 @@
 """What is measured of each attention, step by step: losses of pieces, then time and memory at each length.
 
-Nothing is measured that is known already. Attention that is clearly further than is allowed on the first pieces is
-judged on these alone and timed once. What is exact attention at a length by one kernel is measured once for all of its
-names, and judged on the first pieces alone.
+Nothing is measured that is known already. Attention that is clearly nearer than is allowed on the first pieces, or
+clearly further, is judged on these alone; what is further is timed once. What is exact attention at a length by one
+kernel is measured once for all of its names, and judged on the first pieces alone.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from crt_exp.advice.arms import EXACT, Arm
-from crt_exp.advice.verdict import Advice, Row, is_beyond, rows_of, uses_memory
+from crt_exp.advice.verdict import Advice, Row, is_beyond, is_within, rows_of, uses_memory
 from crt_exp.mechanism import Mechanism
 from crt_exp.probes.base import planned
 from crt_exp.probes.bench import FIRST, Bench, quiet
@@ -59,9 +60,7 @@ class Trial:
     def _judged(self, label: str) -> dict[str, list[float]]:
         if (other := self._same(label, self.bench.length)) != label:
             return self._losses(other)
-        enough = self.known[label].exact_to >= self.bench.length
-        settled = None if not self.rows else lambda losses: enough or self._is_beyond(label, losses)
-        return self.bench.losses(self.attention[label], settled)
+        return self.bench.losses(self.attention[label], partial(self._is_settled, label) if self.rows else None)
 
     @quiet()
     def _timed(self, length: int) -> dict[str, Any]:
@@ -80,14 +79,23 @@ class Trial:
         row = self.rows[list(self.attention).index(label)]
         return {key: row[key] for key in ("loss", "again") if key in row}
 
-    def _is_beyond(self, label: str, losses: dict[str, list[float]]) -> bool:
-        arm = self.arms[list(self.attention).index(label)]
+    def _is_settled(self, label: str, losses: dict[str, list[float]]) -> bool:
+        """Whether the pieces read so far say enough: what is not clearly too far is judged on all kinds of them."""
         own = self._losses(EXACT)
-        return is_beyond(Row.of(arm, losses, own), self.tolerance, uses_memory(own))
+        if self._says(is_beyond, label, losses):
+            return True
+        near = self.known[label].exact_to >= self.bench.length or self._says(is_within, label, losses)
+        return near and losses.keys() == own.keys()
+
+    def _says(self, judge: Callable[[Row, float, bool], bool], label: str, losses: dict[str, list[float]]) -> bool:
+        own = self._losses(EXACT)
+        row = Row.of(self.arms[list(self.attention).index(label)], losses, own)
+        return judge(row, self.tolerance, uses_memory(own))
 
     def _once(self) -> list[str]:
         """What is timed once: its pieces have shown already that it is not taken."""
-        return [label for label in self.attention if label != EXACT and self._is_beyond(label, self._losses(label))]
+        return [label for label in self.attention
+                if label != EXACT and self._says(is_beyond, label, self._losses(label))]
 
     # ---- what is said meanwhile
 
@@ -123,7 +131,7 @@ class Trial:
         calls = 1 if 1000 * share * self.pace >= LONG else 2    # shorter ones after one that is not timed
         if share < 1:
             return calls * turns * share
-        return calls * turns + STEP * (len(near) if calls == 1 else 2 * turns) + len(timed)
+        return turns + STEP * len(near) if calls == 1 else len(timed) + 2 * turns + 2 * STEP * turns
 
     # ---- what it comes to
 
@@ -177,8 +185,9 @@ class Trial:
 
     def _of_few(self, advice: Advice) -> list[str]:
         few = [row for row in advice.rows if row.pieces < advice.texts and row.exact_to < advice.length]
-        if not few:
-            return []
-        return [f"{', '.join(row.arm.label for row in few)}: clearly further than is allowed after {few[0].pieces} "
-                f"{advice.noun}, so judged on these alone and timed once"
-                + (", without training steps, which are long." if any(row.step is None for row in few) else ".")]
+        far = [row for row in few if is_beyond(row, advice.tolerance, advice.uses_memory)]
+        near = [row for row in few if row not in far]
+        says = {"nearer than is allowed": (near, ""), "further than is allowed": (far, " and timed once" + (
+            ", without training steps, which are long" if any(row.step is None for row in far) else ""))}
+        return [f"{', '.join(row.arm.label for row in rows)}: clearly {what} after {rows[0].pieces} {advice.noun}, so "
+                f"judged on these alone{more}." for what, (rows, more) in says.items() if rows]

@@ -146,9 +146,10 @@ def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
 
 
 def mean(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """Of the differences, with the half-width of its 95% Student interval; own: of these pieces and perhaps others."""
+    """Of the differences, with the half-width of its 95% Student interval, NaN of one; own: of these pieces and perhaps
+    others."""
     of_rows = interval(np.subtract(losses, own[:len(losses)]), "above")
-    return of_rows["above"], of_rows["above_ci95"]
+    return of_rows["above"], math.nan if of_rows["above_ci95"] is None else of_rows["above_ci95"]
 
 
 def differ(base: Sequence[float], times: Sequence[float]) -> bool:
@@ -166,8 +167,14 @@ def is_beyond(row: Row, tolerance: float, uses_memory: bool) -> bool:
     """Whether it costs clearly more than is allowed: TELLS times as much, at the lower end of an interval."""
     if not math.isfinite(row.worst):
         return True
-    recalls = uses_memory and row.again - row.again_ci95 >= TELLS * RECALL
+    recalls = uses_memory and row.again is not None and row.again - row.again_ci95 >= TELLS * RECALL
     return recalls or row.above - row.above_ci95 >= TELLS * tolerance
+
+
+def is_within(row: Row, tolerance: float, uses_memory: bool) -> bool:
+    """Whether it costs clearly less than is allowed: half as much, at the upper end of an interval."""
+    recalls = not uses_memory or (row.again is not None and row.again + row.again_ci95 <= RECALL / 2)
+    return recalls and row.worst <= tolerance / 2
 
 
 def pays_from(own: dict[int, float], other: dict[int, float]) -> int | None:
@@ -278,7 +285,10 @@ def cells_of(advice: Advice, row: Row) -> list[str]:
 
 
 def shown(value: float, half: float) -> str:
-    return f"{value:.4f} ± {half:.4f}" if math.isfinite(value) else "not finite"
+    """half: NaN where one piece gives no interval."""
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:.4f}" if math.isnan(half) else f"{value:.4f} ± {half:.4f}"
 
 
 # ---- the picture
@@ -294,7 +304,7 @@ def figure(advice: Advice):
     costs.set_yticks(range(len(others)), [row.arm.label for row in others])
     least = min(-advice.tolerance, *(row.above - row.above_ci95 for row in others))
     costs.set_xscale("symlog", linthresh=advice.tolerance)
-    most = max(advice.tolerance, *(max(row.worst, row.again + row.again_ci95 if advice.uses_memory else 0)
+    most = max(advice.tolerance, *(max(row.worst, np.nansum([row.again, row.again_ci95]) if advice.uses_memory else 0)
                                    for row in others))
     costs.set_xlim(1.2 * least, 2 * most)
     costs.axvspan(1.2 * least, advice.tolerance, color="#000000", alpha=0.06, lw=0)

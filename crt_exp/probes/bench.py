@@ -20,7 +20,7 @@ from crt_exp.attention.linear import LinearAttention
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import NotFinite
-from crt_exp.times import LONG, added, again, give_back, in_turns
+from crt_exp.times import LONG, Watch, added, again, give_back, in_turns
 from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention
@@ -194,16 +194,20 @@ class Bench:
         """Of each judged piece: `loss`, nats, and where pieces can be repeated `again`. Raises NotFinite where they are
         not, of the model's own attention.
 
-        settled: asked after FIRST pieces of both, whether these are enough; else all are read.
+        settled: asked after FIRST pieces whether these are enough, and then one is repeated; asked again after FIRST
+        of both; else all are read.
         """
         judges = {"loss": (self.loss, len(self.judged)), "again": (self.again, self.repeats)}
+        losses: dict[str, list[float]] = {}
         with self.swapped(attention):
-            losses = {key: [loss(i) for i in range(min(FIRST, count))]
-                      for key, (loss, count) in judges.items() if count}
+            for key, (loss, count) in judges.items():
+                few = 1 if losses and settled is not None and settled(losses) else FIRST
+                if count:
+                    losses[key] = [loss(i) for i in range(min(few, count))]
             if settled is None or not settled(losses):
                 for key, each in losses.items():
                     loss, count = judges[key]
-                    each += [loss(i) for i in range(FIRST, count)]
+                    each += [loss(i) for i in range(len(each), count)]
         odd = [i for each in losses.values() for i, loss in enumerate(each) if not math.isfinite(loss)]
         if odd and attention is None:
             where = next((f"; its parameter {name} holds NaN or infinity" for name, p in self.model.named_parameters()
@@ -246,18 +250,25 @@ class Bench:
 
     def cost(self, arms: Mapping[str, Swap | None], length: int, rounds: int, once: Collection[str] = ()
              ) -> dict[str, dict[str, Any]]:
-        """Of each round {"ms": label -> milliseconds of a pass without gradient}; those of `once` have a turn in the
+        """Of each round {"ms": label -> milliseconds of `body` without gradient}; those of `once` have a turn in the
         first round alone.
 
         At the longest length also `step`, of a pass and its gradient, where one takes LONG once and without `once`, and
-        `mib` at the peak of `body`, beyond what the process held before; that is left out where the system does not say
-        it.
+        `mib` at the peak of the first pass, beyond what the process held before; that is left out where the system does
+        not say it.
         """
-        piece = self.timed()[length]
-        costs: dict[str, dict[str, Any]] = {"ms": self.times(arms, piece, rounds, once=once)}
-        if length == self.length:
-            costs["step"] = self._steps(arms, piece, rounds, once)
-            costs["mib"] = {label: self.memory(attention, piece) for label, attention in arms.items()}
+        piece, body = self.timed()[length], torch.no_grad()(self.body)
+        if length < self.length:
+            return {"ms": self.times(arms, piece, rounds, body, once)}
+        first = {label: self.first(attention, piece) for label, attention in arms.items()}
+        if long := min(ms for ms, _ in first.values()) >= LONG:
+            near = {label: each for label, each in arms.items() if label not in once}
+            later = self.times(near, piece, rounds - 1, body) if rounds > 1 else {}
+        else:
+            later = self.times(arms, piece, rounds, body, once)
+        costs = {"ms": {label: [*[ms] * long, *later.get(label, ())] for label, (ms, _) in first.items()},
+                 "step": self._steps(arms, piece, rounds, once),
+                 "mib": {label: mib for label, (_, mib) in first.items()}}
         return {key: each for key, each in costs.items() if None not in each.values()}
 
     def times(self, arms: Mapping[str, Swap | None], piece: Any, rounds: int,
@@ -301,13 +312,25 @@ class Bench:
                 p.grad = grad
 
     @torch.no_grad()
-    def memory(self, attention: Swap | None, piece: Any) -> float | None:
+    def first(self, attention: Swap | None, piece: Any) -> tuple[float, float | None]:
+        """Milliseconds of `body`, and MiB at its peak, beyond what was held before; None where the system does not say
+        it."""
         with self.swapped(attention):
             give_back()
-            try:
-                return added(lambda: self.body(piece), self.device)
-            except OSError:                              # the system does not say it
-                return None
+            with Watch(device=self.device) as watch:
+                mib = self._peak(piece)
+        return watch.ms, mib
+
+    def _peak(self, piece: Any) -> float | None:
+        try:
+            return added(lambda: self.body(piece), self.device)
+        except OSError:
+            self.body(piece)
+            return None
+
+    def memory(self, attention: Swap | None, piece: Any) -> float | None:
+        """As `first`, alone."""
+        return self.first(attention, piece)[1]
 
 
 def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
