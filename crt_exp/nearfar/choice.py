@@ -6,6 +6,7 @@ squared difference of the logits of two keys, and w_j = b.(y_j - c) what the mea
 chosen here carries no gradient; all sums do. Derived here.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,12 +15,12 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.nearfar.engine.block_sums import one_hot
 from crt_exp.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE, SAME, SHARPEST, STEEPEST
+from crt_exp.nearfar.engine.constants import AWAY, LEAST, MORE, PICKS, RIDGE, SAME, SHARPEST, STEEPEST
 
 class Sizes(NamedTuple):
     """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
-    of cells that each query reads exactly, a causal one those of its past; exact_until: the place up to which causal
-    queries see all keys exactly, and the number of keys up to which other ones do."""
+    of cells that each query reads exactly, a causal one those of its past, and `opens` of a long one; exact_until: the
+    place up to which causal queries see all keys exactly, and the number of keys up to which other ones do."""
 
     block: int = 32
     heavy: int = 16
@@ -27,6 +28,11 @@ class Sizes(NamedTuple):
     first_order: bool = False
     open: int = 0
     exact_until: int = 0
+
+    def opens(self, place: int) -> int:
+        """Keys that causal queries behind a renewal at this place read: what a fixed number of them leaves out grows
+        with the past, and as the root of it they keep up at a cost that does not double with it."""
+        return math.isqrt(self.open**2 * max(place, MORE) // MORE)
 
 
 class KeyMetric(NamedTuple):

@@ -45,9 +45,10 @@ class NearFar(LinearAttention):
     default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
     others by cells. open: keys of cells that each query reads exactly, those that promise most; by default causal
-    queries alone read some, of their past; a list holds a number for each layer of a model. exact_until: the place up
-    to which causal queries see all keys exactly (1536), and the number of keys up to which attention that is not causal
-    is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with the sequence.
+    queries alone read some, of their past, and more from 2304 tokens on, as the root of it (`Sizes.opens`); a list
+    holds a number for each layer of a model. exact_until: the place up to which causal queries see all keys exactly
+    (1536), and the number of keys up to which attention that is not causal is exact (512). Preset bounded, or open = 0,
+    opens none: causal, its memory does not grow with the sequence.
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;

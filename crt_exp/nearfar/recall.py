@@ -3,9 +3,9 @@
 Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
 cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
 block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
-query looks at all of these as whole numbers (looks.py), and reads the `open` of them exactly that it asks for most;
-they leave their cells, and what is left there lies below them (`left_in_cells`). So each key counts once, and nothing
-is subtracted.
+query looks at all of these as whole numbers (looks.py), and reads those exactly that it asks for most: `open` of them,
+from MORE tokens on as the root of the last renewal's place more. They leave their cells, and what is left there lies
+below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
 
 What keys are measured by is of those before the first renewal, about the means of their blocks; heavy keys and centres
 of cells are of the keys before the last one. Renewals lie where the sequence has grown by a half or so, at places that
@@ -66,8 +66,9 @@ def _whole(tokens: int, block: int) -> int:
 
 def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """What the C engine is given for at most so many keys, which are more than a block."""
-    most = {name: min(getattr(sizes, name), keys) for name in ("heavy", "cells", "open")}
-    return most | {"block": sizes.block, "until": renewals(sizes, 0)[0]}
+    most = {"heavy": sizes.heavy, "cells": sizes.cells, "open": sizes.opens(keys), "least": sizes.open}
+    return {name: min(number, keys) for name, number in most.items()} | {
+        "block": sizes.block, "until": renewals(sizes, 0)[0]}
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
@@ -269,18 +270,19 @@ def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
     """`gathered` of queries (Z, N, r, d). own (r,): their places within a block; None: the tokens of a whole block, for
     each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
+    open = sizes.opens(epoch.start)
 
     def choose(q: Tensor, at: int) -> Tensor:
         far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * sizes.block      # keys of each block
         place = torch.arange(seen.member.shape[1], device=q.device)
         member = seen.member[:, None, None] & (place < far[:, None, None])
-        return opened(seen.y[:, :len(place)], member, q, sizes.open)
+        return opened(seen.y[:, :len(place)], member, q, open)
 
     def read(q: Tensor, places: Tensor, far: Tensor, *cells: Tensor, at: int) -> tuple[Tensor, Tensor]:
         here = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at)
         return gathered(epoch, here, q, places, own, sizes.block)
 
-    return in_parts(choose, read, parts_of(q, seen.v, sizes.open), q, seen.far, *seen.cells)
+    return in_parts(choose, read, parts_of(q, seen.v, open), q, seen.far, *seen.cells)
 
 
 def parts_of(q: Tensor, v: Tensor, open: int) -> int:

@@ -7,6 +7,7 @@ from nearfar_cases import as_integers, choices
 
 from crt_exp.nearfar import looks
 from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.past import RecallState
 from crt_exp.nearfar.recall import RecallNearFar
 
 
@@ -62,6 +63,21 @@ def test_c_and_pytorch_choose_the_same_keys(kind, Z, G, S, d, open):
     for mask in (None, keep):
         ours, theirs = choices(x, y, v, Sizes(16, 0, 7, open=open, exact_until=64), mask)
         assert torch.equal(ours, theirs)
+
+
+@needs_library
+def test_more_keys_are_read_of_a_longer_past():
+    """The root of it more than `open`, from 2304 tokens on: in C, in PyTorch, and as a state goes on."""
+    sizes = Sizes(16, 2, 3, open=50, exact_until=2900)
+    assert [sizes.opens(place) for place in (0, 2304, 2912, 9216, 2**40)] == [50, 50, 56, 100, 50 * 2**20 // 48]
+    x, y, v = vectors("normal", 1, 1, 2960, 8, seed=0)
+    ours, theirs = choices(x, y, v, sizes)
+    assert torch.equal(ours, theirs) and ours.shape[-1] == 56 and (ours >= 0).all()
+    call, state = RecallNearFar(sizes, native=True), RecallState(sizes, 1)
+    whole, _ = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
+    parts = [state.step(x[:, :, at], y[:, None, at], v[:, None, at])
+             for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960)))]
+    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=2e-4)
 
 
 @pytest.mark.slow

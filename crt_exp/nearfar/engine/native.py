@@ -35,7 +35,7 @@ class NearFarCall(ctypes.Structure):
 
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
-                                                      "until", "room", "threads")),
+                                                      "least", "until", "room", "threads")),
                 ("factor", ctypes.c_double), *((name, View) for name in VIEWS),
                 *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "tilt", "centres", "level",
                                                        "places", "logsum", "share", "spread", "kept"))]
@@ -140,8 +140,8 @@ def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Te
 
 
 class Given(NamedTuple):
-    """keep (Z, S) or None; the metric; block, heavy, cells, open and until, the first renewal; queries are factor x and
-    keys factor y."""
+    """keep (Z, S) or None; the metric; block, heavy, cells, open (of the last queries), least (of the first ones) and
+    until, the first renewal; queries are factor x and keys factor y."""
 
     keep: Tensor | None
     shift: Tensor

@@ -1,5 +1,5 @@
-/* Which keys of the past queries read: of those that lie in cells the `open` of the largest logits, as whole numbers tell
-   them, of equal ones the first.
+/* Which keys of the past queries read: of those that lie in cells the `opens_at` of the largest logits, as whole numbers
+   tell them, of equal ones the first.
 
    Keys are looked at by many queries at a time, so that they come from memory once for all of these. Each keeps those
    above its bar, which is raised as they get more. What a query sees of a part of the keys sets the first bar, at which
@@ -144,8 +144,8 @@ static void look(Past *h, int r, int stop, int64_t j, int64_t n, int share, int 
 }
 
 /* The first bars: many enough of the keys of some panels exceed them, so that most likely `open` of all do. */
-static void set_bars(Past *h) {
-    const float expected = (float)h->s.open / SHARE;
+static void set_bars(Past *h, int64_t open) {
+    const float expected = (float)open / SHARE;
     const int k = (int)(expected + SURELY * sqrtf(expected)) + 1;
     look(h, 0, h->k.ahead, 0, h->k.asks[0].far / (FOUR * SHARE) * FOUR, SHARE, k);
     for (int r = 0; r < h->k.ahead; r++) {
@@ -159,17 +159,18 @@ void choose_keys(Past *h) {
     const Seen *s = &h->s;
     Work *k = &h->k;
     const int64_t far = k->asks[k->ahead - 1].far;
+    const int open = (int)opens_at(h->c, h->start);
     to_panels(h, far);
     for (int r = 0; r < k->ahead; r++) k->best[r].bar = HIDDEN, k->best[r].n = 0;
-    if (k->asks[0].far >= SHARE * s->open) set_bars(h);
-    look(h, 0, k->ahead, 0, far, 1, s->open);
+    if (k->asks[0].far >= SHARE * open) set_bars(h, open);
+    look(h, 0, k->ahead, 0, far, 1, open);
     for (int r = 0; r < k->ahead; r++) {
         Best *best = &k->best[r];
-        if (best->n < s->open && best->bar > HIDDEN) {           /* the first bar was too high */
+        if (best->n < open && best->bar > HIDDEN) {           /* the first bar was too high */
             best->n = 0, best->bar = HIDDEN;
-            look(h, r, r + 1, 0, k->asks[r].far, 1, s->open);
+            look(h, r, r + 1, 0, k->asks[r].far, 1, open);
         }
-        if (best->n > s->open) keep_above(best, bar_of(best->value, best->n, s->open, s->open), s->open);
+        if (best->n > open) keep_above(best, bar_of(best->value, best->n, open, open), open);
         k->count[r] = best->n;
         memcpy(k->places + r * s->open, best->place, sizeof(int32_t) * best->n);
         for (int i = best->n; i < s->open; i++) k->places[r * s->open + i] = -1;

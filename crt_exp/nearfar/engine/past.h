@@ -13,7 +13,7 @@ enum { PANEL = 16, FOUR = 64, LOOKED = 128 };          /* keys of a panel, of fo
 enum { NEARBY = 1 << 17 };                             /* numbers of the keys that are read before those behind them */
 
 typedef struct {
-    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, until, room, threads;
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, least, until, room, threads;
     double factor;                     /* of queries and keys as they are given */
     View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
     View grad, dx, dy, dvalues;        /* of the backward pass */
@@ -25,6 +25,15 @@ typedef struct {
     float *spread;                     /* (Z): mean tau of the cells of the last block */
     float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
 } Recall;
+
+/* How many keys queries behind a renewal at this place read, at most `open`: `Sizes.opens` of choice.py. */
+INLINE int64_t opens_at(const Recall *c, int64_t place) {
+    const int64_t square = c->least * c->least * (place > MORE ? place : MORE) / MORE;
+    int64_t root = (int64_t)sqrt((double)square);
+    while (root * root > square) root--;
+    while ((root + 1) * (root + 1) <= square) root++;
+    return least_of(root, c->open);
+}
 
 /* What the queries of a block see. */
 typedef struct {

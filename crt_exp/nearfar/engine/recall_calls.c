@@ -24,7 +24,7 @@ static int fits(const Recall *c) {
     const int64_t most = c->room < c->S ? c->S : c->room, few = 1 << 20;
     const int64_t cells = c->tilt ? few : most;
     return most < INT32_MAX / PAD && c->L <= c->S && c->d > 0 && c->d < few && c->dv > 0 && c->dv < few && c->block > 0 &&
-           c->block <= most && c->heavy >= 0 && c->heavy <= most && c->open >= 0 && c->open <= most && c->cells > 0 &&
+           c->block <= most && c->heavy >= 0 && c->heavy <= most && c->open >= 0 && c->open <= most && c->least >= 0 && c->least <= most && c->cells > 0 &&
            c->cells <= cells;
 }
 
