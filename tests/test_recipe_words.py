@@ -13,8 +13,9 @@ from crt_exp.report import page
 
 DECLARED = yaml.safe_load((CONF / "recipes.yaml").read_text())["recipes"]
 SOURCES = ("tasks/lra.py",)
-OF_PAGES = [(name, size, given) for name in page.names()
-            for size, sized in (yaml.safe_load((CONF / f"report/{name}.yaml").read_text()).get("sizes") or {}).items()
+SIZES = {name: yaml.load((CONF / f"report/{name}.yaml").read_text(), page.SAFE).get("sizes") or {}
+         for name in page.names()}
+OF_PAGES = [(name, size, given) for name, sizes in SIZES.items() for size, sized in sizes.items()
             for given in (sized or {}).get("runs", []) if "recipe" in given]
 
 

@@ -63,8 +63,8 @@ def test_a_file_says_its_source_its_command_and_its_hours(name):
     assert HOURS.search(head)[1] == recipes.short(recipes.cost_of(first(name)).hours)
 
 
-HELD = [(name, recipe) for name in page.names() for recipe in NAMES
-        if f"'experiment={recipe}'" in str(page.load(name)["sizes"].get("full"))]
+FULL = {name: str(page.load(name)["sizes"].get("full")) for name in page.names()}
+HELD = [(name, recipe) for name, full in FULL.items() for recipe in NAMES if f"'experiment={recipe}'" in full]
 
 
 @pytest.mark.parametrize("name, recipe", HELD)
