@@ -34,7 +34,8 @@ from crt_exp.features.base import can_ask
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import CausalNearFar, Codebook
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.recall import RecallNearFar, exactly, renewals
+from crt_exp.nearfar.exact import exactly
+from crt_exp.nearfar.recall import RecallNearFar, renewals
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
 
@@ -208,6 +209,8 @@ def check_sizes(sizes: Sizes) -> None:
 
 def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
            codebook: Codebook | None) -> None:
+    if sizes.error is not None:
+        _check_error(sizes, causal)
     if causal and codebook is None and not sizes.open:
         raise ValueError("causal near-far attention that opens no keys (open = 0, preset bounded) needs a codebook: "
                          "one of this sequence would tell of the future")
@@ -220,6 +223,15 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
     if not causal and not cross and x.shape[2] != y.shape[2]:
         raise ValueError(f"near-far attention of {x.shape[2]} queries to {y.shape[2]} keys: one sequence needs as many "
                          "of both; give cross=True where queries and keys are of different ones")
+
+
+def _check_error(sizes: Sizes, causal: bool) -> None:
+    if not 0 < sizes.error < 1:
+        raise ValueError(f"error = {sizes.error}: it takes a part of a query's weight, above 0 and below 1")
+    if not (causal and sizes.open):
+        kind = "causal attention with open = 0" if causal else "attention in both directions or across"
+        raise ValueError(f"error = {sizes.error}: what was not read is bounded in causal near-far attention that opens "
+                         f"keys, and this is {kind}: leave error out, or these layers, with layers=[...]")
 
 
 # ---- parts of the heads ----------------------------------------------------------------------------------------------

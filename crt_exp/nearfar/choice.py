@@ -19,7 +19,8 @@ from crt_exp.nearfar.engine.constants import AWAY, LEAST, PICKS, RIDGE, SAME, SH
 class Sizes(NamedTuple):
     """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
     of cells that each query reads exactly, a causal one those of its past; exact_until: the place up to which causal
-    queries see all keys exactly, and the number of keys up to which other ones do."""
+    queries see all keys exactly, and the number of keys up to which other ones do; error: the `bound` (bound.py) of
+    causal queries that open keys, above which they see all keys."""
 
     block: int = 32
     heavy: int = 16
@@ -27,6 +28,7 @@ class Sizes(NamedTuple):
     first_order: bool = False
     open: int = 0
     exact_until: int = 0
+    error: float | None = None
 
 
 class KeyMetric(NamedTuple):

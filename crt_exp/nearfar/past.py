@@ -19,12 +19,12 @@ from crt_exp.attention.padding import first_kept
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import one_hot
+from crt_exp.nearfar.exact import exactly
 from crt_exp.nearfar.recall import (
     Epoch,
     RecallNearFar,
     Seen,
     epoch_cells,
-    exactly,
     in_chunks,
     kept_of,
     metric_of,
@@ -234,8 +234,9 @@ class RecallState:
         seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
         lead = y.shape[1] - x.shape[2] - block * b
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
-        out, _ = in_chunks(known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
-        return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
+        out, _, *bound = (t.squeeze(1).unflatten(1, (x.shape[1], -1)) for t in in_chunks(
+            known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own))
+        return RecallNearFar(self.sizes).bounded(out, *bound, x=x, y=y, v=v, keep=keep)
 
     def _in_c(self, x: Tensor) -> bool:
         keys, values = (buffer.tensor for buffer in self.buffers[:2])
