@@ -236,7 +236,7 @@ class RecallState:
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
         out, _, *bound = (t.squeeze(1).unflatten(1, (x.shape[1], -1)) for t in in_chunks(
             known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own))
-        return RecallNearFar(self.sizes).bounded(out, *bound, x=x, y=y, v=v, keep=keep)
+        return RecallNearFar(self.sizes).bounded(out, *(t.squeeze(-1) for t in bound), x=x, y=y, v=v, keep=keep)
 
     def _in_c(self, x: Tensor) -> bool:
         keys, values = (buffer.tensor for buffer in self.buffers[:2])
@@ -265,7 +265,8 @@ class RecallState:
             near = [exactly(x[at, :, :short], y[:, :stop], v[:, :stop], keep)] if short else []
             options = options_of(self.sizes, known.room)
             given = native.Given(keep, *(t[at] for t in (known.metric.shift, known.metric.root)), options)
-            rest = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
+            result = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
+            rest = RecallNearFar(self.sizes).bounded(result.out, result.bound, x=x[at, :, short:], y=y, v=v, keep=keep)
             parts.append(_joined([*near, rest], 2))
         return _joined(parts, 0)
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +69,7 @@ def _whole(tokens: int, block: int) -> int:
 def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """What the C engine is given for at most so many keys, which are more than a block."""
     most = {name: min(getattr(sizes, name), keys) for name in ("heavy", "cells", "open")}
-    return most | {"block": sizes.block, "until": renewals(sizes, 0)[0]}
+    return most | {"block": sizes.block, "until": renewals(sizes, 0)[0], "bounds": int(sizes.error is not None)}
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
@@ -135,7 +136,7 @@ class RecallNearFar:
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
-        return self.sizes.error is None and native.applies(*tensors)
+        return native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenEpochs:
@@ -164,7 +165,8 @@ class RecallNearFar:
         if metric is not None and self.native:
             given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes, S), self.factor)
             result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
-            return result.out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
+            out = self.bounded(result.out, result.bound, x=x, y=y, v=v, keep=keep)
+            return out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
             out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
@@ -173,11 +175,12 @@ class RecallNearFar:
 
     def bounded(self, out: Tensor, bound: Tensor | None = None, *, x: Tensor, y: Tensor, v: Tensor,
                 keep: Tensor | None) -> Tensor:
-        """Outputs (Z, G, L, dv) of the last queries; of those whose bound (Z, G, L, 1) is above `error`, where there is
-        one, the exact ones."""
+        """Outputs (Z, G, L, dv) of the last queries; of those whose bound (Z, G, l), l <= L, of the last ones is above
+        `error`, where there are bounds, the exact ones."""
         if bound is None:
             return out
-        return seeing_all(out, ~(bound.squeeze(-1) <= self.sizes.error), x, y, v, keep, self.factor**2)
+        above = F.pad(~(bound <= self.sizes.error), (x.shape[2] - bound.shape[2], 0))
+        return seeing_all(out, above, x, y, v, keep, self.factor**2)
 
     @torch.no_grad()
     def _deviation(self, x: Tensor, metric: KeyMetric, spread: Tensor) -> Tensor:
@@ -200,7 +203,7 @@ class RecallNearFar:
         here = Seen(y, v, keep, member, cell, far, cells, first)
         out, share, *bound = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:]
                               for t in in_chunks(epoch, here, q, self.sizes))
-        out = self.bounded(out, *bound, x=x[:, :, lead:], y=y, v=v, keep=keep)
+        out = self.bounded(out, *(t.squeeze(-1) for t in bound), x=x[:, :, lead:], y=y, v=v, keep=keep)
         spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * self._deviation(x, epoch.metric, spread)
 
