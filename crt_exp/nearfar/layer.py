@@ -20,7 +20,7 @@ from crt_exp.attention.linear import LinearAttention
 from crt_exp.compiling import outside_graphs
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import Count, Whole, above, below, checked
-from crt_exp.nearfar.call import Result, by_rows, near_far_attention
+from crt_exp.nearfar.call import Result, Stated, by_rows, near_far_attention, stated
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import KeyMetric, Sizes, centres_of
 from crt_exp.nearfar.decoding import NearFarState
@@ -121,6 +121,10 @@ class NearFar(LinearAttention):
             book = self.codebook(len(q))
         return near_far_attention(self.normalized(q), self.normalized(k), v, sizes, causal=self.causal, cross=cross,
                                   codebook=book, key_mask=key_mask, factor=self.scale)
+
+    def stated(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Stated:
+        """What causal calls state of their queries (`call.stated`)."""
+        return stated(self.normalized(q), self.normalized(k), self.sizes, key_mask, self.scale)
 
     # ---- the codebook
 

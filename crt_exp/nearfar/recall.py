@@ -208,6 +208,14 @@ class RecallNearFar:
         return out, share.detach().mean((1, 2, 3)) * self._deviation(x, epoch.metric, spread)
 
 
+class Bounds(RecallNearFar):
+    """In the place of outputs the bounds of queries, (Z, G, L, 1), where values (Z, S, 1) are 0: as those are of queries
+    that see all keys."""
+
+    def bounded(self, out: Tensor, bound: Tensor, **seen: Tensor | None) -> Tensor:
+        return F.pad(bound, (out.shape[2] - bound.shape[2], 0)).unsqueeze(-1)
+
+
 def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
     """Which of the keys (Z, S, d) are there, (Z, S)."""
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
