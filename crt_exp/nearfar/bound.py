@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.nearfar.engine.constants import ROUNDED, SUMMED
+from crt_exp.nearfar.engine.constants import LEAST, ROUNDED, SUMMED
 from crt_exp.nearfar.looks import Whole, turned
 
 
@@ -52,7 +52,8 @@ def bound_of(unread: Tensor, logsum: Tensor, share: Tensor, reach: Tensor, d: in
     no logit that they read exceeds in magnitude, of one shape."""
     rounding = (d + 16) * 2.0**-24 * reach                          # of logits of float32
     read = logsum.double() + (1 - SUMMED - share.double()).clamp(min=0).log() - rounding
-    return torch.maximum(torch.sigmoid(unread - read), share.double()).clamp(max=1)
+    bound = torch.maximum(torch.sigmoid(unread - read), share.double()).clamp(max=1)
+    return torch.where(unread > -torch.inf, bound.clamp(min=LEAST), bound)      # float32 holds it
 
 
 def reaches(q: Tensor, y: Tensor, place: Tensor) -> Tensor:

@@ -94,5 +94,6 @@ float bound_of(const Past *h, const Unread *u, int64_t j, float top, float scale
     if (!(left > 0)) return 1;
     const double read = top + log2(scale) + log2(left) - rounding, unread = u->top + log2(MORE * u->sum);
     const double most = 1 / (1 + exp2(read - unread));
-    return (float)(most <= far ? far : most);
+    const float bound = (float)(most <= far ? far : most);
+    return bound < LEAST ? LEAST : bound;                /* what underflows is not 0 */
 }
