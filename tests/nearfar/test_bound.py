@@ -212,7 +212,7 @@ def test_keys_that_are_read_are_counted():
 def test_what_is_refused():
     x, y, v = heads("normal", S=100, d=8)
     for wrong in (0.0, 1.0, -0.1, float("nan"), 2):
-        with pytest.raises(ValueError, match="error = .*: it takes a number above 0 below 1, or null"):
+        with pytest.raises(ValueError, match="error = .*: it takes a number above 0 and below 1, or null"):
             NearFar(2, 8, causal=True, error=wrong)
         with pytest.raises(ValueError, match="error = .*: it takes a part of a query's weight, above 0 and below 1"):
             near_far_attention(x, y, v, SIZES._replace(error=wrong), causal=True)
