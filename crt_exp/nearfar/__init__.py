@@ -5,7 +5,7 @@ the square of the length, by a small constant. Causal without opened keys (prese
 constant.
 """
 
-from crt_exp.nearfar.call import Result, near_far_attention
+from crt_exp.nearfar.call import Result, Stated, near_far_attention, stated
 from crt_exp.nearfar.layer import PRESETS, NearFar
 
-__all__ = ["PRESETS", "NearFar", "Result", "near_far_attention"]
+__all__ = ["PRESETS", "NearFar", "Result", "Stated", "near_far_attention", "stated"]

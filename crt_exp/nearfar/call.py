@@ -34,12 +34,14 @@ from crt_exp.features.base import can_ask
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import CausalNearFar, Codebook
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.recall import RecallNearFar, exactly, renewals
+from crt_exp.nearfar.exact import exactly
+from crt_exp.nearfar.recall import Bounds, RecallNearFar, renewals
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
+NEVER = 1 - 2.0**-24     # a bound that sends no query to all keys, but for those of which nothing is known
 # Blocks, renewals and parts are unrolled, and their numbers depend on the length: where it is left open, a graph takes
 # minutes for each.
 LEFT_OPEN = ("near-far attention that opens keys has no graph for lengths that are left open: compile it with "
@@ -92,6 +94,36 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
 
 
 _outside = outside_graphs(near_far_attention)
+
+
+class Stated(NamedTuple):
+    """Of each causal query (B, H, L), but for those that see all keys as they stand before the first renewal."""
+
+    bound: Tensor     # of the weight of the keys that it does not read (bound.py); 0 for the others
+    read: Tensor      # keys of cells that it reads: `open`, or all where its bound is above `error`; -1 for the others
+
+
+@torch.no_grad()
+def stated(x: Tensor, y: Tensor, sizes: Sizes, key_mask: Tensor | None = None, factor: float = 1.0) -> Stated:
+    """What causal near-far attention of these queries and keys, shaped as there, states of them; Raises as it does."""
+    S, error = y.shape[2], sizes.error
+    sizes = sizes._replace(error=NEVER if error is None else error)
+    check_inputs(x, y, y, None, (), True, key_mask)
+    check_sizes(sizes)
+    _check(x, y, sizes, True, False, None)
+    bound, until = x.new_zeros(x.shape[:3], dtype=torch.float32), renewals(sizes, 0)[0]
+    if S > until:
+        none = y.new_zeros(*y.shape[:3], 1, dtype=compute_dtype(x, y))
+        bound = _by_first_token(Bounds(sizes), _clean(x, key_mask), y, none, key_mask, factor).out.squeeze(-1)
+    keep = torch.ones(len(y), S, dtype=torch.bool, device=y.device) if key_mask is None else key_mask
+    first = torch.where(keep.any(1), first_kept(keep), S).unsqueeze(1)
+    place = torch.arange(S - x.shape[2], S, device=y.device) - first                                    # (B, L)
+    far = ((place.div(sizes.block, rounding_mode="floor") - 1) * sizes.block + first).clamp(0, S - 1)
+    pool = (keep.cumsum(1) - keep.long()).gather(1, far) - sizes.heavy
+    pool = pool.clamp(min=0).unsqueeze(1).expand(bound.shape)
+    read = torch.where(bound > sizes.error, pool, pool.clamp(max=sizes.open))
+    there = keep[:, S - x.shape[2]:] & (place >= until)
+    return Stated(bound, torch.where(there.unsqueeze(1), read, -1))
 
 
 def by_rows(which: Tensor, first: Callable[..., Result], second: Callable[..., Result], *inputs: Tensor) -> Result:
@@ -208,6 +240,8 @@ def check_sizes(sizes: Sizes) -> None:
 
 def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
            codebook: Codebook | None) -> None:
+    if sizes.error is not None:
+        _check_error(sizes, causal)
     if causal and codebook is None and not sizes.open:
         raise ValueError("causal near-far attention that opens no keys (open = 0, preset bounded) needs a codebook: "
                          "one of this sequence would tell of the future")
@@ -220,6 +254,15 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
     if not causal and not cross and x.shape[2] != y.shape[2]:
         raise ValueError(f"near-far attention of {x.shape[2]} queries to {y.shape[2]} keys: one sequence needs as many "
                          "of both; give cross=True where queries and keys are of different ones")
+
+
+def _check_error(sizes: Sizes, causal: bool) -> None:
+    if not 0 < sizes.error < 1:
+        raise ValueError(f"error = {sizes.error}: it takes a part of a query's weight, above 0 and below 1")
+    if not (causal and sizes.open):
+        kind = "causal attention with open = 0" if causal else "attention in both directions or across"
+        raise ValueError(f"error = {sizes.error}: what was not read is bounded in causal near-far attention that opens "
+                         f"keys, and this is {kind}: leave error out, or these layers, with layers=[...]")
 
 
 # ---- parts of the heads ----------------------------------------------------------------------------------------------

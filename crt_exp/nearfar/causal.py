@@ -159,7 +159,7 @@ class CausalNearFar:
         learned = (*book.metric, book.measured, book.level)
         shift, tilt, root, centres, level = (t.expand(len(y), *t.shape[1:]) for t in learned)
         most = {"block": min(self.sizes.block, y.shape[1]), "heavy": min(self.sizes.heavy, y.shape[1])}
-        sizes = {**most, "cells": centres.shape[1], "open": 0, "until": 0}
+        sizes = {**most, "cells": centres.shape[1], "open": 0, "until": 0, "bounds": 0}
         given = native.Given(keep, shift, root, sizes, self.factor, native.Book(tilt, centres, level))
         result = native.recall(x.float(), y.float(), v.float(), given)
         return result.out, result.share.mean((1, 2)) * result.spread.sqrt()

@@ -20,7 +20,8 @@ from crt_exp.nearfar.engine.constants import AWAY, LEAST, MORE, PICKS, RIDGE, SA
 class Sizes(NamedTuple):
     """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
     of cells that each query reads exactly, a causal one those of its past, and `opens` of a long one; exact_until: the
-    place up to which causal queries see all keys exactly, and the number of keys up to which other ones do."""
+    place up to which causal queries see all keys exactly, and the number of keys up to which other ones do; error: the
+    `bound` (bound.py) of causal queries that open keys, above which they see all keys."""
 
     block: int = 32
     heavy: int = 16
@@ -28,6 +29,7 @@ class Sizes(NamedTuple):
     first_order: bool = False
     open: int = 0
     exact_until: int = 0
+    error: float | None = None
 
     def opens(self, place: int) -> int:
         """Keys that causal queries behind a renewal at this place read: what a fixed number of them leaves out grows

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.compiling import outside_graphs
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import Count, Whole, checked
-from crt_exp.nearfar.call import Result, by_rows, near_far_attention
+from crt_exp.hints import Count, Whole, above, below, checked
+from crt_exp.nearfar.call import Result, Stated, by_rows, near_far_attention, stated
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import KeyMetric, Sizes, centres_of
 from crt_exp.nearfar.decoding import NearFarState
@@ -48,7 +48,8 @@ class NearFar(LinearAttention):
     queries alone read some, of their past, and more from 2304 tokens on, as the root of it (`Sizes.opens`); a list
     holds a number for each layer of a model. exact_until: the place up to which causal queries see all keys exactly
     (1536), and the number of keys up to which attention that is not causal is exact (512). Preset bounded, or open = 0,
-    opens none: causal, its memory does not grow with the sequence.
+    opens none: causal, its memory does not grow with the sequence. error: causal queries see all keys where more of
+    their weight than that may lie on keys that they did not read (bound.py).
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;
@@ -69,13 +70,13 @@ class NearFar(LinearAttention):
                  first_order: bool | None = None, open: Whole | Sequence[Whole] | None = None,
                  exact_until: Whole | None = None, kv_heads: int | None = None, causal: bool = False,
                  cross: bool = False, scaling: float | None = None, normalize_qk: bool = False, fit_steps: Count = 10,
-                 seed: int = 0, layer: int = 0):
+                 seed: int = 0, layer: int = 0, error: Annotated[float, above(0), below(1)] | None = None):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.preset, self.first_order = preset, first_order
         self.number, self.listed = layer, None if open is None or isinstance(open, int) else len(open)
         open = open_in_layer(open, layer)
         opens = 0 if open is None and preset == "bounded" else open
-        self.sizes = preset_sizes(preset, block, heavy, cells, first_order, opens, exact_until, causal)
+        self.sizes = preset_sizes(preset, block, heavy, cells, first_order, opens, exact_until, causal, error)
         self.opens = opens or 0                 # this and the next: of calls that are not causal
         self.exact_until = SHORT if exact_until is None else exact_until
         makes = cross or causal and not self.sizes.open
@@ -121,6 +122,10 @@ class NearFar(LinearAttention):
             book = self.codebook(len(q))
         return near_far_attention(self.normalized(q), self.normalized(k), v, sizes, causal=self.causal, cross=cross,
                                   codebook=book, key_mask=key_mask, factor=self.scale)
+
+    def stated(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Stated:
+        """What causal calls state of their queries (`call.stated`)."""
+        return stated(self.normalized(q), self.normalized(k), self.sizes, key_mask, self.scale)
 
     # ---- the codebook
 
@@ -218,7 +223,7 @@ def open_in_layer(open: int | Sequence[int] | None, layer: int) -> int | None:
 
 
 def preset_sizes(preset: str, block: int | None, heavy: int | None, cells: int | None, first_order: bool | None,
-                 open: int | None, exact_until: int | None, causal: bool) -> Sizes:
+                 open: int | None, exact_until: int | None, causal: bool, error: float | None) -> Sizes:
     """Those of the preset, but for those that are given. Raises ValueError for numbers that cannot be."""
     if preset == "bounded" and open:
         raise ValueError(f"open = {open} with preset = bounded, whose memory does not grow and holds no keys to read: "
@@ -226,8 +231,11 @@ def preset_sizes(preset: str, block: int | None, heavy: int | None, cells: int |
     if causal and open == 0 and exact_until:
         raise ValueError(f"exact_until = {exact_until} with open = 0: the bounded memory of a causal layer holds no "
                          "keys to see exactly")
+    if error is not None and open == 0:
+        raise ValueError(f"error = {error} with open = 0 (preset bounded), which holds no keys that a query could see "
+                         "where its bound is above that: take preset cheap, default or quality")
     given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order, "open": open,
-             "exact_until": 0 if open == 0 else exact_until}
+             "exact_until": 0 if open == 0 else exact_until, "error": error}
     return PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
 
 

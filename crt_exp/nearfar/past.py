@@ -19,12 +19,12 @@ from crt_exp.attention.padding import first_kept
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import one_hot
+from crt_exp.nearfar.exact import exactly
 from crt_exp.nearfar.recall import (
     Epoch,
     RecallNearFar,
     Seen,
     epoch_cells,
-    exactly,
     in_chunks,
     kept_of,
     metric_of,
@@ -234,8 +234,9 @@ class RecallState:
         seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
         lead = y.shape[1] - x.shape[2] - block * b
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
-        out, _ = in_chunks(known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
-        return out.unflatten(2, (x.shape[1], -1)).squeeze(1)
+        out, _, *bound = (t.squeeze(1).unflatten(1, (x.shape[1], -1)) for t in in_chunks(
+            known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own))
+        return RecallNearFar(self.sizes).bounded(out, *(t.squeeze(-1) for t in bound), x=x, y=y, v=v, keep=keep)
 
     def _in_c(self, x: Tensor) -> bool:
         keys, values = (buffer.tensor for buffer in self.buffers[:2])
@@ -264,7 +265,8 @@ class RecallState:
             near = [exactly(x[at, :, :short], y[:, :stop], v[:, :stop], keep)] if short else []
             options = options_of(self.sizes, known.room)
             given = native.Given(keep, *(t[at] for t in (known.metric.shift, known.metric.root)), options)
-            rest = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
+            result = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
+            rest = RecallNearFar(self.sizes).bounded(result.out, result.bound, x=x[at, :, short:], y=y, v=v, keep=keep)
             parts.append(_joined([*near, rest], 2))
         return _joined(parts, 0)
 

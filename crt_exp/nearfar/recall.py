@@ -16,15 +16,15 @@ cells. Derived here.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
+from crt_exp.nearfar.bound import bound_of, log_unread, reaches
 from crt_exp.nearfar.choice import (
     Cells,
     KeyMetric,
@@ -44,6 +44,8 @@ from crt_exp.nearfar.choice import (
 )
 from crt_exp.nearfar.engine import native, reads
 from crt_exp.nearfar.engine.block_sums import one_hot
+from crt_exp.nearfar.engine.sets import Gathered
+from crt_exp.nearfar.exact import exactly, seeing_all
 from crt_exp.nearfar.looks import opened
 from crt_exp.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
 
@@ -68,7 +70,7 @@ def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """What the C engine is given for at most so many keys, which are more than a block."""
     most = {"heavy": sizes.heavy, "cells": sizes.cells, "open": sizes.opens(keys), "least": sizes.open}
     return {name: min(number, keys) for name, number in most.items()} | {
-        "block": sizes.block, "until": renewals(sizes, 0)[0]}
+        "block": sizes.block, "until": renewals(sizes, 0)[0], "bounds": int(sizes.error is not None)}
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
@@ -164,12 +166,22 @@ class RecallNearFar:
         if metric is not None and self.native:
             given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes, S), self.factor)
             result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
-            return result.out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
+            out = self.bounded(result.out, result.bound, x=x, y=y, v=v, keep=keep)
+            return out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
             out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
             parts.append(out)
         return torch.cat(parts, 2), predicted
+
+    def bounded(self, out: Tensor, bound: Tensor | None = None, *, x: Tensor, y: Tensor, v: Tensor,
+                keep: Tensor | None) -> Tensor:
+        """Outputs (Z, G, L, dv) of the last queries; of those whose bound (Z, G, l), l <= L, of the last ones is above
+        `error`, where there are bounds, the exact ones."""
+        if bound is None:
+            return out
+        above = F.pad(~(bound <= self.sizes.error), (x.shape[2] - bound.shape[2], 0))
+        return seeing_all(out, above, x, y, v, keep, self.factor**2)
 
     @torch.no_grad()
     def _deviation(self, x: Tensor, metric: KeyMetric, spread: Tensor) -> Tensor:
@@ -190,26 +202,19 @@ class RecallNearFar:
             member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
         far, cells = epoch_cells(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
         here = Seen(y, v, keep, member, cell, far, cells, first)
-        out, share = in_chunks(epoch, here, q, self.sizes)
-        out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:] for t in (out, share))
+        out, share, *bound = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:]
+                              for t in in_chunks(epoch, here, q, self.sizes))
+        out = self.bounded(out, *(t.squeeze(-1) for t in bound), x=x[:, :, lead:], y=y, v=v, keep=keep)
         spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * self._deviation(x, epoch.metric, spread)
 
 
-def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True) -> Tensor:
-    """Queries (Z, G, l, d) see all keys (Z, S, d), of which causal ones are the last: those that are not later; logits
-    are scale x.y."""
-    mask = None if keep is None else keep[:, :y.shape[1]]
-    if not transformed(x, y, v):      # the fused kernel knows the backward pass alone
-        if x.shape[2] == 1 and mask is None:    # the last query sees all keys: those of a group are as of one head
-            x, y, v = x.transpose(1, 2), y.unsqueeze(1), v.unsqueeze(1)
-            return F.scaled_dot_product_attention(x, y, v, scale=scale).transpose(1, 2)
-        return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale)
-    seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
-    seen = seen.tril(y.shape[1] - x.shape[2]) if causal else seen
-    seen = seen if mask is None else seen & mask[:, None, None]
-    logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
-    return torch.where(seen.any(-1, keepdim=True), logits.softmax(-1) @ v.unsqueeze(1), 0.0)
+class Bounds(RecallNearFar):
+    """In the place of outputs the bounds of queries, (Z, G, L, 1), where values (Z, S, 1) are 0: as those are of queries
+    that see all keys."""
+
+    def bounded(self, out: Tensor, bound: Tensor, **seen: Tensor | None) -> Tensor:
+        return F.pad(bound, (out.shape[2] - bound.shape[2], 0)).unsqueeze(-1)
 
 
 def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
@@ -266,21 +271,31 @@ def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
 
 
 def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
-              own: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`gathered` of queries (Z, N, r, d). own (r,): their places within a block; None: the tokens of a whole block, for
-    each head of a group."""
+              own: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What queries (Z, N, r, d) gather (Z, N, r, dv), how much of their weight lies in cells (Z, N, r, 1), and where
+    `error` is given the bound of it (Z, N, r, 1). own (r,): their places within a block; None: the tokens of a whole
+    block, for each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
     open = sizes.opens(epoch.start)
 
-    def choose(q: Tensor, at: int) -> Tensor:
+    def choose(q: Tensor, at: int) -> tuple[Tensor, Tensor | None]:
         far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * sizes.block      # keys of each block
         place = torch.arange(seen.member.shape[1], device=q.device)
         member = seen.member[:, None, None] & (place < far[:, None, None])
-        return opened(seen.y[:, :len(place)], member, q, open)
+        y = seen.y[:, :len(place)]
+        places = opened(y, member, q, open)
+        return places, None if sizes.error is None else log_unread(q, y, unread(member, places))
 
-    def read(q: Tensor, places: Tensor, far: Tensor, *cells: Tensor, at: int) -> tuple[Tensor, Tensor]:
-        here = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at)
-        return gathered(epoch, here, q, places, own, sizes.block)
+    def read(q: Tensor, chosen: tuple[Tensor, Tensor | None], far: Tensor, *cells: Tensor, at: int
+             ) -> tuple[Tensor, ...]:
+        here, (places, most) = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at), chosen
+        result = gathered(epoch, here, q, places, own, sizes.block)
+        if most is None:
+            return result.out, result.share
+        with torch.no_grad():
+            place = (here.first + torch.arange(q.shape[1], device=q.device)).unsqueeze(1) * sizes.block + own
+            reach = reaches(q, seen.y, place)
+            return result.out, result.share, bound_of(most, result.logsum, result.share, reach, q.shape[-1])
 
     return in_parts(choose, read, parts_of(q, seen.v, open), q, seen.far, *seen.cells)
 
@@ -291,9 +306,9 @@ def parts_of(q: Tensor, v: Tensor, open: int) -> int:
     return max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + v.shape[-1])))
 
 
-def in_parts(choose: Callable[..., Tensor], read: Callable[..., tuple[Tensor, Tensor]], size: int, q: Tensor,
-             *of_blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """What `read` gives for queries (Z, N, r, d), the places of the keys that `choose` gives for them, and what belongs
+def in_parts(choose: Callable[..., Any], read: Callable[..., tuple[Tensor, ...]], size: int, q: Tensor,
+             *of_blocks: Tensor) -> tuple[Tensor, ...]:
+    """What `read` gives for queries (Z, N, r, d), the keys that `choose` gives for them, and what belongs
     to their blocks (Z, N, ...): for `size` blocks from `at` on at a time, and again in the backward pass."""
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(q, *of_blocks)
     results = []
@@ -307,9 +322,14 @@ def in_parts(choose: Callable[..., Tensor], read: Callable[..., tuple[Tensor, Te
     return tuple(torch.cat(t, 1) for t in zip(*results))
 
 
-def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """What queries (Z, m, r, d) gather, (Z, m, r, dv), and how much of their weight lies in cells (Z, m, r, 1): a
-    softmax over near, heavy and read keys and what is left in the cells."""
+def unread(member: Tensor, places: Tensor) -> Tensor:
+    """Which keys that are `member` (Z, m, 1, far) lie at none of these places (Z, m, r, o), -1 for none."""
+    rest = torch.cat([member, member.new_zeros(*member.shape[:-1], 1)], -1).repeat(1, 1, places.shape[2], 1)
+    return rest.scatter(-1, places.where(places >= 0, member.shape[-1]), False)[..., :-1]
+
+
+def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> Gathered:
+    """What queries (Z, m, r, d) gather, and how much of their weight lies in cells: a softmax over near, heavy and read keys and what is left in the cells."""
     m = q.shape[1]
     here = seen.first + torch.arange(m, device=q.device).unsqueeze(1)
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
@@ -331,7 +351,7 @@ def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b
     more = read - each.gather(-1, cell).masked_fill(places < 0, 0.0)      # than as one of those that are left
     out = sum(share @ value for share, value in zip(shares, values))
     out = out + each @ seen.far[..., :-1] + reads.sums(more, seen.v, places)
-    return out / total, far / total
+    return Gathered(out / total, far / total, (top + total.log()).detach())
 
 
 def left_in_cells(epoch: Epoch, seen: Seen, q: Tensor, exact: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap import record as configured
-from crt_exp.swap.measured import OPENS, Priced, Watcher, shared_out
+from crt_exp.swap.measured import OPENS, Asked, Priced, Watcher, shared_out
 
 
 def calibrate_attention(model: nn.Module, batches: Iterable, budget: int | None = None) -> nn.Module:
@@ -53,8 +53,7 @@ def _sharing(model: nn.Module, budget: int | None) -> list[NearFar]:
     """The layers that share a budget of keys to open."""
     if budget is None:
         return []
-    sharing = [state for state in _states(model).values() if isinstance(state, NearFar) and state.causal
-             and state.sizes.open]
+    sharing = [state for state in _states(model).values() if _opens(state)]
     if not sharing:
         raise ValueError(f"budget = {budget}: no layer of this {type(model).__name__} is causal near-far attention "
                          "that reads keys")
@@ -76,6 +75,29 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
             count += 1
     if not count:
         raise ValueError("no batches to calibrate with")
+
+
+@torch.no_grad()
+def stated_by_layer(model: nn.Module, batches: Iterable) -> dict[str, tuple[float | None, ...]]:
+    """By path what `Asked` sums up of the layers of causal near-far attention that open keys. Raises ValueError where
+    there is none, and for no batches."""
+    states = {part.path: part for part in model.modules() if _opens(part)}
+    if not states:
+        raise ValueError(f"batches: no layer of this {type(model).__name__} is causal near-far attention that reads "
+                         "keys, whose queries state what they may have missed: leave batches out")
+    asked, count = {path: Asked(state) for path, state in states.items()}, 0
+    with eval_mode(model), ExitStack() as stack:
+        for path, state in states.items():
+            stack.callback(state.register_forward_hook(asked[path], with_kwargs=True).remove)
+        for count, batch in enumerate(batches, 1):
+            call(model, batch)
+    if not count:
+        raise ValueError("no batches to describe attention on")
+    return {path: each.summary() for path, each in asked.items()}
+
+
+def _opens(part: nn.Module) -> bool:
+    return isinstance(part, NearFar) and part.causal and part.sizes.open > 0
 
 
 def swapped_states(model: nn.Module) -> list[nn.Module]:

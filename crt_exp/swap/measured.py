@@ -81,6 +81,29 @@ class Priced:
             state.sizes = own
 
 
+class Asked:
+    """A forward hook that keeps what the queries of a causal layer of near-far attention state: bounds, (n,), of those
+    behind `exact_until`, and how many keys each of them reads, (n,)."""
+
+    def __init__(self, state: NearFar):
+        self.error, self.bounds, self.reads = state.sizes.error, [], []
+
+    def __call__(self, state: NearFar, args: tuple, kwargs: dict, out: Tensor) -> None:
+        q, k, _, key_mask = _given(*args, **kwargs)
+        bound, read = state.stated(q, k, key_mask)
+        self.bounds.append(bound[read >= 0].float().cpu())
+        self.reads.append(read[read >= 0].float().cpu())
+
+    def summary(self) -> tuple[float | None, ...]:
+        """The median and the largest bound, the share of the queries that see all keys, and the mean of the keys that
+        are read; nothing where no query was behind `exact_until`."""
+        bounds, reads = torch.cat(self.bounds or [torch.empty(0)]), torch.cat(self.reads or [torch.empty(0)])
+        if not len(bounds):
+            return (None,) * 4
+        above = 0.0 if self.error is None else float((bounds > self.error).float().mean())
+        return float(bounds.median()), float(bounds.max()), above, float(reads.mean())
+
+
 def shared_out(layers: list[dict[int, Measured]], budget: int) -> list[int]:
     """How many keys each layer opens, of OPENS, at most `budget` of all layers together, which is at least OPENS[0] for
     each: the next step is always the one that takes most of the squared relative error for each key."""

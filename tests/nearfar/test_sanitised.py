@@ -23,7 +23,8 @@ for seed in range(60):
     pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
     group, kv, S, d, dv = pick(1, 3), pick(1, 2), pick(40, 500), pick(1, 70), pick(1, 70)
     L, block = pick(1, S), 8 * 2 ** pick(0, 3)
-    sizes = Sizes(block, pick(0, 20), pick(1, 80), open=pick(1, 90), exact_until=pick(0, 200))
+    sizes = Sizes(block, pick(0, 20), pick(1, 80), open=pick(1, 90), exact_until=pick(0, 200),
+                  error=(None, 0.3)[seed // 2 % 2])
     draw = lambda heads, n, k: torch.randn(2, heads, n, k, generator=g).requires_grad_()
     x, y, v = draw(group * kv, L, d), draw(kv, S, d), draw(kv, S, dv)
     keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7

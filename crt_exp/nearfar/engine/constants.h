@@ -16,5 +16,7 @@
 #define SHARPEST 1e-6f  /* the least deviation of the logits of a cell, nats */
 #define LEAST 1e-30f    /* weights below it count as none */
 #define HIDDEN (-1e30f) /* the logit of a key that is not there */
+#define ROUNDED 2e-6f   /* of the norm of a turned vector, what float32 rounds it by at most, with all that looks do */
+#define SUMMED 1.3e-4f  /* of a sum of weights, what float32 rounds it by at most */
 #define TURNED 16       /* columns of vectors that are looked at are a multiple of it */
 #define SIGNS 2654435769 /* whose multiples decide by which signs these are turned */

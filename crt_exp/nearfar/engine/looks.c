@@ -11,7 +11,7 @@
 
 /* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
    in an order that looks.py keeps. */
-static void turn(int dp, float *x) {
+void turn(int dp, float *x) {
     static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int run = dp & -dp;
     ivec lane;
@@ -119,7 +119,6 @@ static void look_by_tiles(const int8_t *queries, int R, int dp, const uint8_t *p
 /* ---- Vectors ---- */
 
 typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define FOURS(p) (*(const stored_bits *)(p))
 
 /* Pairs of the numbers 0 and 2, or 1 and 3, of a query's four, in 16 bits each. */

@@ -1,10 +1,16 @@
-/* How queries look at all keys of the past, and which of them they read: looks.c and opened.c, for recall.c. */
+/* How queries look at all keys of the past, which of them they read, and what the others weigh at most: looks.c, opened.c
+   and unread.c, for recall.c. */
 
 #pragma once
 
 #include "past.h"
 
 #pragma GCC visibility push(hidden)
+
+typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* A vector (dp) times random signs and Hadamard matrices. */
+void turn(int dp, float *x);
 
 /* Vectors (dp) as whole numbers of at most 127 in magnitude, times the step that this returns: turned alike, by random
    signs and Hadamard matrices. */
@@ -28,6 +34,22 @@ void to_panels(Past *h, int64_t stop);
 
 /* The places of the keys that each query that is ahead reads. */
 void choose_keys(Past *h);
+
+/* A vector (dp), its whole numbers and their step: how far apart these are, and as a query that has read nothing. */
+Apart apart_of(const float *x, int dp, const int8_t *whole, float step);
+Unread unread_by(const float *x, int dp, const int8_t *whole, float step);
+
+/* Adds to what is not read those of n keys from place j, of these looks, that do not exceed the bar; and those of the best
+   that do not, but for the first `equal` that reach it. */
+void add_below(const Past *h, Unread *u, const int32_t *looks, int64_t j, int n, float bar);
+void add_dropped(const Past *h, Unread *u, const Best *best, float bar, int equal);
+
+/* The largest |y| up to each place before `stop`. */
+void reach_to(Past *h, int64_t stop);
+
+/* How much of the weight of a query at place j may lie on other keys than it was given, whose weights, `part` of them in
+   cells, sum up to `scale` over 2^top. */
+float bound_of(const Past *h, const Unread *u, int64_t j, float top, float scale, float part);
 
 /* Looks that are kept of the keys that a query has looked at. */
 size_t room_for_best(int64_t open);

@@ -1,7 +1,8 @@
 """Near-far attention on CPUs in float32, in C. In both directions, and to another sequence: the twin of
 nearfar/choice.py in the choice of the sets, and of sets.py, cell_sums.py and block_sums.py in what they give
-(choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py (looks.c, opened.c, left.c,
-recall.c, recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is called for both.
+(choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py and bound.py (looks.c, opened.c,
+unread.c, left.c, recall.c, recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is
+called for both.
 
 Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy keys, K
 cells.
@@ -35,10 +36,10 @@ class NearFarCall(ctypes.Structure):
 
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
-                                                      "least", "until", "room", "threads")),
+                                                      "least", "until", "bounds", "room", "threads")),
                 ("factor", ctypes.c_double), *((name, View) for name in VIEWS),
                 *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "tilt", "centres", "level",
-                                                       "places", "logsum", "share", "spread", "kept"))]
+                                                       "places", "logsum", "share", "bound", "spread", "kept"))]
 
 
 class Recalled(NamedTuple):
@@ -47,6 +48,7 @@ class Recalled(NamedTuple):
     logsum: Tensor    # (Z, G, L), in base 2
     share: Tensor     # (Z, G, L): how much of the weight of each query lies in the cells
     spread: Tensor    # (Z,): mean tau of the cells that the last query sees
+    bound: Tensor | None     # (Z, G, L): `bound_of` (bound.py), where it is asked for
 
 
 class Sets(NamedTuple):
@@ -115,8 +117,8 @@ def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given", near: Tensor | None 
 
 
 @torch.no_grad()
-def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int, kept: Tensor) -> Tensor:
-    """The outputs (Z, G, L, dv) of queries behind the first renewal, the last ones of the keys, without gradients.
+def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int, kept: Tensor) -> Recalled:
+    """What queries (Z, G, L, d) behind the first renewal, the last ones of the keys, gather, without gradients.
     kept: what the call before knew, or `room_for_steps`, for as many tokens; it is overwritten. d and dv are multiples
     of 16."""
     result = _room_for(x, y, v, given)
@@ -125,7 +127,7 @@ def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int, kept
     if result.share.numel() <= FEW:     # threads would wait for each other, and for a core where others have them
         call.threads = 1
     _do("near_far_recall", call)
-    return result.out
+    return result
 
 
 def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Tensor:
@@ -140,8 +142,8 @@ def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Te
 
 
 class Given(NamedTuple):
-    """keep (Z, S) or None; the metric; block, heavy, cells, open (of the last queries), least (of the first ones) and
-    until, the first renewal; queries are factor x and keys factor y."""
+    """keep (Z, S) or None; the metric; block, heavy, cells, open (of the last queries), least (of the first ones),
+    until, the first renewal, and bounds, whether they are asked for; queries are factor x and keys factor y."""
 
     keep: Tensor | None
     shift: Tensor
@@ -168,7 +170,7 @@ class _Recall(torch.autograd.Function):
             result.out[:, :, :ctx.short] = near
         _do("near_far_recall", _recall_call(x, y, v, given, _behind(result, ctx.short)))
         ctx.save_for_backward(x, y, v, *result)
-        ctx.mark_non_differentiable(*result[1:])
+        ctx.mark_non_differentiable(*(t for t in result[1:] if t is not None))
         ctx.set_materialize_grads(False)
         return tuple(result)
 
@@ -178,14 +180,16 @@ class _Recall(torch.autograd.Function):
         if grad is None:
             return (None,) * 5
         views, gradients = _gradients(grad[:, :, short:], x, y, v)
-        _do("near_far_recall_backward", _recall_call(x, y, v, ctx.given, _behind(Recalled(*result), short), **views))
+        given = ctx.given._replace(sizes=ctx.given.sizes | {"bounds": 0})
+        _do("near_far_recall_backward", _recall_call(x, y, v, given, _behind(Recalled(*result), short), **views))
         return None, grad[:, :, :short] if short else None, *gradients
 
 
 def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given, short: int = 0) -> Recalled:
     (Z, G, L, _), new = x.shape, y.new_empty
     places = torch.empty(Z, G, L, min(given.sizes["open"], y.shape[1]), dtype=torch.int32)
-    return Recalled(new(Z, G, short + L, v.shape[-1]), places, new(Z, G, L), new(Z, G, L), new(Z))
+    bound = new(Z, G, L) if given.sizes["bounds"] else None
+    return Recalled(new(Z, G, short + L, v.shape[-1]), places, new(Z, G, L), new(Z, G, L), new(Z), bound)
 
 
 def _behind(result: Recalled, short: int) -> Recalled:

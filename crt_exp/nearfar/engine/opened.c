@@ -56,11 +56,12 @@ static float bar_of(const float *value, int n, int k, int most) {
     }
 }
 
-/* Keeps those above a bar, which k of them exceed, or, where they are equal ones, reach: these alone, the first ones. */
-static void keep_above(Best *best, float bar, int k) {
+/* Those that leave are not read, where `by` sums these up. Keeps those above a bar, which k of them exceed, or, where they are equal ones, reach: these alone, the first ones. */
+static void keep_above(const Past *h, Best *best, float bar, int k, Unread *by) {
     float *value = best->value;
     int32_t *place = best->place;
     int equal = k - above(value, best->n, bar), count = 0, i = 0;
+    if (by) add_dropped(h, by, best, bar, equal);
 #if defined(__AVX512F__)
     for (; equal <= 0 && i + 16 <= best->n; i += 16) {
         const __m512 here = _mm512_loadu_ps(value + i);
@@ -130,8 +131,10 @@ static void look_once(Past *h, int i, int R, int64_t j, int64_t n, int share, in
         for (int e = 0; e < R; e++) {
             Best *best = &w->best[i + e];
             const int own = (int)least_of(keys, w->asks[i + e].far - j);
+            Unread *by = h->c->bounds && share == 1 ? &w->unread[i + e] : NULL;
+            if (own > 0 && by) add_below(h, by, w->looks + e * LOOKED, j, own, best->bar);
             if (own > 0) add_above(s, w->looks + e * LOOKED, j, own, share, best);
-            if (best->n > most_kept(k)) keep_above(best, bar_of(best->value, best->n, k, k + k / 4), k);
+            if (best->n > most_kept(k)) keep_above(h, best, bar_of(best->value, best->n, k, k + k / 4), k, by);
         }
     }
 }
@@ -168,9 +171,11 @@ void choose_keys(Past *h) {
         Best *best = &k->best[r];
         if (best->n < open && best->bar > HIDDEN) {           /* the first bar was too high */
             best->n = 0, best->bar = HIDDEN;
+            k->unread[r].top = HIDDEN, k->unread[r].sum = 0;
             look(h, r, r + 1, 0, k->asks[r].far, 1, open);
         }
-        if (best->n > open) keep_above(best, bar_of(best->value, best->n, open, open), open);
+        Unread *by = h->c->bounds ? &k->unread[r] : NULL;
+        if (best->n > open) keep_above(h, best, bar_of(best->value, best->n, open, open), open, by);
         k->count[r] = best->n;
         memcpy(k->places + r * s->open, best->place, sizeof(int32_t) * best->n);
         for (int i = best->n; i < s->open; i++) k->places[r * s->open + i] = -1;

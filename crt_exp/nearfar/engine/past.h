@@ -13,7 +13,7 @@ enum { PANEL = 16, FOUR = 64, LOOKED = 128 };          /* keys of a panel, of fo
 enum { NEARBY = 1 << 17 };                             /* numbers of the keys that are read before those behind them */
 
 typedef struct {
-    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, least, until, room, threads;
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, least, until, bounds, room, threads;  /* bounds: whether they are made */
     double factor;                     /* of queries and keys as they are given */
     View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
     View grad, dx, dy, dvalues;        /* of the backward pass */
@@ -22,6 +22,7 @@ typedef struct {
     const float *tilt, *centres, *level;  /* bounded.c: (Z, d), (Z, K, d) as z, (Z, K); else null */
     int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none */
     float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
+    float *bound;                      /* (Z, G, L), where there are bounds: of the weight of keys that are not read */
     float *spread;                     /* (Z): mean tau of the cells of the last block */
     float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
 } Recall;
@@ -56,6 +57,18 @@ typedef struct {
     int n;
 } Best;
 
+/* A turned vector: its norm, that of its whole numbers times their step, and of the difference of the two, all at most. */
+typedef struct {
+    float size, near, lost;
+} Apart;
+
+/* What a query does not read: the sum of e^logit, at most, over 2^top; what that is made of (unread.c); the norm of the
+   query. */
+typedef struct {
+    float each, near, lost, size, top;
+    double sum;
+} Unread;
+
 /* A query that is ahead: head g of the group at place j; the keys before `far` are far from its block. */
 typedef struct {
     int64_t g, j;
@@ -77,6 +90,7 @@ typedef struct {
     int32_t *bias;                                     /* (AHEAD), of looks */
     int32_t *looks;                                    /* (AT_ONCE, LOOKED) */
     Best best[AHEAD];
+    Unread unread[AHEAD];
     float *read;                                       /* (AHEAD, room_to_read): logits, then weights */
     int32_t *places, *count, *from;                    /* (AHEAD, open), of keys that are read, rising; (AHEAD) twice */
     float *Qt, *A;                                     /* of a piece: (d, PIECE), (2 b + n + K, PIECE) */
@@ -86,14 +100,15 @@ typedef struct {
 typedef struct {
     const Recall *c;
     int64_t z, far;                                    /* blocks that are far (bounded.c) */
-    int64_t t, start, paneled;                         /* the block whose past this is; the place of the renewal; keys
-                                                          that lie in panels */
+    int64_t t, start, paneled, reached;                /* the block whose past this is; the place of the renewal; keys
+                                                          that lie in panels, and of which `reach` is known */
     Seen s;
     Work k;
-    int64_t *numbers;                                  /* (3): what is kept of these between calls */
+    int64_t *numbers;                                  /* (5): what is kept of these between calls */
     float *Y, *V;
     uint8_t *panels;
     float *step, *looked;                              /* (S): of whole numbers; the same, as in Seen */
+    float *size, *lost, *reach;                        /* (S), for bounds: as in Apart; the largest |y| up to a place */
     int32_t *heavy;                                    /* (n): places, -1 where there are fewer */
     int32_t *cell;                                     /* (S) */
     float *square;                                     /* (S): |z|^2 */

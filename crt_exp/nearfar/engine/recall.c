@@ -212,8 +212,10 @@ size_t place_pieces(const Piece *pieces, size_t number, float *at) {
 static size_t place_kept(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->cells, M = n + K;
     const size_t panels = c->open ? (S + c->block) / PANEL + FOUR / PANEL : 0, steps = panels * PANEL;
+    const size_t bounds = c->bounds ? steps : 0;
     const Piece pieces[] = {
-        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->looked, steps}, {&h->cell, S}, {&h->square, S},
+        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->looked, steps}, {&h->size, bounds},
+        {&h->lost, bounds}, {&h->reach, bounds}, {&h->cell, S}, {&h->square, S},
         {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
         {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
         {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
@@ -271,11 +273,11 @@ void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
                   .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass, .rows = h->rows, .tau = h->tau,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
     h->t = h->numbers[0];
-    if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2], h->paneled = h->numbers[3];
+    if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2], h->paneled = h->numbers[3], h->reached = h->numbers[4];
 }
 
 void close_past(Past *h) {
-    const int64_t numbers[] = {h->t, h->start, h->s.K, h->paneled};
+    const int64_t numbers[] = {h->t, h->start, h->s.K, h->paneled, h->reached};
     memcpy(h->numbers, numbers, sizeof numbers);
 }
 
@@ -354,6 +356,10 @@ void to_panels(Past *h, int64_t stop) {
         uint8_t *panel = h->panels + j / PANEL * PANEL * dp + j % PANEL * 4;
         h->step[j] = whole_of(key(h, j), dp, whole);
         h->looked[j] = there(h, j) ? h->step[j] : NAN;
+        if (h->c->bounds) {
+            const Apart apart = apart_of(key(h, j), dp, whole, h->step[j]);
+            h->size[j] = apart.size, h->lost[j] = apart.lost;
+        }
         for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(whole[p] ^ 0x80);
     }
     h->paneled = stop > h->paneled ? stop : h->paneled;
@@ -485,7 +491,8 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
         *asks = (Asks){i / queries_of(c, t), first_query(c, t) + i % queries_of(c, t), t > 0 ? (t - 1) * c->block : 0};
         put_row(q, (float)c->factor, of(c->x, h->z, asks->g) + (asks->j - c->S + c->L) * c->x.token, c->d);
         for (int p = c->d; p < dp; p++) q[p] = 0;
-        if (c->open) whole_of(q, dp, k->whole + k->ahead * dp);
+        const float step = c->open ? whole_of(q, dp, k->whole + k->ahead * dp) : 0;
+        if (c->bounds) k->unread[k->ahead] = unread_by(q, dp, k->whole + k->ahead * dp, step);
         if (c->open) k->bias[k->ahead] = bias_of(k->whole + k->ahead * dp, dp);
         for (int p = 0; p < dp; p++) q[p] *= LOG2E;
         k->ahead++;
@@ -494,6 +501,7 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
     memset(k->count, 0, sizeof(int32_t) * k->ahead);
     k->taken = 0;
     if (!c->open) return;
+    if (c->bounds) reach_to(h, least_of(k->asks[k->ahead - 1].far + 2 * c->block, c->S));
     choose_keys(h);
     read_nearby(h, read_keys, dp);
 }
@@ -510,6 +518,7 @@ static void give_out(Past *h) {
         put_row(out_of(h, asks), scale, k->O + r * h->s.lv, c->dv);
         c->logsum[number] = k->top[r] + log2f(k->scale[r]);
         c->share[number] = k->part[r] * scale;
+        if (c->bounds) c->bound[number] = bound_of(h, &k->unread[r], asks->j, k->top[r], k->scale[r], k->part[r]);
         if (c->open) memcpy(c->places + number * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
     }
 }
