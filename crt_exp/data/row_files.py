@@ -277,7 +277,8 @@ class Parquet(RowFile):
 
 
 class Arrays(RowFile):
-    """Of a folder: y.npy (n,) is column y, X.npy (n, d) columns X.0, X.1, ... Mapped, not read."""
+    """Of a folder: y.npy (n,) is column y, X.npy (n, d) columns X.0, X.1, ... Mapped for each chunk anew:
+    what was read through a map counts as memory of the process as long as the map is there."""
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
@@ -327,7 +328,8 @@ class Arrays(RowFile):
         return self._columns(evenly(self.count, most), 0, names, texts)
 
     def _columns(self, rows, row: int, names: Sequence[str], texts: Collection[str]) -> Columns:
-        blocks = {array: np.asarray(self.arrays[array][rows]) for array in {self.places[name][0] for name in names}}
+        arrays = {self.places[name][0] for name in names}
+        blocks = {array: np.asarray(self._mapped(self.path / f"{array}.npy")[rows]) for array in arrays}
         columns = {}
         for name in names:
             array, i = self.places[name]

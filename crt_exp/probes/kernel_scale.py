@@ -4,8 +4,10 @@ Legend: n rows, d columns of data, M columns of features. Errors are RMSE over t
 targets, which is 1 for the mean, or shares of wrong classes.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from sklearn.kernel_approximation import Nystroem, RBFSampler
 from sklearn.linear_model import SGDClassifier, SGDRegressor
 
 from crt_exp.data.tabular import load
-from crt_exp.estimators import blocks
+from crt_exp.estimators import RandomFeatures, blocks
 from crt_exp.probes.uci import scaler
 from crt_exp.ridge import RandomFeatureClassifier, RandomFeatureRidge, fit_length_scales
 from crt_exp.ridge.batches import block_rows
@@ -41,9 +43,19 @@ class Parts(NamedTuple):
         return self.y.dtype.kind == "i"
 
     @property
+    def columns(self) -> np.ndarray:
+        """Training targets (n, T) float64, of classes ones and zeros."""
+        return (self.y[:, None] == np.unique(self.y)).astype(np.float64) if self.classes else self.y[:, None]
+
+    @property
     def gamma(self) -> float:
         """Of RBFSampler's 'scale', the same for all."""
         return 1 / (self.X.shape[1] * float(self.X.var()))
+
+    def stretched(self, seed: int) -> "Parts":
+        """In units of the lengths that ours has where it fits them: the kernel is that of gamma = 1/2."""
+        lengths = fit_length_scales(self.X, self.columns, random_state=seed).astype(np.float32)
+        return self._replace(X=self.X / lengths, test=self.test / lengths)
 
 
 def generated(rows: int, seed: int) -> Parts:
@@ -71,19 +83,28 @@ def tabular(name: str, seed: int, numbers: bool) -> Parts:
 
 def errors(arms: Mapping[str, Any], data: str, rows: int, columns: int, seed: int,
            numbers: bool = False) -> Iterator[dict[str, Any]]:
-    """arm, error, seconds of fit and prediction, and of regression by ours how many intervals cover."""
+    """arm, error, seconds of fit and prediction, and of intervals how many cover, and how far that is from 95%."""
     parts = generated(rows, seed) if data == "generated" else tabular(data, seed, numbers)
     for arm, given in arms.items():
         if given["of"] in ARMS and columns in given.get("columns", [columns]) and fits(parts, given):
             with Watch() as watch:
                 found = ARMS[given["of"]](parts, columns, seed, **given.get("with", {}))
-            prediction, more = found if isinstance(found, tuple) else (found, {})
-            yield {"arm": arm, "error": error(parts, prediction), "seconds": watch.seconds, **more}
+            prediction, std = found if isinstance(found, tuple) else (found, None)
+            yield {"arm": arm, "error": error(parts, prediction), "seconds": watch.seconds,
+                   **(covered(parts, prediction, std) if std is not None else {})}
 
 
 def fits(parts: Parts, given: Mapping[str, Any]) -> bool:
-    """Whether an arm takes so many rows, and classes."""
-    return len(parts.X) <= given.get("most", np.inf) and not (parts.classes and given["of"] == "exact")
+    """Whether an arm takes so many rows, and classes, and is installed."""
+    if given["of"] == "GPyTorch" and find_spec("gpytorch") is None:
+        warnings.warn("GPyTorch is not installed (pip install gpytorch): its arm is left out", stacklevel=2)
+        return False
+    return len(parts.X) <= given.get("most", np.inf) and not (parts.classes and given["of"] in OF_NUMBERS)
+
+
+def covered(parts: Parts, mean: np.ndarray, std: np.ndarray) -> dict[str, float]:
+    share = float((np.abs(parts.target - mean) < 1.96 * std).mean())
+    return {"coverage": share, "off": abs(share - 0.95)}
 
 
 def error(parts: Parts, prediction: np.ndarray) -> float:
@@ -107,24 +128,42 @@ def ours(parts: Parts, columns: int, seed: int, kernel: str = "gaussian", length
     model.fit(parts.X, parts.y)
     if parts.classes:
         return model.predict(parts.test)
-    mean, std = model.predict(parts.test, return_std=True)
-    return mean, {"coverage": float((np.abs(parts.target - mean) < 1.96 * std).mean())}
+    return model.predict(parts.test, return_std=True)
 
 
 def ridge_on(make: Callable) -> Callable:
-    """The same ridge, by generalised cross-validation, on the features of a transformer."""
-    def fitted(parts: Parts, columns: int, seed: int) -> np.ndarray:
-        features = make(gamma=parts.gamma, n_components=min(columns, len(parts.X)), random_state=seed).fit(parts.X)
-        labels = np.unique(parts.y) if parts.classes else None
-        y = (parts.y[:, None] == labels).astype(np.float64) if parts.classes else parts.y[:, None]
+    """The same ridge, by generalised cross-validation, on the features of a transformer; lengths: as of ours."""
+    def fitted(parts: Parts, columns: int, seed: int, lengths: str | None = None) -> np.ndarray:
+        gamma, parts = (0.5, parts.stretched(seed)) if lengths == "fit" else (parts.gamma, parts)
+        features = make(gamma=gamma, n_components=min(columns, len(parts.X)), random_state=seed).fit(parts.X)
+        y = parts.columns
         sums = Sums.empty(min(columns, len(parts.X)), torch.zeros(y.shape[1], dtype=torch.float64))
         for chosen in blocks(len(parts.X), block_rows(columns)):
             z = torch.from_numpy(np.ascontiguousarray(features.transform(parts.X[chosen])))
             sums.add(z, torch.from_numpy(y[chosen]), torch.ones(len(z), dtype=torch.float64))
         solution = solved(Centred.of(sums), "gcv", 1e-7, together=parts.classes)
         found = solution.predict(torch.from_numpy(features.transform(parts.test)).double()).numpy()
-        return labels[found.argmax(1)] if parts.classes else found[:, 0]
+        return np.unique(parts.y)[found.argmax(1)] if parts.classes else found[:, 0]
     return fitted
+
+
+class Residual:
+    """Half the columns are Nystroem's, the other half random features of what these leave of the kernel: z(x) less what
+    landmarks explain of it. Products have the kernel as their mean, and noise where the landmarks are no help."""
+
+    def __init__(self, gamma: float, n_components: int, random_state: int):
+        half = n_components // 2
+        self.landmarks = Nystroem(gamma=gamma, n_components=half, random_state=random_state)
+        self.random = RandomFeatures("trig", n_components=n_components - half, gamma=gamma, random_state=random_state)
+
+    def fit(self, X: np.ndarray) -> Self:
+        points = self.landmarks.fit(X).components_
+        self.explained = self.landmarks.normalization_ @ self.random.fit(X).transform(points)
+        return self
+
+    def transform(self, X: np.ndarray) -> np.ndarray:
+        known = self.landmarks.transform(X)
+        return np.concatenate([known, self.random.transform(X) - known @ self.explained], 1)
 
 
 def nystroem_sgd(parts: Parts, columns: int, seed: int) -> np.ndarray:
@@ -147,6 +186,15 @@ def exact(parts: Parts, columns: int, seed: int) -> np.ndarray:
     return np.concatenate([model.predict(parts.test[rows]) for rows in blocks(len(parts.test))])
 
 
+def sparse(parts: Parts, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """GPyTorch's variational process with as many inducing points as others have columns."""
+    from crt_exp.probes.inducing import fitted_process
+
+    return fitted_process(parts.X, parts.y, min(columns, len(parts.X)), seed)(parts.test)
+
+
 ARMS: dict[str, Callable] = {
     "trivial": trivial, "ours": ours, "RBFSampler": ridge_on(RBFSampler), "Nystroem": ridge_on(Nystroem),
-    "LeverageNystroem": ridge_on(LeverageNystroem), "Nystroem + SGD": nystroem_sgd, "trees": trees, "exact": exact}
+    "LeverageNystroem": ridge_on(LeverageNystroem), "Residual": ridge_on(Residual), "Nystroem + SGD": nystroem_sgd,
+    "trees": trees, "exact": exact, "GPyTorch": sparse}
+OF_NUMBERS = {"exact", "GPyTorch"}

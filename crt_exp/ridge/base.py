@@ -3,8 +3,10 @@
 Legend: n rows, d columns, M = n_components features, T targets.
 """
 
+import copy
 from abc import abstractmethod
 from numbers import Real
+from pathlib import Path
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -14,12 +16,14 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.estimators import RandomFeatures, blocks
 from crt_exp.hints import whole_number
+from crt_exp.ridge import saved
 from crt_exp.ridge.batches import (FLOATS, Batch, Blocks, block_rows, check_finite_rows, checked_weights, is_stream,
                                    opened)
 from crt_exp.ridge.lengths import fitted
 from crt_exp.ridge.solve import Choice, Solution, solved
 from crt_exp.ridge.sums import Centred, Sums, check_memory
 
+UNNAMED = {"sums_", "_blocks", "_solved", "_spread"}  # attributes that `_state` holds, or that follow
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, by their sum
 
 
@@ -69,6 +73,27 @@ class RidgeOfFeatures(BaseEstimator):
         self._merge(other, other._all_sums())
         self.rows_, self._solved = self.rows_ + other.rows_, None
         return self
+
+    def save(self, path: str | Path) -> None:
+        """Writes the fitted model to a safetensors file, from which `load` reads it without pickle; `partial_fit` goes
+        on from there. Raises ValueError for a mechanism or a sampler that is none of the package's."""
+        check_is_fitted(self, "sums_")
+        whole = copy.copy(self)
+        whole.sums_ = self._all_sums()
+        saved.write(Path(path), type(self).__name__, {
+            "attributes": {name: value for name, value in vars(self).items() if name not in UNNAMED},
+            "size": self._blocks.size, "state": whole._state()})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `save` wrote. Raises ValueError for a file of something else, OSError where there is none."""
+        def made(content: dict[str, Any]) -> Self:
+            model = cls()
+            vars(model).update(content["attributes"])
+            model._blocks = Blocks(content["size"])
+            model._restore(content["state"])
+            return model
+        return saved.read(Path(path), cls.__name__, made)
 
     def _merge(self, other: Self, sums: Sums) -> None:
         self.sums_.merge(sums)

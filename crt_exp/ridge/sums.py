@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crt_exp.estimators import blocks
 from crt_exp.samplers.draws import free_memory
 
 SUMMED = "gram", "right", "features", "targets", "squares"
+AT_ONCE = 128  # rows
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Sums:
         y = (y - self.origin) * root[:, None]
         z *= root[:, None].to(z.dtype)
         self.gram += symmetric_product(z)
-        sides = z.double().mT @ torch.cat([root[:, None], y], 1)
+        sides = double_product(z, torch.cat([root[:, None], y], 1))
         self.features += sides[:, 0]
         self.right += sides[:, 1:]
         self.targets += root @ y
@@ -114,6 +116,16 @@ def symmetric_product(z: Tensor) -> Tensor:
     rows = z.numpy()
     with np.errstate(invalid="ignore", over="ignore"):  # infinite features are refused when the sums are solved
         return torch.from_numpy(rows.T @ rows)
+
+
+def double_product(z: Tensor, y: Tensor) -> Tensor:
+    """z^T y (M, T) in float64 of z (n, M) and y (n, T) float64, by rows that fit a cache when they are made double."""
+    if z.dtype == y.dtype:
+        return z.mT @ y
+    total = y.new_zeros(z.shape[1], y.shape[1])
+    for rows in blocks(len(z), AT_ONCE):
+        total.addmm_(z[rows].double().mT, y[rows])
+    return total
 
 
 def check_memory(columns: int, rows: int, name: str) -> None:

@@ -10,6 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from sklearn.linear_model import Ridge
+
+from crt_exp import times
 from crt_exp.data import row_files
 from crt_exp.mechanism import Mechanism
 from crt_exp.probes import kernel_machine
@@ -88,6 +91,33 @@ def test_numbers_are_those_of_the_estimator(written):
     X = (X - X.mean(0)) / X.std(0)
     model = RandomFeatureRidge("trig", n_components=200, random_state=0).fit(X, table()["y"])
     assert record["rmse"] == pytest.approx(np.mean((model.predict(X) - table()["y"]) ** 2) ** 0.5, rel=0.15)
+
+
+def test_error_is_that_of_one_product_over_all_rows(written):
+    """Of float32 features chunk by chunk against Z^T Z of all of them in float64."""
+    task = KernelMachine(str(written / "t"), "y", **OPTIONS | {"precision": "float32"})
+    begun = task.begun(TRIG, 0)
+    features, parts = begun.model.features_, {True: ([], []), False: ([], [])}
+    for chunk in task.file.chunks(task.names, [], task.size, lambda number: True):
+        held = np.random.default_rng([0, chunk.number]).random(len(chunk.columns["y"])) < task.held_out
+        for mask, (Z, y) in parts.items():
+            batch = task.batch(chunk.columns).cut(np.flatnonzero(held == mask))
+            Z.append(features.transform(begun.scale(batch.X).astype(np.float64)))
+            y.append(batch.y[:, 0])
+    record = [*task.records(TRIG, 0)][-1]
+    (Z, y), (new, target) = ([*map(np.concatenate, parts[mask])] for mask in (False, True))
+    theirs = Ridge(alpha=record["alpha"], solver="cholesky").fit(Z, y)
+    assert record["rows"] == len(y) and record["tested"] == len(target)
+    assert record["rmse"] == pytest.approx(np.mean((theirs.predict(new) - target) ** 2) ** 0.5, rel=0.01)
+
+
+def test_rows_that_were_read_are_not_kept_in_memory(tmp_path):
+    """Of 32 MiB in a folder of arrays."""
+    np.save(tmp_path / "X.npy", np.ones((2**19, 16), np.float32))
+    file = row_files.open_rows(tmp_path)
+    read = (lambda: [len(chunk.columns["X.3"]) for chunk in file.chunks(["X.3", "X.5"], [], 2**14, lambda _: True)])
+    times.give_back()
+    assert times.added(read) < 10
 
 
 @pytest.mark.parametrize("target", ["y", "label"])
