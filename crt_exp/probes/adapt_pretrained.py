@@ -39,8 +39,9 @@ def called(ids: Tensor) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Trained:
     """A model of `pretrained` that gets other attention. read: setting -> a kind of row, of `length` tokens, of which
-    `tested` are read. transfer: steps of attention transfer, on so many `captured` rows; lora: steps of adapters of one
-    row each, after which it is read; *_lr: learning rates. rank: of adapters."""
+    `tested` are read, after so many `steps` (0, and those behind the transfer): the first `transfer` are of attention
+    transfer, on so many `captured` rows, the others of adapters, on a row each. *_lr: learning rates. rank: of
+    adapters."""
 
     model: str
     read: Mapping[str, str]
@@ -48,7 +49,7 @@ class Trained:
     tested: int
     captured: int
     transfer: int
-    lora: Sequence[int]
+    steps: Sequence[int]
     transfer_lr: float
     lora_lr: float
     rank: int
@@ -56,7 +57,7 @@ class Trained:
     def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         """Of each setting, after so many `steps` of transfer and adapters: nats `above` the exact model as it is
         published, and `nats`, of each row. Attention with nothing to learn is after the transfer what it was before."""
-        rows = training_rows(self.model, self.length, seed, self.captured + max(self.lora))
+        rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
         model = self.swapped(mechanism, seed, rows[:self.captured])
         yield from self.readings(model, 0)
         if can_be_taught(model):
@@ -64,9 +65,14 @@ class Trained:
         yield from self.readings(model, self.transfer)
         low_rank(model, self.rank, seed)
         loss = adapter_loss(model, rows[self.captured:])
-        for step in descent(model, loss, max(self.lora), self.lora_lr):
-            if step in self.lora:
+        for step in descent(model, loss, self.lora, self.lora_lr):
+            if self.transfer + step in self.steps:
                 yield from self.readings(model, self.transfer + step)
+
+    @property
+    def lora(self) -> int:
+        """Steps of adapters."""
+        return max(self.steps) - self.transfer
 
     def swapped(self, mechanism: Mechanism, seed: int, rows: Tensor) -> nn.Module:
         """A copy with the arm's attention, fitted to training rows."""
@@ -114,8 +120,9 @@ class Costs(Trained):
         rows = training_rows(self.model, self.length, seed, self.captured + 1)
         spent = in_turns(mechanisms, self.rounds, lambda mechanism: self.seconds(mechanism, seed, rows), warm=0)
         for arm, each in spent.items():
-            yield {"arm": arm, "transfer": [transfer or None for transfer, _ in each], "step": [step for _, step in each],
-                   "hours": [(transfer + max(self.lora) * step) / 3600 for transfer, step in each]}
+            yield {"arm": arm, "transfer": [transfer or None for transfer, _ in each],
+                   "step": [step for _, step in each],
+                   "hours": [(transfer + self.lora * step) / 3600 for transfer, step in each]}
 
     def seconds(self, mechanism: Mechanism, seed: int, rows: Tensor) -> tuple[float, float]:
         model = self.swapped(mechanism, seed, rows[:-1])
