@@ -38,13 +38,13 @@ def called(ids: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model of `pretrained` that gets other attention. read: setting -> a kind of row, of `length` tokens, of which
+    """A model of `pretrained` that gets other attention. settings: name -> a kind of row, of `length` tokens, of which
     `tested` are read, after so many `steps` (0, and those behind the transfer): the first `transfer` are of attention
     transfer, on so many `captured` rows, the others of adapters, on a row each. *_lr: learning rates. rank: of
     adapters."""
 
     model: str
-    read: Mapping[str, str]
+    settings: Mapping[str, str]
     length: int
     tested: int
     captured: int
@@ -88,7 +88,7 @@ class Trained:
 
     def readings(self, model: nn.Module, steps: int) -> Iterator[dict[str, Any]]:
         model.eval()
-        for setting, kind in self.read.items():
+        for setting, kind in self.settings.items():
             pairs = [pretrained.exact_of(self.model, kind, self.length, i) for i in range(self.tested)]
             found = [(pretrained.read(model, row).nats, exact.nats) for row, exact in pairs]
             yield {"setting": setting, "steps": steps, "nats": [float(ours.mean()) for ours, _ in found],

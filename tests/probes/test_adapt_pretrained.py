@@ -8,7 +8,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.probes import pretrained
 from crt_exp.probes.adapt_pretrained import Costs, Trained, training_rows
 
-SIZES = {"model": "", "read": {"new": "plain", "again": "repeated"}, "length": 64, "tested": 2, "captured": 2,
+SIZES = {"model": "", "settings": {"new": "plain", "again": "repeated"}, "length": 64, "tested": 2, "captured": 2,
          "transfer": 3, "steps": [0, 3, 4, 5], "transfer_lr": 1e-2, "lora_lr": 1e-2, "rank": 2}
 PLACES = [(setting, steps) for steps in (0, 3, 4, 5) for setting in ("new", "again")]
 
