@@ -23,6 +23,7 @@ from crt_exp.hints import shown
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
+from crt_exp.pretrained.published import fetched
 from crt_exp.stored import check_option, json_object
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
@@ -191,10 +192,11 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(init: str) -> Checkpoint | None:
-    """What task.init means; None for random weights and those of timm's hub. Raises DataError for what is not there."""
+    """What task.init means; None for random weights and those of timm's hub; models/... is one that was fetched.
+    Raises DataError for what is not there."""
     if init in ("scratch", "pretrained"):
         return None
-    path = Path(init).expanduser()
+    path = fetched(init, "task.init") or Path(init).expanduser()
     if path.is_file():
         return Checkpoint(f"task.init = {init}", path, None, {})
     for folder in (path / MODEL, path):

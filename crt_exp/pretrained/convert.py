@@ -1,8 +1,9 @@
-"""Weights in other formats as folders of transformers: safetensors, config.json, tokenizer.
+"""Weights in other formats as folders of transformers or timm: safetensors, config.json, tokenizer.
 
 Each converter takes the files of a wheel in one folder and writes to another. Nothing is unpickled but tensors.
 """
 
+import json
 import shutil
 import struct
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 
 from crt_exp.data import DataError
 from crt_exp.models.encoders import quiet
+from crt_exp.models.folder import save_tensors
 from crt_exp.pretrained.published import Published
 from crt_exp.stored import json_object
 
@@ -167,5 +169,17 @@ def special_ids(tokenizer: Any, listed: dict[str, Any]) -> dict[str, Any]:
             "suppress_tokens": listed["suppress_ids"], "begin_suppress_tokens": listed["suppress_ids_begin"]}
 
 
+# ---- ONNX
+
+def images(model: Published, source: Path, folder: Path) -> None:
+    """A ViT as a folder of timm, which task.init and timm.create_model("local-dir:...") take."""
+    from crt_exp.pretrained import onnx
+
+    config, state = onnx.dinov2(onnx.read(source / model.weights.file), model.architecture)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    save_tensors(state, folder / "model.safetensors")
+
+
 CONVERTERS: dict[str, Callable[[Published, Path, Path], None]] = {
-    "folder": as_it_is, "smiles": symbols, "proteins": symbols, "gguf": gguf, "ctranslate2": speech}
+    "folder": as_it_is, "smiles": symbols, "proteins": symbols, "gguf": gguf, "ctranslate2": speech,
+    "onnx": images}

@@ -6,6 +6,7 @@ labels are needed. Legend: B batch, H query heads, L queries, S keys, dv.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -81,14 +82,52 @@ class Transferring(nn.Module):
         return self
 
 
+class Lesson(NamedTuple):
+    """A call of a layer in the exact model, and what exact attention gives, (B, H, L, dv)."""
+
+    given: tuple[Tensor | None, ...]
+    exact: Tensor
+
+
+class Lessons:
+    """The calls of all layers for some batches: a step then costs the layers and not the model, and the pass back one
+    layer at a time. Memory: q, k, v and the output of every layer and batch."""
+
+    def __init__(self, taught: Transferring, batches: Sequence):
+        self.states = swapped_layers(taught.model)
+        self.batches = [self._of(taught.eval(), batch) for batch in batches]
+
+    @torch.no_grad()
+    def _of(self, taught: Transferring, batch: Any) -> dict[int, Lesson]:
+        """By the number of the layer, those that the batch reaches."""
+        kept: dict[int, Lesson] = {}
+
+        def keep(number: int):
+            return lambda state, args, kwargs, out: kept.update({number: Lesson(_given(*args, **kwargs), out)})
+
+        with ExitStack() as stack:   # behind the teachers, which put exact attention in the place of outputs
+            for number, state in enumerate(self.states):
+                stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
+            call(taught, batch)
+        return kept
+
+    def backward(self, i: int) -> None:
+        """The gradient of the mean error of batch i, of layers that are taught no longer."""
+        for number, (given, exact) in self.batches[i].items():
+            state = self.states[number]
+            of = squares(state(*given), exact, _real(state, given[0], given[1], given[3]))
+            (of.error / of.exact.clamp(min=1e-30) / len(self.batches[i])).backward()
+
+
 def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2,
-                       budget: int | None = None) -> nn.Module:
+                       budget: int | None = None, captured: bool = False) -> nn.Module:
     """Teaches the swapped layers of a model what exact attention gives, in place, and returns it.
 
     Statistics, codebooks and budgets are taken from the exact model's queries and keys of all batches
     (`calibrate_attention`); parameters of the layers are then trained by Adam for `steps` steps of the batches in turn,
-    all others staying as they are. Batches are as `calibrate_attention` takes them. Raises ValueError for no batches,
-    and where no layer has anything to learn.
+    all others staying as they are. Batches are as `calibrate_attention` takes them. captured: the model reads each
+    batch once and its layers learn from what `Lessons` keeps: the same steps, in less time and more memory. Raises
+    ValueError for no batches, and where no layer has anything to learn.
     """
     batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
     if not batches:
@@ -97,11 +136,16 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
     calibrate(taught, batches, budget)
     parameters = [p for p in taught.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr) if parameters else None
+    lessons = Lessons(taught, batches) if captured and parameters else None
+    if lessons:
+        release(taught)
     taught.train()
     for step in range(steps if parameters else 0):
-        errors, _ = call(taught, batches[step % len(batches)])
         optimizer.zero_grad()
-        errors.mean().backward()
+        if lessons:
+            lessons.backward(step % len(batches))
+        else:
+            call(taught, batches[step % len(batches)])[0].mean().backward()
         optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - (step + 1) / steps)

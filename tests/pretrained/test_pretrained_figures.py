@@ -11,8 +11,11 @@ import jiwer
 import numpy as np
 import pytest
 import soundfile
+import timm
 import torch
+from PIL import Image
 from scipy.stats import spearmanr
+from timm.data import create_transform
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -168,3 +171,24 @@ def test_rxnmapper_maps_atoms_as_its_readme():
         atoms += len(made)
     print(f"{right} of {atoms} atoms")
     assert atoms == 31 and right >= 29
+
+
+@torch.no_grad()
+def test_the_vit_tells_pictures_apart():
+    """Nobody publishes a figure of it: of 5 nearest neighbours by the class token behind layer 10, among 12 pictures of
+    each of ten classes, most are of the right class, where one in ten would be by chance."""
+    folder, pictures = lying("models/vit-s-saliency", "images/imagenette2-224")
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True, img_size=112).eval()
+    transform = create_transform(112, mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"], crop_pct=1.0)
+
+    def told(split, count):
+        files = [path for each in sorted((pictures / split).iterdir()) for path in sorted(each.iterdir())[:count]]
+        images = torch.stack([transform(Image.open(path).convert("RGB")) for path in files])
+        states = torch.cat([model.forward_intermediates(part, indices=[9], return_prefix_tokens=True, norm=True,
+                                                        intermediates_only=True)[0][1][:, 0]
+                            for part in images.split(20)])
+        return F.normalize(states, dim=-1), torch.arange(len(files)) // count
+
+    (known, classes), (asked, expected) = told("train", 12), told("val", 6)
+    nearest = classes[(asked @ known.T).topk(5).indices]
+    assert (nearest.mode(-1).values == expected).float().mean() > 0.4

@@ -1,5 +1,7 @@
 """models/<name> as the name of a model, wherever one is named."""
 
+import json
+
 import pytest
 import torch
 from small_bert import sentence, write_model, write_text
@@ -7,7 +9,8 @@ from transformers import AutoModelForMaskedLM
 
 import crt_exp
 from crt_exp.data import DataError
-from crt_exp.models import encoders
+from crt_exp.models import encoders, vision
+from crt_exp.pretrained import onnx
 from crt_exp.pretrained.published import MODELS, fetched
 
 NAME = "models/minilm"
@@ -41,6 +44,16 @@ def test_not_fetched(data, monkeypatch):
     for name in MODELS:
         with pytest.raises(DataError, match=f"{name}: CRT_DATA is not set.*fetch {name} --dir DIR"):
             fetched(name)
+
+
+def test_a_vit_where_a_task_names_weights(data):
+    with pytest.raises(DataError, match="task.init = models/vit-s-saliency: it is not in CRT_DATA"):
+        vision.checkpoint_of("models/vit-s-saliency")
+    made = data / "models/vit-s-saliency"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(onnx.written("vit_small_patch14_dinov2")))
+    found = vision.checkpoint_of("models/vit-s-saliency")
+    assert found.path == made and found.description.size == 518 and found.description.classes is None
 
 
 def test_the_hub_out_of_reach_names_the_command():

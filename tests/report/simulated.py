@@ -113,7 +113,9 @@ class Simulated(Cells):
         for what in fields:
             for column in ("arm", "setting", "table"):
                 for name in [name for _, name in pieces(what.get(column, "")) if name]:
-                    values = [each[name] for each in self.known.of(column, what["metric"], what[column])]
+                    told = key["probe"].get(f"{name}s")
+                    values = [*told] if told else [
+                        each[name] for each in self.known.of(column, what["metric"], what[column])]
                     shared = column == "arm" and self.part.together and (not values or {*values} & {*self.part.arms})
                     more = [*self.part.arms] if shared else values or ["one"]
                     said[name] = [*dict.fromkeys([*said.get(name, []), *more])]

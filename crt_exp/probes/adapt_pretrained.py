@@ -1,0 +1,132 @@
+"""How much of what a swap costs a pretrained language model comes back by training, step by step.
+
+Every arm is swapped in, its layers learn from captured calls of the exact model's, and low-rank adapters are then
+trained (LoLCATs' order), in all arms on the same rows. Texts and readings are those of `pretrained`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.data.text import generator_of
+from crt_exp.mechanism import Mechanism
+from crt_exp.probes import pretrained
+from crt_exp.probes.adapt import descent, low_rank
+from crt_exp.probes.bench import fitted, quiet
+from crt_exp.swap.calibration import learns
+from crt_exp.swap.transfer import learned, swapped_layers, transfer_attention
+from crt_exp.times import in_turns, milliseconds
+
+
+def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
+    """(count, length) of the training text, in an order of the seed's. Raises ValueError where it has fewer."""
+    text = pretrained.tokens(model, "train")
+    rows = text[:len(text) // length * length].view(-1, length)
+    if count > len(rows):
+        raise ValueError(f"{count} rows of {length} tokens: the training text of WikiText-2 has {len(rows)}")
+    return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
+
+
+def called(ids: Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "use_cache": False}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model of `pretrained` that gets other attention. settings: name -> a kind of row, of `length` tokens, of which
+    `tested` are read, after so many `steps` (0, and those behind the transfer): the first `transfer` are of attention
+    transfer, on so many `captured` rows, the others of adapters, on a row each. *_lr: learning rates. rank: of
+    adapters."""
+
+    model: str
+    settings: Mapping[str, str]
+    length: int
+    tested: int
+    captured: int
+    transfer: int
+    steps: Sequence[int]
+    transfer_lr: float
+    lora_lr: float
+    rank: int
+
+    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        """Of each setting, after so many `steps` of transfer and adapters: nats `above` the exact model as it is
+        published, and `nats`, of each row. Attention with nothing to learn is after the transfer what it was before."""
+        rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
+        model = self.swapped(mechanism, seed, rows[:self.captured])
+        yield from self.readings(model, 0)
+        if can_be_taught(model):
+            self.taught(model, rows[:self.captured])
+        yield from self.readings(model, self.transfer)
+        low_rank(model, self.rank, seed)
+        loss = adapter_loss(model, rows[self.captured:])
+        for step in descent(model, loss, self.lora, self.lora_lr):
+            if self.transfer + step in self.steps:
+                yield from self.readings(model, self.transfer + step)
+
+    @property
+    def lora(self) -> int:
+        """Steps of adapters."""
+        return max(self.steps) - self.transfer
+
+    def swapped(self, mechanism: Mechanism, seed: int, rows: Tensor) -> nn.Module:
+        """A copy with the arm's attention, fitted to training rows."""
+        model = deepcopy(pretrained.opened(self.model).model)
+        if mechanism.is_exact:
+            return model
+        with quiet():
+            replace(mechanism, seed=seed).swap(model, saved=False)
+            return fitted(model, [called(row[None]) for row in rows])
+
+    def taught(self, model: nn.Module, rows: Tensor) -> None:
+        transfer_attention(model, [called(row[None]) for row in rows], self.transfer, self.transfer_lr, captured=True)
+
+    def readings(self, model: nn.Module, steps: int) -> Iterator[dict[str, Any]]:
+        model.eval()
+        for setting, kind in self.settings.items():
+            pairs = [pretrained.exact_of(self.model, kind, self.length, i) for i in range(self.tested)]
+            found = [(pretrained.read(model, row).nats, exact.nats) for row, exact in pairs]
+            yield {"setting": setting, "steps": steps, "nats": [float(ours.mean()) for ours, _ in found],
+                   "above": [float((ours - exact).mean()) for ours, exact in found]}
+
+
+def can_be_taught(model: nn.Module) -> bool:
+    return any("swapped" in part._modules for part in model.modules()) and (
+        learns(model) or bool(learned(swapped_layers(model))))
+
+
+def adapter_loss(model: nn.Module, rows: Tensor) -> Callable[[int], Tensor]:
+    """loss(i), nats a token of row i."""
+    def loss(i: int) -> Tensor:
+        logits = model.train()(**called(rows[i][None])).logits[0, :-1]
+        return F.cross_entropy(logits.float(), rows[i][1:])
+    return loss
+
+
+@dataclass(frozen=True)
+class Costs(Trained):
+    """What its parts take, in so many `rounds`, in which all arms take their turn."""
+
+    rounds: int
+
+    def records(self, mechanisms: Mapping[str, Mechanism], seed: int) -> Iterator[dict[str, Any]]:
+        """Of each arm, by round: seconds of the transfer, null where nothing is learned, of a `step` of adapters, and
+        `hours` of all."""
+        rows = training_rows(self.model, self.length, seed, self.captured + 1)
+        spent = in_turns(mechanisms, self.rounds, lambda mechanism: self.seconds(mechanism, seed, rows), warm=0)
+        for arm, each in spent.items():
+            yield {"arm": arm, "transfer": [transfer or None for transfer, _ in each],
+                   "step": [step for _, step in each],
+                   "hours": [(transfer + self.lora * step) / 3600 for transfer, step in each]}
+
+    def seconds(self, mechanism: Mechanism, seed: int, rows: Tensor) -> tuple[float, float]:
+        model = self.swapped(mechanism, seed, rows[:-1])
+        transfer = milliseconds(self.taught, model, rows[:-1]) if can_be_taught(model) else 0.0
+        low_rank(model, self.rank, seed)
+        loss = adapter_loss(model, rows[-1:])
+        return transfer / 1e3, milliseconds(lambda: loss(0).backward()) / 1e3
