@@ -141,19 +141,29 @@ def tested(model: nn.Module, setting: str, seed: int) -> float:
 def trained(model: nn.Module, setting: str, seed: int, steps: int, lr: float, step: Callable[..., Tensor] = loss_of,
             first: int = 0) -> float:
     """Trains what takes gradients for `steps` steps on rows from number `first` on; CPU seconds."""
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(wanted, lr, (0.9, 0.98), weight_decay=0.0)
+    def loss(i: int) -> Tensor:
+        return step(model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS))
+
     model.train()
     with Watch(PROCESSOR) as watch:
-        for i in range(steps):
-            loss = step(model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS))
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(wanted, 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, (i + 1) / (0.05 * steps + 1)) * (1 - i / steps)
-            optimizer.step()
+        for _ in descent(model, loss, steps, lr):
+            pass
     return watch.seconds
+
+
+def descent(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: float) -> Iterator[int]:
+    """Trains what takes gradients by loss(0), loss(1), ...; yields how many steps were made, after each."""
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(wanted, lr, (0.9, 0.98), weight_decay=0.0)
+    for i in range(steps):
+        given = loss(i)
+        optimizer.zero_grad()
+        given.backward()
+        torch.nn.utils.clip_grad_norm_(wanted, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (i + 1) / (0.05 * steps + 1)) * (1 - i / steps)
+        optimizer.step()
+        yield i + 1
 
 
 @lru_cache(maxsize=64)
@@ -163,6 +173,14 @@ def exact(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
     model = SETTINGS[setting].model()
     trained(model, setting, seed, steps, lr)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
+    """Adapters of the projections of attention, which alone take gradients from now on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Adapters(model, {"rank": rank, "alpha": 2.0 * rank, "dropout": 0.0, "targets": None, "also": [],
+                                "merge": True})
 
 
 # ---- an arm
@@ -230,10 +248,7 @@ class Adapted:
 
     def low_rank(self, model: nn.Module, seed: int, steps: int, first: int) -> float:
         """Adapters, drawn from the seed, trained and merged; CPU seconds."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            adapters = Adapters(model, {"rank": self.rank, "alpha": 2.0 * self.rank, "dropout": 0.0, "targets": None,
-                                        "also": [], "merge": True})
+        adapters = low_rank(model, self.rank, seed)
         seconds = trained(model, self.setting, seed, steps, self.lora_lr, first=first)
         adapters.merge()
         return seconds
