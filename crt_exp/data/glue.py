@@ -128,13 +128,28 @@ class Examples:
                             f"{len(self)}.")
         if n is None or n >= len(self):
             return self
+        return self.rows(self.order(seed)[:n], f"{n} of {len(self)} examples drawn with seed {seed}")
+
+    def apart(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
+        """The others and n that are held out, drawn as those of `subsample`. Raises DataError where none would be left
+        or n < 1."""
+        if not 1 <= n < len(self):
+            raise DataError(f"{n} examples held out of {len(self)}: expected 1 to {len(self) - 1}.")
+        order = self.order(seed)
+        return (self.rows(order[n:], f"without {n} of {len(self)} examples, held out with seed {seed}"),
+                self.rows(order[:n], f"{n} of {len(self)} examples held out with seed {seed}"))
+
+    def order(self, seed: int) -> list[int]:
+        """Their numbers as they are drawn."""
         draw = random.Random(seed).random
         order = [draw() for _ in range(len(self))]
-        chosen = sorted(sorted(range(len(self)), key=order.__getitem__)[:n])
-        first, second, labels = (None if values is None else [values[i] for i in chosen]
+        return sorted(range(len(self)), key=order.__getitem__)
+
+    def rows(self, chosen: Sequence[int], words: str) -> "Examples":
+        """Examples of these numbers, in the order of the file; words: for `source`."""
+        first, second, labels = (None if values is None else [values[i] for i in sorted(chosen)]
                                  for values in (self.sentence1, self.sentence2, self.labels))
-        return replace(self, sentence1=first, sentence2=second, labels=labels,
-                       source=f"{self.source}, {n} of {len(self)} examples drawn with seed {seed}")
+        return replace(self, sentence1=first, sentence2=second, labels=labels, source=f"{self.source}, {words}")
 
 
 def load(name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "files",

@@ -215,7 +215,8 @@ def dictated(arm: str, model: str, subset: str, count: int, seed: int) -> dict[s
     return {"above": nats - torch.cat([nats for _, nats in exact]).mean().item(), "nats": nats, "agrees": agrees}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
+@torch.no_grad()
 def script(model: str, subset: str, name: str) -> tuple[Tensor, Tensor]:
     """What exact attention writes for an utterance: its tokens (1, L), between those that begin and end it, and their
     nats."""

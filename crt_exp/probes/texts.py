@@ -1,5 +1,5 @@
-"""Texts, vocabularies and models without weights that runs of a measurement name, made from WikiText-2 where they are
-not there."""
+"""Texts, vocabularies and models without weights that runs of a measurement name, made from WikiText-2, and halves of
+GLUE's QNLI, where they are not there."""
 
 import random
 import re
@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from crt_exp.data import glue
 from crt_exp.data.byte_pairs import byte_pairs
 from crt_exp.data.text import bert_tokenizer, lines_of, official_file
+from crt_exp.data.sources import task_folder
 from crt_exp.data.vocabulary import SPECIAL
 
 FOLDER = Path("outputs/texts")
@@ -20,7 +22,7 @@ LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 def prepare(options: Sequence[str]) -> None:
     """Makes what options name in FOLDER, alone or in a list: "validation-8.tokens", "drawn-14000.tokens",
-    "characters-88" and "llama-2048"."""
+    "characters-88", "llama-2048" and "qnli-2"."""
     for option in options:
         for place in map(Path, re.split(r"[\[\],]", option.partition("=")[2])):
             if place.parent == FOLDER:
@@ -69,6 +71,19 @@ def characters(folder: Path, size: int) -> None:
     written(folder / "vocab.txt", "".join(f"{word}\n" for word in words))
 
 
+def qnli(folder: Path, parts: int) -> None:
+    """train.tsv and dev.tsv made of dev.tsv alone, for where the published train is not at hand: every so-many-th
+    question is one of dev, the others are of train, so that no question is in both."""
+    published = (task_folder(glue.TASKS["qnli"].source.name) or Path()) / "dev.tsv"
+    if not published.is_file():
+        glue.load("qnli", "dev")  # which says what to do
+    head, *lines = published.read_text(encoding="utf-8").splitlines(keepends=True)
+    questions = {question: i for i, question in enumerate(dict.fromkeys(line.split("\t")[1] for line in lines))}
+    for split, wanted in (("train", False), ("dev", True)):
+        own = [line for line in lines if (questions[line.split("\t")[1]] % parts == 0) == wanted]
+        written(folder / f"{split}.tsv", "".join([head, *own]))
+
+
 def written(path: Path, text: str) -> Path:
     """Whole or not at all, and not again where it is the same: another process may be reading it."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -79,4 +94,4 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-MADE = {"validation": held_out, "drawn": drawn, "characters": characters, "llama": llama}
+MADE = {"validation": held_out, "drawn": drawn, "characters": characters, "llama": llama, "qnli": qnli}

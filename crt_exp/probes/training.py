@@ -23,7 +23,7 @@ HOME = Path("outputs/runs")
 TIMED, WARM = 8, 2  # steps of the run that is timed, and those before
 FINAL = ("step", "epoch", "split", "time_s", "final")
 PART = "_part"  # in keys of the test record, before the number of a part of the split
-VALIDATION = ("validation", "val")  # splits of the records that make curves
+VALIDATION = ("validation", "val", "held_out")  # splits of the records that make curves
 PLACE = ("metric", "setting", "table", "x")
 CONDITION = ("arm", "than", "over", "least", *PLACE)
 Arm = str | Sequence[str] | Mapping[str, str] | None
@@ -211,8 +211,14 @@ def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[s
 
 
 def best(cells: Cells, keys: Sequence[Key], metric: str | None) -> Key:
-    """That of the run that ends with the largest metric, the first of equals; one that diverged has none."""
-    return max(keys, key=lambda key: cells[key].get("last", {}).get(metric, -math.inf)) if len(keys) > 1 else keys[0]
+    """That of the run that ends with the largest metric on validation, the first of equals; one that diverged has
+    none. Where nothing is held out the split that is tested is that of validation."""
+    return max(keys, key=lambda key: ended(cells[key]).get(metric, -math.inf)) if len(keys) > 1 else keys[0]
+
+
+def ended(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The record by which a run is chosen."""
+    return (result.get("curve") or [result.get("last", {})])[-1]
 
 
 def holds(condition: Mapping[str, Any], setting: str, made: Sequence[Draw]) -> bool:

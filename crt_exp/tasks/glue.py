@@ -1,7 +1,8 @@
 """Fine-tuning on a GLUE task: Table 2 of Chefs' Random Tables.
 
 A pretrained encoder gets the run's attention and a new head; the metrics are the paper's, on the dev split, for test
-labels are not published. MNLI is evaluated on both of its dev splits, the second one as `<metric>_mismatched`.
+labels are not published. MNLI is evaluated on both of its dev splits, the second one as `<metric>_mismatched`. With
+examples of train held out these are the validation split, and dev is read once, at the end.
 """
 
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ class GLUE(Task):
     bucketed: bool
     cache_dir: str | None
     parts: Count | None = None
+    held_out: Count | None = None
 
     validation, test = "dev", None
 
@@ -64,6 +66,9 @@ class GLUE(Task):
         self.texts = {part: glue.load(self.dataset, part, self.data_dir, self.source) for part in parts}
         self.published = len(self.texts["train"])
         self.texts["train"] = self.texts["train"].subsample(self.examples, self.examples_seed)
+        if self.held_out:
+            self.validation, self.test = "held_out", "dev"
+            self.texts["train"], self.texts["held_out"] = self.texts["train"].apart(self.held_out)
         if self.described.names:
             check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
         if self.parts and not 2 <= self.parts <= len(self.texts["dev"]):
@@ -105,7 +110,7 @@ class GLUE(Task):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         metrics = self.evaluate_part(model, split, reader)
-        if self.described.two_devs:
+        if self.described.two_devs and split == "dev":
             mismatched = self.evaluate_part(model, "dev_mm", reader)
             metrics |= {f"{name}_mismatched": value for name, value in mismatched.items()}
         return metrics | {"train_examples": len(self.texts["train"]), "train_examples_available": self.published}
@@ -114,7 +119,7 @@ class GLUE(Task):
         rows = self.answered(model, split, reader)
         answers, labels, losses = zip(*rows)
         metrics = glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": sum(losses) / len(rows)}
-        parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and split == self.validation else []
+        parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and split == "dev" else []
         return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
 
     def answered(self, model: nn.Module, split: str, reader: Reader) -> list[tuple[float, float, float]]:

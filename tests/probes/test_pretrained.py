@@ -15,8 +15,6 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
 )
 
 from crt_exp import mechanism_text
@@ -313,24 +311,6 @@ def test_peers_refuse_padding():
     with pytest.raises(ValueError, match="take no padding"):
         peer(q, k, k, torch.tensor([[True, True, False]]))
     assert attention_of("exact") is None
-
-
-@pytest.fixture
-def speaker(monkeypatch):
-    torch.manual_seed(0)
-    model = WhisperForConditionalGeneration(WhisperConfig(
-        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=64,
-        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)).eval()
-    processor = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(f"w{int(i)}" for i in ids))
-    said = [SimpleNamespace(text=f"w{i} w{i + 1}", name=f"{i}", number=i, seconds=1.0) for i in range(5)]
-    monkeypatch.setattr(encoders, "AT_MOST", 4)
-    monkeypatch.setattr(encoders, "hearer", lambda name: (model, processor))
-    monkeypatch.setattr(encoders, "utterances", lambda subset, seconds=0: said)
-    monkeypatch.setattr(encoders, "features", lambda processor, each: torch.randn(
-        1, 8, 128, generator=torch.Generator().manual_seed(each.number)))
-    return model
 
 
 def test_utterances_of_a_chapter_are_joined_to_what_fits():

@@ -69,6 +69,28 @@ def test_parts_of_dev_are_those_of_its_metric(typed, tmp_path):
     assert code == 2 and "task.parts=99: expected 2 to 12, the examples of the dev split, or null" in err
 
 
+def test_examples_that_are_held_out_stand_in_for_dev_until_the_end(typed, tmp_path):
+    """Other rows than those of training, evaluated after each epoch; dev is read once, after the last one."""
+    options = ("task.dataset=mnli", "attention=exact", "trainer.epochs=2", "task.parts=3")
+    code, out, err = typed(*options, "task.held_out=16")
+    assert code == 0 and err == "" and "without 16 of 48 examples, held out" in out
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["split"] for record in records if record["split"] != "train"] == ["held_out", "held_out", "dev"]
+    last, before = records[-1], records[-2]
+    assert {"accuracy_mismatched", "accuracy_part0"} <= last.keys() and last["train_examples"] == 32
+    assert "accuracy" in before and not {"accuracy_mismatched", "accuracy_part0"} & before.keys()
+    code, _, err = typed(*options, "task.held_out=48", directory="all")
+    assert code == 2 and "48 examples held out of 48: expected 1 to 47" in err
+
+
+def test_no_example_that_is_held_out_is_trained_on(files):
+    options = OPTIONS | {"dataset": "sst2", "data_dir": str(files / "glue/SST-2"), "model": str(files / "bert")}
+    whole, task = GLUE(**options).texts["train"], GLUE(**options | {"held_out": 16})
+    train, held_out = task.texts["train"], task.texts["held_out"]
+    pairs = lambda texts: sorted(zip(texts.sentence1, texts.labels))
+    assert (len(train), len(held_out)) == (32, 16) and pairs(whole) == sorted(pairs(train) + pairs(held_out))
+
+
 @pytest.mark.slow
 def test_learns(typed, tmp_path):
     """The label goes with the first word."""
