@@ -15,7 +15,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.nearfar.engine.block_sums import one_hot
 from crt_exp.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.nearfar.engine.constants import AWAY, LEAST, MORE, PICKS, RIDGE, SAME, SHARPEST, STEEPEST
+from crt_exp.nearfar.engine.constants import AWAY, GROWS, LEAST, PICKS, RIDGE, SAME, SHARPEST, STEEPEST
 
 class Sizes(NamedTuple):
     """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     def opens(self, place: int) -> int:
         """Keys that causal queries behind a renewal at this place read: what a fixed number of them leaves out grows
         with the past, and as the root of it they keep up at a cost that does not double with it."""
-        return math.isqrt(self.open**2 * max(place, MORE) // MORE)
+        return math.isqrt(self.open**2 * max(place, GROWS) // GROWS)
 
 
 class KeyMetric(NamedTuple):

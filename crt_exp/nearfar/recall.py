@@ -4,7 +4,7 @@ Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d,
 cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
 block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
 query looks at all of these as whole numbers (looks.py), and reads those exactly that it asks for most: `open` of them,
-from MORE tokens on as the root of the last renewal's place more. They leave their cells, and what is left there lies
+from GROWS tokens on as the root of the last renewal's place more. They leave their cells, and what is left there lies
 below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
 
 What keys are measured by is of those before the first renewal, about the means of their blocks; heavy keys and centres

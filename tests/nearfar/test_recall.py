@@ -135,7 +135,7 @@ def test_outputs_depend_on_places_and_past_alone():
 @pytest.mark.parametrize("more", [100, 10**6])
 def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
     """Also where more keys are read than `open`, from `more` tokens on."""
-    monkeypatch.setattr("crt_exp.nearfar.choice.MORE", more)
+    monkeypatch.setattr("crt_exp.nearfar.choice.GROWS", more)
     x, y, v = drawn(H=4, kv_heads=2)
     keep = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.8
     keep[0, :23], keep[1, :2], keep[:, 30] = False, False, True

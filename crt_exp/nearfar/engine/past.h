@@ -29,7 +29,7 @@ typedef struct {
 
 /* How many keys queries behind a renewal at this place read, at most `open`: `Sizes.opens` of choice.py. */
 INLINE int64_t opens_at(const Recall *c, int64_t place) {
-    const int64_t square = c->least * c->least * (place > MORE ? place : MORE) / MORE;
+    const int64_t square = c->least * c->least * (place > GROWS ? place : GROWS) / GROWS;
     int64_t root = (int64_t)sqrt((double)square);
     while (root * root > square) root--;
     while ((root + 1) * (root + 1) <= square) root++;
