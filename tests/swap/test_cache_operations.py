@@ -8,15 +8,14 @@ import torch
 
 pytest.importorskip("transformers")
 from decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
+from native_cases import needs_library  # noqa: E402
 
-from crt_exp.attention.engines import native  # noqa: E402
 from crt_exp.nearfar.past import KeptInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning",
                                          "ignore:.*denominators are not positive:RuntimeWarning")]
-needs_library = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 NEARFAR = {f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
            for preset in ("cheap", "default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
 STATES = NEARFAR | {name: each for name, each in mechanisms().items()
