@@ -129,7 +129,7 @@ def fits(parts: Parts, given: Mapping[str, Any]) -> bool:
 
 def covered(parts: Parts, mean: np.ndarray, std: np.ndarray) -> dict[str, float]:
     share = float((np.abs(parts.target - mean) < 1.96 * std).mean())
-    return {"coverage": share, "off": abs(share - 0.95)}
+    return {"coverage": share, "miss": abs(share - 0.95)}
 
 
 def error(parts: Parts, prediction: np.ndarray) -> float:
