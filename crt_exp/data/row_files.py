@@ -192,8 +192,8 @@ class Csv(RowFile):
                 if name in names and not cell:
                     raise DataError(f"{place}, column {name}: it is empty: fill it in, or leave the row out")
                 if name in names and name not in texts and not is_number(cell):
-                    raise DataError(f"{place}, column {name}: {cell!r} is not a number: code it as one, or name the "
-                                    "columns to read by task.columns=[...]")
+                    raise DataError(f"{place}, column {name}: {cell!r} is not a number: code it as one, list the "
+                                    "column in task.onehot, or name the columns to read by task.columns=[...]")
                 if name in names and name not in texts and not np.isfinite(float(cell)):
                     raise DataError(f"{place}, column {name}: it is {cell}: fill it in, or leave the row out")
 
@@ -262,8 +262,8 @@ class Parquet(RowFile):
             kind, values = batch.schema.field(name).type, batch.column(name)
             number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
             if not number and name not in texts:
-                raise DataError(f"{self.path}, column {name}: it holds {kind}, not numbers: code it as numbers, or "
-                                "name the columns to read by task.columns=[...]")
+                raise DataError(f"{self.path}, column {name}: it holds {kind}, not numbers: code it as numbers, list "
+                                "it in task.onehot, or name the columns to read by task.columns=[...]")
             if name in texts and values.null_count:
                 bad = values.is_null().to_pylist().index(True)
                 raise DataError(f"{self.path}, {self.line(row + bad)}, column {name}: it is empty: fill it in, or "
@@ -335,7 +335,7 @@ class Arrays(RowFile):
             array, i = self.places[name]
             values = blocks[array] if i is None else blocks[array][:, i]
             if values.dtype.kind == "U" and name not in texts:
-                raise DataError(f"{self.path / array}.npy holds texts, not numbers: name the columns to read by "
-                                "task.columns=[...]")
+                raise DataError(f"{self.path / array}.npy holds texts, not numbers: list it in task.onehot, or "
+                                "name the columns to read by task.columns=[...]")
             columns[name] = values.astype(str if name in texts else np.float64)
         return self.checked(row, columns)

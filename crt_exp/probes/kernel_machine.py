@@ -16,15 +16,16 @@ from tqdm import tqdm
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.own_table import Kind, few_whole, plain
+from crt_exp.data.own_table import Kind, few_whole
 from crt_exp.data.row_files import Chunk, Columns, check_names, open_rows
 from crt_exp.data.tabular import is_number
 from crt_exp.drawing import markdown
 from crt_exp.hints import Count, Positive, above, below
 from crt_exp.mechanism import Mechanism
+from crt_exp.probes import kernel_predict
 from crt_exp.probes.base import check_estimates
 from crt_exp.probes.held_out import compared, scores
-from crt_exp.probes.reading import Model, Reading, Scale
+from crt_exp.probes.reading import Coded, Model, Reading, Scale, plain_words
 from crt_exp.ridge import RandomFeatureClassifier, RandomFeatureRidge
 from crt_exp.ridge.batches import Batch, Spread, block_rows
 from crt_exp.ridge.sums import check_memory
@@ -46,22 +47,24 @@ class KernelMachine:
     metric = "r2"
 
     def __init__(self, data: str | None, target: str | None, kind: Kind | None,
-                 columns: Sequence[str] | None, weight: str | None, held_out: Share, tested: Count,
-                 lengths: Positive | Literal["scale", "fit"], alpha: Positive | Literal["gcv", "evidence"],
-                 precision: Literal["float32", "float64"], save_seconds: Positive):
+                 columns: Sequence[str] | None, onehot: Sequence[str] | None, weight: str | None, held_out: Share,
+                 tested: Count, lengths: Positive | Literal["scale", "fit"],
+                 alpha: Positive | Literal["gcv", "evidence"], precision: Literal["float32", "float64"],
+                 save_seconds: Positive):
         if data is None or target is None:
             raise ValueError("task=kernel needs task.data (a csv or Parquet file, or a folder of npy arrays) and "
                              "task.target, the column to predict")
         self.file = open_rows(data)
         self.target, self.weight = target, weight
         self.columns = self.chosen(columns)
+        self.onehot = self.of_words(onehot or ())
         self.held_out, self.tested, self.lengths, self.alpha = held_out, tested, lengths, alpha
         self.precision, self.save_seconds = precision, save_seconds
-        self.size = max(256, min(16384, ENTRIES // len(self.columns)))
         self.classes = kind == "classification" or (kind is None and self.looks_like_classes())
         self.metric = "accuracy" if self.classes else "r2"
         self.directory: Path | None = None
         self.world: World | Alone = Alone()
+        self.reading: Reading | None = None  # at the end
 
     def inputs(self) -> list[Path]:
         return [self.file.path]
@@ -77,6 +80,12 @@ class KernelMachine:
             raise DataError(f"{self.file.path}: {self.target} is its only column")
         return left
 
+    def of_words(self, names: Sequence[str]) -> list[str]:
+        check_names(self.file, dict.fromkeys(names, "task.onehot"))
+        if apart := [name for name in names if name not in self.columns]:
+            raise DataError(f"task.onehot: {apart[0]} is no column to predict from")
+        return [*names]
+
     def looks_like_classes(self) -> bool:
         labels = self.file.spread([self.target], [self.target], LOOKED_AT)[self.target]
         return not all(map(is_number, labels)) or few_whole(labels.astype(np.float64))
@@ -89,13 +98,12 @@ class KernelMachine:
 
     @property
     def texts(self) -> list[str]:
-        return [self.target] if self.classes else []
+        return [*self.onehot, *([self.target] if self.classes else [])]
 
     def batch(self, columns: Columns) -> Batch:
-        X = np.stack([columns[name] for name in self.columns], 1)
         y = columns[self.target]
-        y = np.array([plain(label) for label in y.tolist()]) if self.classes else y[:, None]
-        return Batch(X, y, columns[self.weight] if self.weight else np.ones(len(y)))
+        y = plain_words(y) if self.classes else y[:, None]
+        return Batch(self.coded(columns), y, columns[self.weight] if self.weight else np.ones(len(y)))
 
     def check_weights(self, weight: np.ndarray, row: int) -> None:
         """Raises DataError for a negative one. row: the first one."""
@@ -111,8 +119,11 @@ class KernelMachine:
         phi = mechanism.kernel_map()
         columns = phi.width(mechanism.m)
         check_memory(columns, block_rows(columns), f"features.m = {mechanism.m}: columns")
-        look = self.batch(self.file.spread(self.names, self.texts, LOOKED_AT))
-        scale = Scale.of(look.X, self.columns, self.file, self.precision)
+        seen = self.file.spread(self.names, self.texts, LOOKED_AT)
+        self.coded = Coded.of(seen, self.columns, self.onehot, self.file)
+        self.size = max(256, min(16384, ENTRIES // len(self.coded.names)))
+        look = self.batch(seen)
+        scale = Scale.of(look.X, self.coded.names, self.file, self.precision)
         kind = RandomFeatureClassifier if self.classes else RandomFeatureRidge
         lengths = {"gamma": "scale"} if self.lengths == "scale" else {"length_scale": self.lengths}
         model = kind(phi, mechanism.sampler, columns, alpha=self.alpha, random_state=seed, **lengths)
@@ -164,6 +175,7 @@ class KernelMachine:
     def ended(self, reading: "Reading", step: int) -> Iterator[dict[str, Any]]:
         """The sums of all processes, and what the first of them makes of these."""
         reading.gather(self.world)
+        self.reading = reading
         memory = max(self.world.gather(peak_memory(torch.device("cpu")))) / 2**30
         if not self.world.main:
             return
@@ -181,8 +193,9 @@ class KernelMachine:
         return float(np.ravel(model.alpha_)[0])
 
     def keep(self, records: Sequence[dict], directory: Path) -> None:
-        """kernel.csv and kernel.md; the sums are no longer needed."""
+        """kernel.csv, kernel.md and the model; the sums are no longer needed."""
         header, rows = compared(records[-1])
+        kernel_predict.keep(directory, self.reading, self.coded, self.target)
         write_rows(directory / "kernel.csv", [header, *rows])
         with whole(directory / "kernel.md") as part:
             part.write_text(markdown(header, rows))

@@ -6,6 +6,7 @@ targets, which is 1 for the mean, or shares of wrong classes.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Self
 
@@ -52,10 +53,17 @@ class Parts(NamedTuple):
         """Of RBFSampler's 'scale', the same for all."""
         return 1 / (self.X.shape[1] * float(self.X.var()))
 
-    def stretched(self, seed: int) -> "Parts":
-        """In units of the lengths that ours has where it fits them: the kernel is that of gamma = 1/2."""
-        lengths = fit_length_scales(self.X, self.columns, random_state=seed).astype(np.float32)
+    def stretched(self, lengths: np.ndarray) -> "Parts":
+        """In units of lengths (d,): the kernel is that of gamma = 1/2."""
+        lengths = lengths.astype(np.float32)
         return self._replace(X=self.X / lengths, test=self.test / lengths)
+
+
+class Lengths(NamedTuple):
+    """(d,) as the estimators fit them, and the seconds that it took."""
+
+    values: np.ndarray
+    seconds: float
 
 
 def generated(rows: int, seed: int) -> Parts:
@@ -81,16 +89,33 @@ def tabular(name: str, seed: int, numbers: bool) -> Parts:
     return Parts(scale(features[train]), y[train], scale(features[test]), y[test])
 
 
+@lru_cache(1)
+def parts_of(data: str, rows: int, seed: int, numbers: bool) -> Parts:
+    return generated(rows, seed) if data == "generated" else tabular(data, seed, numbers)
+
+
+@lru_cache(8)
+def lengths_of(data: str, rows: int, seed: int, numbers: bool) -> Lengths:
+    """Fitted once for all arms and numbers of columns: of the rows and the seed alone."""
+    parts = parts_of(data, rows, seed, numbers)
+    with Watch() as watch:
+        values = fit_length_scales(parts.X, parts.columns, random_state=seed)
+    return Lengths(values, watch.seconds)
+
+
 def errors(arms: Mapping[str, Any], data: str, rows: int, columns: int, seed: int,
            numbers: bool = False) -> Iterator[dict[str, Any]]:
     """arm, error, seconds of fit and prediction, and of intervals how many cover, and how far that is from 95%."""
-    parts = generated(rows, seed) if data == "generated" else tabular(data, seed, numbers)
+    parts = parts_of(data, rows, seed, numbers)
     for arm, given in arms.items():
         if given["of"] in ARMS and columns in given.get("columns", [columns]) and fits(parts, given):
+            options, before = dict(given.get("with", {})), 0.0
+            if options.get("lengths") == "fit":
+                options["lengths"], before = lengths_of(data, rows, seed, numbers)
             with Watch() as watch:
-                found = ARMS[given["of"]](parts, columns, seed, **given.get("with", {}))
+                found = ARMS[given["of"]](parts, columns, seed, **options)
             prediction, std = found if isinstance(found, tuple) else (found, None)
-            yield {"arm": arm, "error": error(parts, prediction), "seconds": watch.seconds,
+            yield {"arm": arm, "error": error(parts, prediction), "seconds": before + watch.seconds,
                    **(covered(parts, prediction, std) if std is not None else {})}
 
 
@@ -104,7 +129,7 @@ def fits(parts: Parts, given: Mapping[str, Any]) -> bool:
 
 def covered(parts: Parts, mean: np.ndarray, std: np.ndarray) -> dict[str, float]:
     share = float((np.abs(parts.target - mean) < 1.96 * std).mean())
-    return {"coverage": share, "off": abs(share - 0.95)}
+    return {"coverage": share, "miss": abs(share - 0.95)}
 
 
 def error(parts: Parts, prediction: np.ndarray) -> float:
@@ -122,7 +147,7 @@ def trivial(parts: Parts, columns: int, seed: int) -> np.ndarray:
     return np.full(len(parts.target), constant)
 
 
-def ours(parts: Parts, columns: int, seed: int, kernel: str = "gaussian", lengths: str | None = None):
+def ours(parts: Parts, columns: int, seed: int, kernel: str = "gaussian", lengths: np.ndarray | None = None):
     kind = RandomFeatureClassifier if parts.classes else RandomFeatureRidge
     model = kind(n_components=columns, kernel=kernel, gamma=parts.gamma, length_scale=lengths, random_state=seed)
     model.fit(parts.X, parts.y)
@@ -132,9 +157,9 @@ def ours(parts: Parts, columns: int, seed: int, kernel: str = "gaussian", length
 
 
 def ridge_on(make: Callable) -> Callable:
-    """The same ridge, by generalised cross-validation, on the features of a transformer; lengths: as of ours."""
-    def fitted(parts: Parts, columns: int, seed: int, lengths: str | None = None) -> np.ndarray:
-        gamma, parts = (0.5, parts.stretched(seed)) if lengths == "fit" else (parts.gamma, parts)
+    """The same ridge, by generalised cross-validation, on the features of a transformer."""
+    def fitted(parts: Parts, columns: int, seed: int, lengths: np.ndarray | None = None) -> np.ndarray:
+        gamma, parts = (parts.gamma, parts) if lengths is None else (0.5, parts.stretched(lengths))
         features = make(gamma=gamma, n_components=min(columns, len(parts.X)), random_state=seed).fit(parts.X)
         y = parts.columns
         sums = Sums.empty(min(columns, len(parts.X)), torch.zeros(y.shape[1], dtype=torch.float64))
@@ -177,9 +202,9 @@ def trees(parts: Parts, columns: int, seed: int) -> np.ndarray:
     return kind(random_state=seed).fit(parts.X, parts.y).predict(parts.test)
 
 
-def exact(parts: Parts, columns: int, seed: int) -> np.ndarray:
+def exact(parts: Parts, columns: int, seed: int, lengths: np.ndarray) -> np.ndarray:
     """A Gaussian process with lengths fitted as ours, and the noise that random features find."""
-    lengths, deviation = fit_length_scales(parts.X, parts.y, random_state=seed), parts.y.std()
+    deviation = parts.y.std()
     like = RandomFeatureRidge(n_components=columns, length_scale=lengths, random_state=seed).fit(parts.X, parts.y)
     kernel = RBF(lengths) + WhiteKernel(like.noise_variance_ / deviation**2)
     model = GaussianProcessRegressor(kernel, optimizer=None, normalize_y=True).fit(parts.X, parts.y)

@@ -3,14 +3,15 @@
 Legend: n rows, d columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.row_files import RowFile
+from crt_exp.data.own_table import MOST_LEVELS, plain
+from crt_exp.data.row_files import Columns, RowFile
 from crt_exp.ridge import RandomFeatureClassifier, RandomFeatureRidge
 from crt_exp.ridge.batches import Batch, Spread
 from crt_exp.ridge.sums import SUMMED
@@ -18,6 +19,40 @@ from crt_exp.runner.processes import Alone, World
 from crt_exp.whole_files import whole
 
 Model = RandomFeatureRidge | RandomFeatureClassifier
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Columns of a file as numbers (n, d): of words an indicator for each of `levels`, all zero for any other word."""
+
+    columns: Sequence[str]
+    levels: Mapping[str, Sequence[str]]   # of columns of words
+
+    @classmethod
+    def of(cls, look: Columns, columns: Sequence[str], words: Sequence[str], file: RowFile) -> "Coded":
+        """Levels are those of the rows looked at. Raises DataError where they are too many."""
+        levels = {name: np.unique(plain_words(look[name])).tolist() for name in words}
+        for name, found in levels.items():
+            if len(found) > MOST_LEVELS:
+                raise DataError(f"{file.path}, column {name}: {len(found)} different words in {len(look[name])} rows "
+                                f"from all over the file: task.onehot makes a column of each, at most {MOST_LEVELS}")
+        return cls(columns, levels)
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{name}={level}" if level is not None else name
+                for name in self.columns for level in self.levels.get(name, [None])]
+
+    def __call__(self, columns: Columns) -> np.ndarray:
+        return np.concatenate([plain_words(columns[name])[:, None] == np.array(self.levels[name])
+                               if name in self.levels else columns[name][:, None] for name in self.columns],
+                              1, dtype=np.float64)
+
+
+def plain_words(words: np.ndarray) -> np.ndarray:
+    """(n,), without blanks around them, and numbers in one spelling."""
+    different, place = np.unique(words, return_inverse=True)
+    return np.array([plain(word) for word in different.tolist()])[place]
 
 
 @dataclass(frozen=True)

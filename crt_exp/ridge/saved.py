@@ -69,7 +69,7 @@ def packed(value: Any, arrays: Arrays) -> Any:
         arrays[name] = np.asarray(value, order="C")
         return {"array": name}
     if isinstance(value, np.ndarray):
-        return {"words": packed({"of": value.tolist(), "dtype": value.dtype.str}, arrays)["dict"]}
+        return {"words": packed({"of": value.tolist(), "objects": value.dtype == object}, arrays)["dict"]}
     raise ValueError(f"{value!r} cannot be written to a file: give mechanism and sampler by name, or use pickle")
 
 
@@ -137,7 +137,7 @@ KINDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]], Callable[[dict[str,
     "dict": (dict, dict, dict),
     "list": (list, numbered, lambda parts: [*parts.values()]),
     "tuple": (tuple, named_tuple, tuple_of),
-    "tensor": (Tensor, lambda t: {"of": t.numpy()}, lambda parts: from_numpy(parts["of"])),
+    "tensor": (Tensor, lambda t: {"of": t.detach().numpy()}, lambda parts: from_numpy(parts["of"])),
     "dtype": (np.dtype, lambda dtype: {"of": dtype.str}, lambda parts: np.dtype(parts["of"])),
     "dense": (DenseNoise, lambda noise: {"weight": noise.weight, "gaussian": noise.gaussian},
               lambda parts: DenseNoise(**parts)),
@@ -145,7 +145,7 @@ KINDS: dict[str, tuple[Any, Callable[[Any], dict[str, Any]], Callable[[dict[str,
                  lambda parts: HadamardNoise(**parts)),
     "map": (FeatureMap, map_parts, map_of),
     "features": (RandomFeatures, vars, features_of),
-    "words": ((), dict, lambda parts: np.array(parts["of"], dtype=parts["dtype"])),
+    "words": ((), dict, lambda parts: np.array(parts["of"], dtype=object if parts["objects"] else None)),
     "generator": (np.random.RandomState, lambda _: {}, lambda _: None),  # its state says nothing of a fit
     "sampler": (Callable, sampler_parts, sampler_of),
 }

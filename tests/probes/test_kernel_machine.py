@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,12 +17,14 @@ from sklearn.linear_model import Ridge
 
 from crt_exp import times
 from crt_exp.data import row_files
+from crt_exp.features import TrigRF
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes import kernel_machine
+from crt_exp.predict import main
+from crt_exp.probes import kernel_machine, kernel_predict
 from crt_exp.probes.kernel_machine import KernelMachine
 from crt_exp.ridge import RandomFeatureRidge
 
-OPTIONS = {"kind": None, "columns": ["a", "b", "c"], "weight": None, "held_out": 0.1, "tested": 2000,
+OPTIONS = {"kind": None, "columns": ["a", "b", "c"], "onehot": None, "weight": None, "held_out": 0.1, "tested": 2000,
            "lengths": "scale", "alpha": "gcv", "precision": "float64", "save_seconds": 1e6}
 TRIG = Mechanism.of(features="trig", m=30)
 
@@ -136,7 +141,8 @@ def test_a_run_goes_on_from_its_last_sums(written, tmp_path, target):
         again.directory = folder
         assert numbers([*again.records(TRIG, 0, told)][-1]) == numbers(whole)
         again.keep([whole], folder)
-        assert {path.name for path in folder.iterdir()} == {"kernel.csv", "kernel.md"}
+        assert {path.name for path in folder.iterdir()} == {"kernel.csv", "kernel.md", "kernel.json",
+                                                            "model.safetensors"}
 
 
 KILLED = """
@@ -216,7 +222,113 @@ def with_nan(values):
     return values
 
 
+def cities(n=3000, seed=0):
+    """City decides the level; a rare one comes late."""
+    r = np.random.default_rng(seed)
+    city = np.array(["Ayr", "Bonn", "Cork"])[r.integers(0, 3, n)]
+    level = pd.Series(city).map({"Ayr": 0.0, "Bonn": 2.0, "Cork": -2.0}).to_numpy()
+    frame = pd.DataFrame({"city": city, "x": r.normal(size=n), "code": r.integers(1, 3, n)})
+    frame["y"] = level + np.sin(2 * frame["x"]) + frame["code"] + 0.1 * r.normal(size=n)
+    return frame
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_columns_of_words_become_indicators(ending, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_machine, "LOOKED_AT", 500)
+    frame = cities()
+    frame.loc[2995:2997, "city"] = "Dublin"  # none of which is looked at
+    write = getattr(frame, f"to_{ending}")
+    write(tmp_path / f"t.{ending}", index=False)
+    words = {"columns": None, "onehot": ["city", "code"]}
+    record = last(tmp_path / f"t.{ending}", **words, held_out=0.3)
+    assert record["rmse"] < 0.3 < 1.4 < record["constant_rmse"] and record["columns"] == 3
+    task = KernelMachine(str(tmp_path / f"t.{ending}"), "y", **OPTIONS | words)
+    task.begun(TRIG, 0)
+    assert task.coded.names[:3] == ["city=Ayr", "city=Bonn", "city=Cork"] and "code=2" in task.coded.names
+    late = task.coded({"city": np.array(["Dublin", "Cork"]), "code": np.array(["2.0", "1"]), "x": np.zeros(2)})
+    assert late.tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("target", ["y", "label"])
+def test_a_run_predicts_for_another_file(target, written, typed, capsys, monkeypatch):
+    """As its model does, in whichever format, and nothing but the columns that it takes."""
+    code, _, err = typed("task=kernel", f"task.data={written / 't.csv'}", f"task.target={target}", "features=matern",
+                         "task.columns=[a,b,c,w]", "task.onehot=[w]", "features.m=30", "logger=none",
+                         "hydra.run.dir=run")
+    assert code == 0, err
+    new = table(100, seed=1)
+    new[["w", "c", "b", "a"]].to_csv("new.csv", index=False)
+    new.to_parquet("new.parquet")
+    assert main(["run=run", "input=new.csv", "output=out.csv"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(kernel_predict, "ROWS", 30)
+    assert main(["run=run", "input=new.parquet"]) == 0
+    (written / "piped.csv").write_text(capsys.readouterr().out)
+    found, piped = pd.read_csv("out.csv"), pd.read_csv(written / "piped.csv")
+    pd.testing.assert_frame_equal(found, piped, rtol=1e-4)
+    kept = kernel_predict.load(Path("run"))
+    X = kept.scale(kept.coded({name: new[name].to_numpy(str if name == "w" else float) for name in "abcw"}))
+    if target == "y":
+        mean, std = kept.model.predict(X, return_std=True)
+        np.testing.assert_allclose(found["y"], mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found["high"] - found["low"], 2 * 1.959964 * std, rtol=1e-3)
+        assert np.mean((found["low"] < new["y"]) & (new["y"] < found["high"])) > 0.88
+    else:
+        np.testing.assert_allclose(found[["high", "low"]], kept.model.predict_proba(X), rtol=1e-4)
+        assert [*found.columns] == ["label", "high", "low"] and (found["label"] == new["label"]).mean() > 0.9
+
+
+@dataclass(frozen=True)
+class OwnMap(TrigRF):
+    """Of a user."""
+
+
+def test_a_model_with_a_map_of_ones_own_is_not_kept_and_costs_no_run(written, tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    task = KernelMachine(str(written / "t"), "y", **OPTIONS)
+    records = [*task.records(TRIG, 0)]
+    task.reading.model.features_.map_ = OwnMap("gaussian")
+    with pytest.warns(UserWarning, match="the model is not kept: OwnMap is a map of your own"):
+        task.keep(records, folder)
+    assert {path.name for path in folder.iterdir()} == {"kernel.csv", "kernel.md"}
+
+
+def kept_run(folder, change):
+    task = KernelMachine(str(folder / "t"), "y", **OPTIONS)
+    task.keep([*task.records(TRIG, 0)], folder / "t")
+    (folder / "t/config.yaml").write_text("task: {_target_: crt_exp.probes.kernel_machine.KernelMachine}")
+    described = json.loads((folder / "t/kernel.json").read_text())
+    change(described)
+    (folder / "t/kernel.json").write_text(json.dumps(described))
+
+
+NO_PREDICTIONS = {
+    "holds no kernel machine: it has not ended": lambda f: (f / "t/kernel.json").unlink(),
+    "describes no kernel machine: 'columns'": lambda f: kept_run(f, lambda d: d.pop("columns")),
+    "describes no kernel machine: its columns are not those of the model": lambda f: kept_run(
+        f, lambda d: d.update(mean=[1.0], width=[2.0])),
+    "describes no kernel machine: .* not understood": lambda f: kept_run(f, lambda d: d.update(precision="os.system")),
+    "= z: .* has no such column": lambda f: kept_run(f, lambda d: d.update(columns=["a", "b", "z"])),
+    "size=...: it is of a run of task=imagenet": lambda f: None,
+}
+
+
+@pytest.mark.parametrize("message", NO_PREDICTIONS)
+def test_what_no_run_predicts(message, written, capsys):
+    kept_run(written, lambda described: None)
+    NO_PREDICTIONS[message](written)
+    more = ["size=9"] if message.startswith("size") else []
+    assert main([f"run={written / 't'}", f"input={written / 't.csv'}", *more]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
 BAD = {
+    "t.csv, line 4002, column label: it is empty": lambda f: (
+        changed(f, 4002, "label", ""), "t.csv", {"columns": ["a", "label"], "onehot": ["label"]}),
+    "column a: 5000 different words in 5000 rows .* at most 100": lambda f: (None, "t.csv", {"onehot": ["a"]}),
+    "task.onehot: w is no column to predict from": lambda f: (None, "t", {"onehot": ["w"]}),
+    "task.onehot = ww: .* has no such column": lambda f: (None, "t", {"onehot": ["ww"]}),
     "t.csv, line 4002, column b: 'high' is not a number: code it":
         lambda f: (changed(f, 4002, "b", "high"), "t.csv", {}),
     "t.csv, line 4002, column b: it is empty": lambda f: (changed(f, 4002, "b", ""), "t.csv", {}),

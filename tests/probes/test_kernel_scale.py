@@ -10,6 +10,12 @@ from crt_exp.probes import kernel_scale
 from crt_exp.probes.kernel_scale import ARMS, Parts, Residual, error, errors
 from crt_exp.report.page import load
 
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    kernel_scale.parts_of.cache_clear()
+    kernel_scale.lengths_of.cache_clear()
+
+
 FEW = {name: {"of": name} for name in ARMS if name not in ("exact", "GPyTorch")}
 
 
@@ -17,19 +23,22 @@ FEW = {name: {"of": name} for name in ARMS if name not in ("exact", "GPyTorch")}
 def test_every_arm_beats_the_constant_on_generated_rows(monkeypatch):
     monkeypatch.setattr(kernel_scale, "TESTED", 400)
     monkeypatch.setattr(kernel_scale, "fit_length_scales", lambda X, y, **_: np.full(X.shape[1], 2.0))  # in seconds
-    arms = {**FEW, "exact": {"of": "exact", "most": 300}, "missing": {"of": "exact", "most": 299},
-            "Nystroem, fitted": {"of": "Nystroem", "with": {"lengths": "fit"}}}
+    fitted = {"with": {"lengths": "fit"}}
+    arms = {**FEW, "exact": {"of": "exact", "most": 300} | fitted, "missing": {"of": "exact", "most": 299} | fitted,
+            "Nystroem, fitted": {"of": "Nystroem"} | fitted}
     found = {row["arm"]: row for row in errors(arms, "generated", 300, 30, 0)}
     assert {*found} == {*arms} - {"missing"}
     assert found["trivial"]["error"] == pytest.approx(1, abs=0.02)
     assert all(row["error"] < 1 for name, row in found.items() if name != "trivial")
+    assert found["Nystroem, fitted"]["seconds"] > kernel_scale.lengths_of("generated", 300, 0, False).seconds > 0
     assert 0.8 < found["ours"]["coverage"] <= 1
-    assert found["ours"]["off"] == pytest.approx(abs(found["ours"]["coverage"] - 0.95))
+    assert found["ours"]["miss"] == pytest.approx(abs(found["ours"]["coverage"] - 0.95))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_classes_and_numbers_of_tables():
-    found = {row["arm"]: row["error"] for row in errors({**FEW, "exact": {"of": "exact"}}, "iris", 0, 16, 0)}
+    exact = {"of": "exact", "with": {"lengths": "fit"}}
+    found = {row["arm"]: row["error"] for row in errors({**FEW, "exact": exact}, "iris", 0, 16, 0)}
     assert {*found} == {*FEW} and found["ours"] < 0.3 < found["trivial"]
     parts = Parts(np.zeros((2, 1)), np.array([0.0, 2.0]), np.zeros((2, 1)), np.array([1.0, 3.0]))
     assert error(parts, np.array([1.0, 3.0])) == 0 and error(parts, np.array([2.0, 2.0])) == 1
@@ -37,9 +46,11 @@ def test_classes_and_numbers_of_tables():
 
 @pytest.mark.slow
 def test_arms_with_fitted_lengths_have_those_of_the_estimator():
-    parts = kernel_scale.generated(300, 0)
+    parts = kernel_scale.generated(300, 1)
     model = RandomFeatureRidge(n_components=32, length_scale="fit", random_state=1).fit(parts.X, parts.y)
-    np.testing.assert_allclose(parts.stretched(1).X * model.features_.length_scale, parts.X, rtol=1e-5)
+    lengths = kernel_scale.lengths_of("generated", 300, 1, False).values
+    np.testing.assert_allclose(lengths, model.features_.length_scale, rtol=1e-6)
+    np.testing.assert_allclose(parts.stretched(lengths).X * lengths, parts.X, rtol=1e-5)
 
 
 def test_features_of_the_residual_add_up_to_the_kernel():
