@@ -130,10 +130,11 @@ class Decision:
                            verdict.word, page.name, why or getattr(verdict, "power", ""), self.superseded(entry))
 
     def superseded(self, entry: dict[str, Any]) -> str:
-        """The page that an entry names as that of a real model, where a claim of it holds or fails; else empty."""
-        name = entry.get("superseded", "")
-        verdicts = self.pages[name].families["claims"] if name in self.pages else ()
-        return name if any(verdict.word in DECIDED for verdict in verdicts) else ""
+        """The page of a real model that an entry names, where the claim that begins so holds or fails there."""
+        real = entry.get("superseded", {})
+        verdicts = self.pages[real["page"]].families["claims"] if real.get("page") in self.pages else ()
+        decided = any(verdict.word in DECIDED and verdict.claim.text.startswith(real["begins"]) for verdict in verdicts)
+        return real["page"] if decided else ""
 
     def sentence(self) -> str:
         """What to take; empty without settings."""
