@@ -34,7 +34,7 @@ ROOMS = [
     ["sampled_softmax"],
     ["models"],
     ["outlines"],
-    ["pretrained.wheels", "pretrained.ctranslate2", "pretrained.convert", "pretrained.fetch"],
+    ["pretrained.wheels", "pretrained.ctranslate2", "pretrained.onnx", "pretrained.convert", "pretrained.fetch"],
     ["data.__main__"],
     ["probes.base", "probes.bench", "probes.bench_pieces"],
     ["advice"],

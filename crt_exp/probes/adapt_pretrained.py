@@ -7,6 +7,7 @@ trained (LoLCATs' order), in all arms on the same rows. Texts and readings are t
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
     if count > len(rows):
         raise ValueError(f"{count} rows of {length} tokens: the training text of WikiText-2 has {len(rows)}")
     return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
+
+
+@lru_cache(maxsize=4)
+def exact_of(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
+    """Rows, and what the model as it is published makes of each."""
+    return [pretrained.exact_of(model, kind, length, i) for i in range(count)]
 
 
 def called(ids: Tensor) -> dict[str, Any]:
@@ -59,15 +66,17 @@ class Trained:
         published, and `nats`, of each row. Attention with nothing to learn is after the transfer what it was before."""
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
         model = self.swapped(mechanism, seed, rows[:self.captured])
-        yield from self.readings(model, 0)
+        found = self.readings(model)
+        yield from behind(0, found)
         if can_be_taught(model):
             self.taught(model, rows[:self.captured])
-        yield from self.readings(model, self.transfer)
+            found = self.readings(model)
+        yield from behind(self.transfer, found)
         low_rank(model, self.rank, seed)
         loss = adapter_loss(model, rows[self.captured:])
         for step in descent(model, loss, self.lora, self.lora_lr):
             if self.transfer + step in self.steps:
-                yield from self.readings(model, self.transfer + step)
+                yield from behind(self.transfer + step, self.readings(model))
 
     @property
     def lora(self) -> int:
@@ -86,13 +95,19 @@ class Trained:
     def taught(self, model: nn.Module, rows: Tensor) -> None:
         transfer_attention(model, [called(row[None]) for row in rows], self.transfer, self.transfer_lr, captured=True)
 
-    def readings(self, model: nn.Module, steps: int) -> Iterator[dict[str, Any]]:
+    def readings(self, model: nn.Module) -> list[dict[str, Any]]:
         model.eval()
-        for setting, kind in self.settings.items():
-            pairs = [pretrained.exact_of(self.model, kind, self.length, i) for i in range(self.tested)]
-            found = [(pretrained.read(model, row).nats, exact.nats) for row, exact in pairs]
-            yield {"setting": setting, "steps": steps, "nats": [float(ours.mean()) for ours, _ in found],
-                   "above": [float((ours - exact).mean()) for ours, exact in found]}
+        return [{"setting": setting, **self.reading(model, kind)} for setting, kind in self.settings.items()]
+
+    def reading(self, model: nn.Module, kind: str) -> dict[str, list[float]]:
+        pairs = exact_of(self.model, kind, self.length, self.tested)
+        found = [(pretrained.read(model, row).nats, exact.nats) for row, exact in pairs]
+        return {"nats": [float(ours.mean()) for ours, _ in found],
+                "above": [float((ours - exact).mean()) for ours, exact in found]}
+
+
+def behind(steps: int, found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return ({"steps": steps, **row} for row in found)
 
 
 def can_be_taught(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes import pretrained
+from crt_exp.probes import adapt_pretrained, pretrained
 from crt_exp.probes.adapt_pretrained import Costs, Trained, training_rows
 
 SIZES = {"model": "", "settings": {"new": "plain", "again": "repeated"}, "length": 64, "tested": 2, "captured": 2,
@@ -24,9 +24,11 @@ def reader(monkeypatch):
     texts = {split: torch.randint(1, 40, (9_000,), generator=torch.Generator().manual_seed(len(split)))
              for split in ("train", "valid")}
     monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
-    pretrained.exact_of.cache_clear()
+    for cached in (pretrained.exact_of, adapt_pretrained.exact_of):
+        cached.cache_clear()
     yield model
-    pretrained.exact_of.cache_clear()
+    for cached in (pretrained.exact_of, adapt_pretrained.exact_of):
+        cached.cache_clear()
 
 
 def above(arm, seed=0):
