@@ -238,6 +238,10 @@ def holds(condition: Mapping[str, Any], setting: str, made: Sequence[Draw]) -> b
         if key not in CONDITION:
             raise unknown("key of a condition", key, [*CONDITION])
     asked = {"setting": setting} | {key: value for key, value in condition.items() if key in PLACE}
+    if isinstance(metrics := asked.get("metric"), Mapping):
+        if asked["setting"] not in metrics:
+            raise unknown("setting of a condition", asked["setting"], [*metrics])
+        asked["metric"] = metrics[asked["setting"]]
     here = [draw for draw in made if all(getattr(draw, key) == value for key, value in asked.items())]
     of = {arm: [draw.value for draw in here if draw.arm == arm]
           for arm in (condition[key] for key in ("arm", "than", "over") if key in condition)}

@@ -111,6 +111,14 @@ def test_conditions_are_of_means_of_draws(condition, held):
     assert training.holds({"metric": "loss", **condition}, "S", made) == held
 
 
+def test_a_condition_has_the_metric_of_its_setting():
+    made = [Draw("S", "a", "f1", 0.5), Draw("T", "a", "mcc", 0.1), Draw("T", "a", "f1", 0.9)]
+    condition = {"metric": {"S": "f1", "T": "mcc"}, "arm": "a", "least": 0.4}
+    assert training.holds(condition, "S", made) and not training.holds(condition, "T", made)
+    with pytest.raises(ConfigError, match="unknown setting of a condition 'U'"):
+        training.holds(condition, "U", made)
+
+
 def test_a_condition_that_is_none():
     with pytest.raises(ConfigError, match="did you mean least"):
         training.holds({"metric": "loss", "arm": "a", "at_least": 0.5}, "S", [])
