@@ -184,6 +184,8 @@ def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
         assert {*dev.sentence1} == {"Who is 0?", "Who is 2?", "Who is 4?"}
         assert {*train.sentence1}.isdisjoint(dev.sentence1)
         assert sorted(train.sentence2 + dev.sentence2) == sorted(glue.load("qnli", "dev").sentence2)
+    rows = [*swapped.scores("", "qnli", 0, f"{texts.FOLDER}/qnli-2")]
+    assert [row["arm"] for row in rows] == ["majority class", "word overlap"]
 
 
 def test_matched_heads_have_the_moments_of_the_model():
