@@ -26,6 +26,7 @@ from crt_exp.probes import fidelity
 from crt_exp.probes.bench import looked_at
 from crt_exp.probes.captured import relative_error
 from crt_exp.probes.subject import Subject
+from crt_exp.probes.texts import prepare
 from crt_exp.probes.variance import predicted_errors
 from crt_exp.runner.configuration import kept_task
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
@@ -246,16 +247,17 @@ def normal(mean: Tensor, root: Tensor, length: int, generator: torch.Generator) 
 CUTS = 101         # quantiles of the overlap among which a class task chooses its cut
 
 
-def scores(arm: str, data: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Of each way to answer (`arm`), the task's metric, as a fraction, under its name."""
+def scores(arm: str, data: str, seed: int, data_dir: str | None = None) -> Iterator[dict[str, Any]]:
+    """Of each way to answer (`arm`), the task's metric, as a fraction, under its name. data_dir: as in task=glue."""
+    prepare([f"task.data_dir={data_dir}"])
     metric = glue.TASKS[data].metrics[0]
-    for name, (answers, labels) in answers_of(data).items():
+    for name, (answers, labels) in answers_of(data, data_dir).items():
         yield {"arm": name, metric: float(METRICS[metric](answers, labels))}
 
 
-def answers_of(data: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
+def answers_of(data: str, data_dir: str | None = None) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
     """Control -> its answers on the dev split, and the right ones."""
-    train, dev = (glue.load(data, split) for split in ("train", "dev"))
+    train, dev = (glue.load(data, split, data_dir) for split in ("train", "dev"))
     classes = bool(glue.TASKS[data].names)
     usual = int(np.bincount(train.labels).argmax()) if classes else float(np.mean(train.labels))
     made = {"majority class": ([usual] * len(dev), list(dev.labels))}

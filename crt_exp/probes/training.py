@@ -197,14 +197,17 @@ def set_aside(size: Mapping[str, Any], sources: Sequence[str]) -> None:
 
 
 def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[str], name: str) -> Iterator[Draw]:
-    """The draws of a grid: tables "validation" (x: step), "test", "parts" (of the test split, which are its units) and
-    "step" (steps_per_s, mib; of seed 0); made: those before, of which its conditions are."""
+    """The draws of a grid: tables "validation" (x: step), "test", "parts" (of the test split, which are its units),
+    "chosen" (what was searched for) and "step" (steps_per_s, mib; of seed 0); made: those before, of which its
+    conditions are."""
     passed = [setting for setting in grid.settings if all(holds(each, setting, made) for each in grid.where)]
     trials = grid.trials()
     keys = [trial.keys(passed, sources) for trial in trials]
     cells.fill([key for each in keys for key in each.values()], train, f"{name}: training", grid.workers)
     for setting, arm, seed in keys[0]:
         key = best(cells, [each[setting, arm, seed] for each in keys], grid.best.get(setting))
+        for metric, value in searched(grid, key).items():
+            yield cells.draw(key, setting, arm, metric, value, seed, table="chosen")
         yield from of_run(grid, cells, key, setting, arm, seed)
     if grid.cost:
         yield from costs(trials[0], sources, cells, name)
@@ -214,6 +217,12 @@ def best(cells: Cells, keys: Sequence[Key], metric: str | None) -> Key:
     """That of the run that ends with the largest metric on validation, the first of equals; one that diverged has
     none. Where nothing is held out the split that is tested is that of validation."""
     return max(keys, key=lambda key: ended(cells[key]).get(metric, -math.inf)) if len(keys) > 1 else keys[0]
+
+
+def searched(grid: Grid, key: Key) -> dict[str, str]:
+    """Of the options of a run those that were searched for, each by the last part of its name."""
+    given = dict(option.split("=", 1) for option in key.get("overrides", ()))
+    return {name.rpartition(".")[2]: given[name] for name in grid.search}
 
 
 def ended(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -229,6 +238,10 @@ def holds(condition: Mapping[str, Any], setting: str, made: Sequence[Draw]) -> b
         if key not in CONDITION:
             raise unknown("key of a condition", key, [*CONDITION])
     asked = {"setting": setting} | {key: value for key, value in condition.items() if key in PLACE}
+    if isinstance(metrics := asked.get("metric"), Mapping):
+        if asked["setting"] not in metrics:
+            raise unknown("setting of a condition", asked["setting"], [*metrics])
+        asked["metric"] = metrics[asked["setting"]]
     here = [draw for draw in made if all(getattr(draw, key) == value for key, value in asked.items())]
     of = {arm: [draw.value for draw in here if draw.arm == arm]
           for arm in (condition[key] for key in ("arm", "than", "over") if key in condition)}

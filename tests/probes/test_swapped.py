@@ -6,6 +6,7 @@ import torch
 from small_bert import write_glue, write_text
 
 from crt_exp.attention import exact_attention
+from crt_exp.data import DataError, glue
 from crt_exp.mechanism import Mechanism
 from crt_exp.probes import grid, swapped, texts, training
 from crt_exp.report import draws, page, render
@@ -165,6 +166,26 @@ def test_texts_are_made_where_options_name_them(tmp_path, monkeypatch):
     words = (texts.FOLDER / "characters-20/vocab.txt").read_text().splitlines()
     assert "##e" in words and "e" in words and len(words) == 5 + 2 * min(20, (len(words) - 5) // 2)
     assert len((texts.FOLDER / "validation-3.tokens").read_text().splitlines()) == 10
+
+
+def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
+    """They are made of dev alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    option = f"task.data_dir={texts.FOLDER}/qnli-2"
+    with pytest.raises(DataError, match="glue/QNLI needs the file dev.tsv"):
+        texts.prepare([option])
+    lines = [f"{i}\tWho is {i % 5}?\tIt is {i}.\t{'not_' * (i % 2)}entailment\n" for i in range(13)]
+    (tmp_path / "data/glue/QNLI").mkdir(parents=True)
+    (tmp_path / "data/glue/QNLI/dev.tsv").write_text("index\tquestion\tsentence\tlabel\n" + "".join(lines))
+    for _ in range(2):
+        texts.prepare([option])
+        train, dev = (glue.load("qnli", split, texts.FOLDER / "qnli-2") for split in ("train", "dev"))
+        assert {*dev.sentence1} == {"Who is 0?", "Who is 2?", "Who is 4?"}
+        assert {*train.sentence1}.isdisjoint(dev.sentence1)
+        assert sorted(train.sentence2 + dev.sentence2) == sorted(glue.load("qnli", "dev").sentence2)
+    rows = [*swapped.scores("", "qnli", 0, f"{texts.FOLDER}/qnli-2")]
+    assert [row["arm"] for row in rows] == ["majority class", "word overlap"]
 
 
 def test_matched_heads_have_the_moments_of_the_model():

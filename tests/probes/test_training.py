@@ -111,6 +111,14 @@ def test_conditions_are_of_means_of_draws(condition, held):
     assert training.holds({"metric": "loss", **condition}, "S", made) == held
 
 
+def test_a_condition_has_the_metric_of_its_setting():
+    made = [Draw("S", "a", "f1", 0.5), Draw("T", "a", "mcc", 0.1), Draw("T", "a", "f1", 0.9)]
+    condition = {"metric": {"S": "f1", "T": "mcc"}, "arm": "a", "least": 0.4}
+    assert training.holds(condition, "S", made) and not training.holds(condition, "T", made)
+    with pytest.raises(ConfigError, match="unknown setting of a condition 'U'"):
+        training.holds(condition, "U", made)
+
+
 def test_a_condition_that_is_none():
     with pytest.raises(ConfigError, match="did you mean least"):
         training.holds({"metric": "loss", "arm": "a", "at_least": 0.5}, "S", [])
@@ -197,12 +205,27 @@ def test_the_best_of_a_search_counts(tmp_path, monkeypatch):
     size = {"metrics": ["f1"], "seeds": 1, "cost": False, "workers": 1, "settings": {"A": ["a=1"], "B": ["a=2"]},
             "arms": ["exact"], "search": {"trainer.lr": ["3", "1", "2"]}, "best": {"A": "f1", "B": "mcc"}}
     made = [*grid.measure("grid", ["tasks/lra.py"], {"runs": [size]})]
-    assert {(draw.setting, draw.metric): draw.value for draw in made} == {
-        ("A", "f1"): 0.8, ("A", "mcc"): 0.1, ("B", "f1"): 0.2, ("B", "mcc"): 0.9}
+    assert {(draw.setting, draw.table, draw.metric): draw.value for draw in made} == {
+        ("A", "chosen", "lr"): "2", ("A", "test", "f1"): 0.8, ("A", "test", "mcc"): 0.1,
+        ("B", "chosen", "lr"): "1", ("B", "test", "f1"): 0.2, ("B", "test", "mcc"): 0.9}
     for trial in Grid.read(size).trials():
         for key in trial.keys(["A", "B"], ["tasks/lra.py"]).values():
             Path(training.folder(key)).mkdir(parents=True)
     assert len(training.folders({"runs": [size]}, ["tasks/lra.py"])) == 6
+
+
+def test_a_search_looks_at_validation_and_not_at_the_split_that_is_tested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def searched(overrides, sources):
+        held_out, tested = {"1": (0.3, 0.9), "2": (0.7, 0.4)}[next(o for o in overrides if "trainer.lr=" in o)[-1]]
+        return {"curve": [{"step": 1, "f1": 0.0}, {"step": 5, "f1": held_out}], "last": {"step": 5, "f1": tested}}
+
+    monkeypatch.setattr(training, "train", searched)
+    size = {"metrics": ["f1"], "seeds": 1, "cost": False, "workers": 1, "settings": {"A": ["a=1"]}, "arms": ["exact"],
+            "search": {"trainer.lr": ["1", "2"]}, "best": {"A": "f1"}}
+    made = [*grid.measure("grid", ["tasks/lra.py"], {"runs": [size]})]
+    assert [(draw.table, draw.value) for draw in made if draw.table != "validation"] == [("chosen", "2"), ("test", 0.4)]
 
 
 def test_arms_of_a_setting_and_seeds_of_an_arm(tmp_path, monkeypatch):

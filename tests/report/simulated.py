@@ -64,7 +64,7 @@ class Simulated(Cells):
     """Cells of any key; those of a part are of that which was asked last."""
 
     def __init__(self, name, known, rng):
-        self.known, self.rng, self.credited, self.part = known, rng, set(), None
+        self.known, self.rng, self.credited, self.part, self.grid = known, rng, set(), None, None
         self.kept = defaultdict(lambda: RECORD)
 
     def fill(self, *args, **more):

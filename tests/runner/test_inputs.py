@@ -27,9 +27,9 @@ attentions cache_dir hub.name hub.config hub.splits hub.column rows preset posit
 hub.split hub.validation hub.image hub.label unreadable interpolation augment.color augment.policy
 augment.mix_mode subsets.train subsets.validation subsets.test held_out_speaker hub.train hub.test
 hub.audio hub.text bad symbols environment looks scale softmax scaling what direction longer
-held_out_families held_out_files target kind coding regime fit resize kernel pool examples length lengths
+held_out held_out_families held_out_files target kind coding regime fit resize kernel pool examples length lengths
 samples layers turn evaluated tied workers size sizes.patch sizes.width sizes.depth sizes.heads
-hub.classes ema rate beam max_length channels budget columns weight alpha precision parts method folder held_out onehot
+hub.classes ema rate beam max_length channels budget columns weight alpha precision parts method folder onehot
 """))
 BY_THE_TASK = {"data_dir", "dataset", "corpus", "data"}  # of `task.inputs()`
 
