@@ -86,7 +86,7 @@ def test_no_query_misses_more_than_it_states(kind, in_c, monkeypatch):
 @pytest.mark.slow
 @torch.no_grad()
 def test_none_of_a_million_queries_does():
-    """Half of them in C, where it can be had."""
+    """In C, where it can be had."""
     count = worst = 0
     for seed in range(128):
         kind, d, open = KINDS[seed % 8], (16, 33, 64, 80)[seed // 8 % 4], (1, 9, 40, 200)[seed // 32]
