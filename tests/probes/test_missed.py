@@ -56,8 +56,8 @@ def test_statements_stand_beside_the_errors_of_heads():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, length, until, open", [("smollm2-135m", 1536, 256, 16), ("smollm2-135m", 1536, 256, 96),
-                                                        ("minilm", 512, 64, 16)])
+@pytest.mark.parametrize("model, length, until, open", [
+    ("smollm2-135m", 1536, 256, 16), ("smollm2-135m", 1536, 256, 96), ("minilm", 512, 64, 16)])
 @torch.no_grad()
 def test_no_query_of_a_real_model_misses_more_than_it_states(model, length, until, open):
     """All heads of all layers; those of a model of both directions as if they were causal. How near bounds are is what
@@ -67,7 +67,8 @@ def test_no_query_of_a_real_model_misses_more_than_it_states(model, length, unti
         if not part.exists():
             pytest.skip(f"{part} is not there")
     sizes, ratios, count = Sizes(32, 16, 64, open=open, exact_until=until), [], 0
-    for layer in Pretrained(f"models/{model}", str(root / "wikitext2" / "wiki.valid.tokens"), length=length).layers(0, 0):
+    text = str(root / "wikitext2" / "wiki.valid.tokens")
+    for layer in Pretrained(f"models/{model}", text, length=length).layers(0, 0):
         bound, missed = (t[:, :, until:] for t in (stated(layer.x, layer.y, sizes).bound,
                                                    missed_weight(layer.x, layer.y, sizes)))
         assert (bound >= missed).all()

@@ -41,7 +41,8 @@ def test_layers_tell_what_their_queries_may_have_missed():
     batches = [inputs(llama, length=60), inputs(llama, length=70, seed=1)]
     plain = describe_attention(swap_attention(made(llama), "nearfar", **options).train(), batches)
     assert (plain["median bound"] > 0).all() and (plain["median bound"] < plain["largest bound"]).all()
-    assert (plain["largest bound"] < 1).all() and (plain["sent to exact"] == 0).all() and (plain["keys read"] <= 2).all()
+    assert (plain["largest bound"] < 1).all() and (plain["sent to exact"] == 0).all()
+    assert (plain["keys read"] <= 2).all()
     model = swap_attention(made(llama), "nearfar", **options, error=float(plain["median bound"].mean())).train()
     rows = describe_attention(model, batches)
     assert ((rows["sent to exact"] > 0.1) & (rows["sent to exact"] < 0.9)).all() and model.training

@@ -142,8 +142,8 @@ def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Te
 
 
 class Given(NamedTuple):
-    """keep (Z, S) or None; the metric; block, heavy, cells, open, until, the first renewal, and bounds, whether they are
-    asked for; queries are factor x and keys factor y."""
+    """keep (Z, S) or None; the metric; block, heavy, cells, open, until, the first renewal, and bounds, whether they
+    are asked for; queries are factor x and keys factor y."""
 
     keep: Tensor | None
     shift: Tensor
