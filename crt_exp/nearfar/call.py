@@ -118,7 +118,7 @@ def stated(x: Tensor, y: Tensor, sizes: Sizes, key_mask: Tensor | None = None, f
 
 
 def _read(bound: Tensor, keep: Tensor, sizes: Sizes) -> Tensor:
-    """`Stated.read` of the bounds (B, H, L) of queries, the last ones of keys of which keep (B, S) says the real ones."""
+    """`Stated.read` of the bounds (B, H, L) of queries, the last ones of keys of which those of keep (B, S) count."""
     S, L = keep.shape[1], bound.shape[2]
     first = torch.where(keep.any(1), first_kept(keep), S).unsqueeze(1)
     place = torch.arange(S - L, S, device=keep.device) - first                                          # (B, L)
