@@ -6,10 +6,10 @@ numbers, and their product t(q).t(y) is r q.y. So
     |r q.y - s s' a.b| <= |s a| |e'| + |e| |t(y)|,
 
 where |e| and |t| are known of each vector. Summed over the keys that were not read, e^logit is at most what this gives,
-and over the others it is known, as they were read: so is the largest weight of the first, U. Weights that are used
+and over the others it is known, as they were read: that bounds the weight of the first, by U. The weights that are used
 instead give the cells a share F. Both are distributions over the keys, alike up to a factor on those that were read, so
-that the sum of what one has more than the other is at most max(U, F), the `bound`; and outputs differ by no more than the
-bound times the largest distance of two values. Rounding is in it. The twin of what opened.c sums up. Derived here.
+that what one has more than the other sums up to at most max(U, F), the `bound`; and outputs differ by no more than the
+bound times the largest distance of two values. Rounding is in it. The twin of unread.c. Derived here.
 """
 
 from typing import NamedTuple

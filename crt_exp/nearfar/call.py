@@ -41,7 +41,6 @@ from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
-NEVER = 1 - 2.0**-24     # a bound that sends no query to all keys, but for those of which nothing is known
 # Blocks, renewals and parts are unrolled, and their numbers depend on the length: where it is left open, a graph takes
 # minutes for each.
 LEFT_OPEN = ("near-far attention that opens keys has no graph for lengths that are left open: compile it with "
@@ -105,25 +104,30 @@ class Stated(NamedTuple):
 
 @torch.no_grad()
 def stated(x: Tensor, y: Tensor, sizes: Sizes, key_mask: Tensor | None = None, factor: float = 1.0) -> Stated:
-    """What causal near-far attention of these queries and keys, shaped as there, states of them; Raises as it does."""
-    S, error = y.shape[2], sizes.error
-    sizes = sizes._replace(error=NEVER if error is None else error)
+    """What causal near-far attention of these queries and keys, shaped as there, states of them. Raises as it does."""
+    asked = sizes if sizes.error is not None else sizes._replace(error=0.5)           # any: bounds do not depend on it
     check_inputs(x, y, y, None, (), True, key_mask)
-    check_sizes(sizes)
-    _check(x, y, sizes, True, False, None)
-    bound, until = x.new_zeros(x.shape[:3], dtype=torch.float32), renewals(sizes, 0)[0]
-    if S > until:
+    check_sizes(asked)
+    _check(x, y, asked, True, False, None)
+    bound = x.new_zeros(x.shape[:3], dtype=torch.float32)
+    if y.shape[2] > renewals(sizes, 0)[0]:
         none = y.new_zeros(*y.shape[:3], 1, dtype=compute_dtype(x, y))
-        bound = _by_first_token(Bounds(sizes), _clean(x, key_mask), y, none, key_mask, factor).out.squeeze(-1)
-    keep = torch.ones(len(y), S, dtype=torch.bool, device=y.device) if key_mask is None else key_mask
+        bound = _by_first_token(Bounds(asked), _clean(x, key_mask), y, none, key_mask, factor).out.squeeze(-1)
+    keep = torch.ones(len(y), y.shape[2], dtype=torch.bool, device=y.device) if key_mask is None else key_mask
+    return Stated(bound, _read(bound, keep, sizes))
+
+
+def _read(bound: Tensor, keep: Tensor, sizes: Sizes) -> Tensor:
+    """`Stated.read` of the bounds (B, H, L) of queries, the last ones of keys of which those of keep (B, S) count."""
+    S, L = keep.shape[1], bound.shape[2]
     first = torch.where(keep.any(1), first_kept(keep), S).unsqueeze(1)
-    place = torch.arange(S - x.shape[2], S, device=y.device) - first                                    # (B, L)
+    place = torch.arange(S - L, S, device=keep.device) - first                                          # (B, L)
     far = ((place.div(sizes.block, rounding_mode="floor") - 1) * sizes.block + first).clamp(0, S - 1)
-    pool = (keep.cumsum(1) - keep.long()).gather(1, far) - sizes.heavy
-    pool = pool.clamp(min=0).unsqueeze(1).expand(bound.shape)
-    read = torch.where(bound > sizes.error, pool, pool.clamp(max=sizes.open))
-    there = keep[:, S - x.shape[2]:] & (place >= until)
-    return Stated(bound, torch.where(there.unsqueeze(1), read, -1))
+    pool = ((keep.cumsum(1) - keep.long()).gather(1, far) - sizes.heavy).clamp(min=0).unsqueeze(1)
+    read = pool.clamp(max=sizes.open).expand(bound.shape)
+    read = read if sizes.error is None else torch.where(bound > sizes.error, pool, read)
+    there = keep[:, S - L:] & (place >= renewals(sizes, 0)[0])
+    return torch.where(there.unsqueeze(1), read, -1)
 
 
 def by_rows(which: Tensor, first: Callable[..., Result], second: Callable[..., Result], *inputs: Tensor) -> Result:
@@ -257,7 +261,7 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
 
 
 def _check_error(sizes: Sizes, causal: bool) -> None:
-    if not 0 < sizes.error < 1:
+    if not (sizes.error > 0 and sizes.error < 1):
         raise ValueError(f"error = {sizes.error}: it takes a part of a query's weight, above 0 and below 1")
     if not (causal and sizes.open):
         kind = "causal attention with open = 0" if causal else "attention in both directions or across"

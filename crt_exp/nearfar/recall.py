@@ -210,8 +210,8 @@ class RecallNearFar:
 
 
 class Bounds(RecallNearFar):
-    """In the place of outputs the bounds of queries, (Z, G, L, 1), where values (Z, S, 1) are 0: as those are of queries
-    that see all keys."""
+    """In the place of outputs the bounds of queries, (Z, G, L, 1), where values (Z, S, 1) are 0, as the bounds are of
+    queries that see all keys."""
 
     def bounded(self, out: Tensor, bound: Tensor, **seen: Tensor | None) -> Tensor:
         return F.pad(bound, (out.shape[2] - bound.shape[2], 0)).unsqueeze(-1)
@@ -273,8 +273,8 @@ def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
 def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
               own: Tensor | None = None) -> tuple[Tensor, ...]:
     """What queries (Z, N, r, d) gather (Z, N, r, dv), how much of their weight lies in cells (Z, N, r, 1), and where
-    `error` is given the bound of it (Z, N, r, 1). own (r,): their places within a block; None: the tokens of a whole
-    block, for each head of a group."""
+    `error` is given its bound (Z, N, r, 1). own (r,): their places within a block; None: the tokens of a whole block,
+    for each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
     open = sizes.opens(epoch.start)
 
@@ -329,7 +329,8 @@ def unread(member: Tensor, places: Tensor) -> Tensor:
 
 
 def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> Gathered:
-    """What queries (Z, m, r, d) gather, and how much of their weight lies in cells: a softmax over near, heavy and read keys and what is left in the cells."""
+    """What queries (Z, m, r, d) gather, and how much of their weight lies in cells: a softmax over near, heavy and read
+    keys and what is left in the cells."""
     m = q.shape[1]
     here = seen.first + torch.arange(m, device=q.device).unsqueeze(1)
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)

@@ -290,8 +290,9 @@ ERRORS = ("output_error", "uniform_error", "predicted_error", *STATEMENTS)
 
 def layer_records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, depth: bool, seed: int,
             done: list[dict]) -> Iterator[dict[str, Any]]:
-    """`layer`, one a layer: the error of its output, that of uniform attention, and the one predicted from far weights
-    and spreads of cells, and what queries state (missed.py); `depth`: the error of the hidden states behind each layer; a final one with the means."""
+    """`layer`, one a layer: the error of its output, that of uniform attention, the one predicted from far weights and
+    spreads of cells, and what queries state (missed.py); `depth`: the error of the hidden states behind each layer; a
+    final one with the means."""
     rows, numbers = list(done), range(len(source.layers(0, seed)))
     plan = [("layer", layer_errors, (source, mechanism, samples, i, seed)) for i in numbers]
     plan += [("depth", depth_errors, (source, mechanism, samples, seed))] if depth else []

@@ -89,8 +89,9 @@ def stated_by_layer(model: nn.Module, batches: Iterable) -> dict[str, tuple[floa
     with eval_mode(model), ExitStack() as stack:
         for path, state in states.items():
             stack.callback(state.register_forward_hook(asked[path], with_kwargs=True).remove)
-        for count, batch in enumerate(batches, 1):
+        for batch in batches:
             call(model, batch)
+            count += 1
     if not count:
         raise ValueError("no batches to describe attention on")
     return {path: each.summary() for path, each in asked.items()}

@@ -83,8 +83,8 @@ def describe_attention(model: nn.Module, batches: Iterable | None = None):
     """A DataFrame with one row for each attention module: see `table.COLUMNS`, some of which are of some kinds of
     attention alone. Nothing is printed.
 
-    batches: as `calibrate_attention` takes them. The model is run over them, in eval mode and without gradient, and each
-    layer of causal near-far attention that opens keys says what its queries may have missed: `table.STATED`.
+    batches: as `calibrate_attention` takes them. The model is run over them, in eval mode and without gradient, and
+    each layer of causal near-far attention that opens keys says what its queries may have missed: `table.STATED`.
     """
     from crt_exp.swap.calibration import stated_by_layer
     from crt_exp.swap.table import table

@@ -1,13 +1,19 @@
 """What queries miss of real weight, beside what they state of it."""
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 
 from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import stated
+from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.nearfar.looks import looks
 from crt_exp.nearfar.recall import RecallNearFar
 from crt_exp.probes.approximation import head_errors
-from crt_exp.probes.captured import LayerInputs
+from crt_exp.probes.captured import LayerInputs, Pretrained
 from crt_exp.probes.missed import STATEMENTS, missed_weight, statements
 
 SIZES = {"block": 8, "heavy": 3, "cells": 4, "open": 6, "exact_until": 32}
@@ -47,3 +53,26 @@ def test_statements_stand_beside_the_errors_of_heads():
     assert not set(STATEMENTS) & set(head_errors(both, Mechanism.of("nearfar", **SIZES)))
     x, y, _ = tensors(S=30)
     assert statements(NearFar(4, 16, kv_heads=2, causal=True, scaling=1.0, **SIZES), x, y) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model, length, until, open", [
+    ("smollm2-135m", 1536, 256, 16), ("smollm2-135m", 1536, 256, 96), ("minilm", 512, 64, 16)])
+@torch.no_grad()
+def test_no_query_of_a_real_model_misses_more_than_it_states(model, length, until, open):
+    """All heads of all layers; those of a model of both directions as if they were causal. How near bounds are is what
+    docs/attention.md says."""
+    root = Path(os.environ.get("CRT_DATA", "absent"))
+    for part in (root / "models" / model, root / "wikitext2" / "wiki.valid.tokens"):
+        if not part.exists():
+            pytest.skip(f"{part} is not there")
+    sizes, ratios, count = Sizes(32, 16, 64, open=open, exact_until=until), [], 0
+    text = str(root / "wikitext2" / "wiki.valid.tokens")
+    for layer in Pretrained(f"models/{model}", text, length=length).layers(0, 0):
+        bound, missed = (t[:, :, until:] for t in (stated(layer.x, layer.y, sizes).bound,
+                                                   missed_weight(layer.x, layer.y, sizes)))
+        assert (bound >= missed).all()
+        count += bound.numel()
+        ratios.append(float(bound.median() / missed.median()))
+    assert count >= 3 * 10**5 or model == "minilm"
+    assert max(ratios) < 2

@@ -13,7 +13,8 @@ enum { PANEL = 16, FOUR = 64, LOOKED = 128 };          /* keys of a panel, of fo
 enum { NEARBY = 1 << 17 };                             /* numbers of the keys that are read before those behind them */
 
 typedef struct {
-    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, least, until, bounds, room, threads;  /* bounds: whether they are made */
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, least, until;
+    int64_t bounds, room, threads;     /* whether there are bounds; tokens; of the processor */
     double factor;                     /* of queries and keys as they are given */
     View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
     View grad, dx, dy, dvalues;        /* of the backward pass */
@@ -57,7 +58,7 @@ typedef struct {
     int n;
 } Best;
 
-/* A turned vector: its norm, that of its whole numbers times their step, and of the difference of the two, all at most. */
+/* A turned vector: its norm, that of its whole numbers times their step, and that of the difference, all at most. */
 typedef struct {
     float size, near, lost;
 } Apart;

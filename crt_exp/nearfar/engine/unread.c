@@ -9,7 +9,7 @@
 #include "looks.h"
 
 static const float MORE = 1.00001f;                     /* for the rounding of norms and sums */
-static const float HUGE_LOGIT = 1e30f, LOW_LOGIT = 0.9f * HIDDEN;       /* what is beyond, or no number, counts as these */
+static const float HUGE_LOGIT = 1e30f, LOW_LOGIT = 0.9f * HIDDEN;       /* what is beyond counts as these */
 
 /* Relative to the step nothing overflows or underflows. */
 Apart apart_of(const float *x, int dp, const int8_t *whole, float step) {
