@@ -52,6 +52,20 @@ class KeyMetric(NamedTuple):
         ridge = RIDGE * size + torch.finfo(moments.dtype).tiny**0.5
         return cls(shift, tilt, _root(moments, ridge, size))
 
+    @torch.no_grad()
+    def about_zero(self) -> "KeyMetric":
+        """With the second moments of queries about 0, where they are about their mean: no key gains by it then."""
+        size = self.root.square().sum((-2, -1)).div(self.root.shape[-1])[:, None, None]
+        moments = self.root @ self.root.mT + self.tilt.mT @ self.tilt
+        return KeyMetric(self.shift, torch.zeros_like(self.tilt), _root(moments, torch.zeros_like(size), size))
+
+    @torch.no_grad()
+    def along(self) -> Tensor:
+        """(., d, d): |x along|^2 tau is the variance of the logits of a query x over a cell of spread tau that is as
+        wide in all directions of z."""
+        eye = torch.eye(self.root.shape[-1]).to(self.root) / self.root.shape[-1]**0.5
+        return torch.linalg.solve_triangular(self.root, eye, upper=False).mT
+
     def at(self, rows: slice) -> "KeyMetric":
         return KeyMetric(*(t if len(t) == 1 else t[rows] for t in self))
 
@@ -212,6 +226,20 @@ def _log_phi(u: Tensor) -> Tensor:
     """log Phi(u), without -u^2 / 2 where u is negative."""
     below = torch.special.erfcx(u.clamp(max=0) / -(2**0.5)).div(2)
     return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
+
+
+def left_in_cells(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the `number` keys of each cell are left where queries have read those of logits `exact` (..., o), inf
+    for none, in these cells; and the log of what each of them weighs, -inf where none is left, both (..., K). mu: the
+    logits of the means of cells; sd: what those of their keys deviate by.
+
+    What is left lies below the least logit that is read: each counts as the mean of e^l over those of a normal law that
+    do. What that adds to mu carries no gradient: the keys that are left are fixed, and move with the mean.
+    """
+    with torch.no_grad():
+        left = number - torch.zeros_like(mu).scatter_add(-1, cell, exact.isfinite().to(mu.dtype))
+        more = log_mean_below(mu, sd, exact.amin(-1, keepdim=True)) - mu
+    return left, torch.where(left > 0, mu + more, -torch.inf)
 
 
 def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:

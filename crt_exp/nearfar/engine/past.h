@@ -160,6 +160,11 @@ void leave(Left *left, int r, int ld, const int32_t *places, const float *logits
    0 where there are none. */
 void weigh_left(const Seen *s, const Left *left, const float *top, int ld, float *logits);
 
+/* Rows at n places, which rise. to (n, and room for 8 more): the products of a vector (dp) with them. out (ld) += their sum
+   by weights. */
+void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to);
+void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out);
+
 /* Backward (recall_backward.c). The sums of the cells, each with its numbers. */
 enum { SUMS = 5 };
 void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]);

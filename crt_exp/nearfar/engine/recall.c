@@ -40,8 +40,7 @@ INLINE void totals(const vec *sum, float *to) {
 }
 #endif
 
-/* to (n, and room for TOTALS more): the products of a vector (dp) with rows of Y. */
-static void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
+void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
     for (int i = 0; i < n; i += TOTALS) {
         const float *rows[TOTALS];
         vec sum[TOTALS];
@@ -63,8 +62,7 @@ static void dots(const float *Y, const int32_t *places, int n, const float *with
 
 enum { TOGETHER = 4 };  /* vectors */
 
-/* out (ld) += the sum of weight_j times row places_j, over n rows. */
-static void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
+void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
     for (int p = 0; p < ld; p += TOGETHER * LANES) {
         const int wide = ld - p >= TOGETHER * LANES;
         if (wide) {
