@@ -76,15 +76,15 @@ class Both:
 
     def _metric(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Of queries factor x (Z, G, L, d) and keys factor y (Z, S, d)."""
-        dtype = compute_dtype(x, y)
-        y = y.to(dtype) * self.factor if self.native else y.to(dtype)
+        dtype, factor = compute_dtype(x, y), self.factor if self.native else 1.0
+        y = y.to(dtype) if factor == 1 else y.to(dtype) * factor
         if self.cross:
             metric = self._across(y, keep, rows)
-        else:
-            x = x.flatten(1, 2).to(dtype)
-            queries = None if keep is None else keep.repeat(1, x.shape[1] // y.shape[1])
-            metric = KeyMetric.of(x * self.factor if self.native else x, y, queries, keep)
-        return metric.about_zero() if self.sizes.open else metric
+            return metric.untilted() if self.sizes.open else metric
+        queries = None if keep is None else keep.repeat(1, x.shape[1])
+        x = x.flatten(1, 2).to(dtype)
+        return (KeyMetric.about_zero(x, y, queries, keep, factor) if self.sizes.open else
+                KeyMetric.of(x, y, queries, keep))
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Of keys (Z, S, d) of another sequence than the queries, which those of the codebook stand for. Without one

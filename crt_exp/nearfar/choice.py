@@ -47,17 +47,30 @@ class KeyMetric(NamedTuple):
         else:
             tilt, queries = mean_of(x, x_keep)
             moments = _second_moments(x - tilt, x_keep, queries)
+        return cls._of(shift, tilt, moments)
+
+    @classmethod
+    def _of(cls, shift: Tensor, tilt: Tensor, moments: Tensor) -> "KeyMetric":
         check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
         size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         ridge = RIDGE * size + torch.finfo(moments.dtype).tiny**0.5
         return cls(shift, tilt, _root(moments, ridge, size))
 
+    @classmethod
     @torch.no_grad()
-    def about_zero(self) -> "KeyMetric":
-        """With the second moments of queries about 0, where they are about their mean: no key gains by it then."""
-        size = self.root.square().sum((-2, -1)).div(self.root.shape[-1])[:, None, None]
+    def about_zero(cls, x: Tensor, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None, factor: float = 1.0
+                   ) -> "KeyMetric":
+        """The same of queries factor x, by their second moments about 0: no key gains by their mean, which is one more
+        direction in which keys differ."""
+        count = x.new_full((1, 1, 1), x.shape[1]) if x_keep is None else x_keep.sum(1).clamp(min=1)[:, None, None]
+        shift, moments = mean_of(y, y_keep)[0], _second_moments(x, x_keep, count) * factor**2
+        return cls._of(shift, torch.zeros_like(shift), moments)
+
+    @torch.no_grad()
+    def untilted(self) -> "KeyMetric":
+        """`about_zero` of the same queries."""
         moments = self.root @ self.root.mT + self.tilt.mT @ self.tilt
-        return KeyMetric(self.shift, torch.zeros_like(self.tilt), _root(moments, torch.zeros_like(size), size))
+        return self._of(self.shift, torch.zeros_like(self.tilt), moments)
 
     @torch.no_grad()
     def along(self) -> Tensor:

@@ -5,7 +5,6 @@ Legend: L queries x, S keys y, values v, K cells. Constants of a head: c, b = `t
 """
 
 import torch
-from scipy.special import log_ndtr
 
 EMPTY = float("-inf")
 
@@ -22,6 +21,14 @@ def measure(x, y, keep):
     moments = (x - tilt).T @ (x - tilt) / len(x)
     ridge = 1e-4 * moments.diagonal().mean()
     return c, tilt, torch.linalg.cholesky(moments + ridge * torch.eye(len(c), dtype=x.dtype))
+
+
+def about_zero(tilt, root, ridge):
+    """The root of the second moments about 0 of queries whose mean is `tilt`, about which they have root root^T, with
+    that ridge on the diagonal."""
+    eye, moments = torch.eye(len(root), dtype=root.dtype), root @ root.T
+    moments = moments - ridge / (1 + ridge) * moments.diagonal().mean() * eye + torch.outer(tilt, tilt)
+    return torch.linalg.cholesky(moments + 1e-4 * moments.diagonal().mean() * eye)
 
 
 def picked(z, w, pool, K):
@@ -59,7 +66,7 @@ def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, 
     else:
         c, tilt, root = measure(x[keep], y, keep)
     if read is not None:
-        tilt, root = torch.zeros_like(tilt), torch.linalg.cholesky(root @ root.T + torch.outer(tilt, tilt))
+        tilt, root = torch.zeros_like(tilt), about_zero(tilt, root, 0.0 if cross else 1e-4)
     y = y - c
     z, w = (y @ root).detach(), (y @ tilt).detach()
     score = (z.square().sum(-1) / 2 + w).masked_fill(~keep, EMPTY)
@@ -128,7 +135,7 @@ def logits_below(lows, x, y, v, root, pool, far, cell, K):
         sd = torch.linalg.solve(root, x.detach().T).norm(dim=0) * (tau / len(mu)).sqrt()
         each, left = (x @ mu).detach(), far & mine                                          # (L,), (L, S)
         t = (lows - each) / sd.clamp(min=1e-30)
-        below = sd**2 / 2 + log_ndtr(t - sd) - log_ndtr(t)
+        below = sd**2 / 2 + torch.special.log_ndtr(t - sd) - torch.special.log_ndtr(t)
         more = torch.where(sd > 1e-6, below, (lows - each).clamp(max=0))
         N = left.sum(1)
         logits.append(torch.where(N > 0, x @ mu + more + N.clamp(min=1).log(), EMPTY))

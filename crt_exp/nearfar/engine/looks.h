@@ -1,4 +1,5 @@
-/* How queries look at all keys of the past, and which of them they read: looks.c and opened.c, for recall.c. */
+/* How queries look at all keys of the past, and which of them they read: looks.c and opened.c, for recall.c and,
+   of all that lie in cells, for asked.c. */
 
 #pragma once
 

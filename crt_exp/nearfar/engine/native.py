@@ -1,7 +1,8 @@
 """Near-far attention on CPUs in float32, in C. In both directions, and to another sequence: the twin of
 nearfar/choice.py in the choice of the sets, and of sets.py, cell_sums.py and block_sums.py in what they give
-(choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py (looks.c, opened.c, left.c,
-recall.c, recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is called for both.
+(choice.c, cells.c, near_far.c), with keys that each query reads (asked.c). Causal with recall: that of
+nearfar/recall.py (looks.c, opened.c, left.c, recall.c, recall_backward.c), and without: that of nearfar/causal.py
+(bounded.c); recall_calls.c is called for both.
 
 Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy keys, K
 cells.
