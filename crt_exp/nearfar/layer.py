@@ -5,6 +5,7 @@ y = scale k. The state changes in one place and at one moment, as that of `Rando
 forward pass in training.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.base import in_backward
-from crt_exp.attention.baselines import VECTOR, fused_attention
-from crt_exp.attention.checks import all_finite, transformed
+from crt_exp.attention.baselines import VECTOR
+from crt_exp.attention.checks import transformed
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.compiling import outside_graphs
@@ -92,8 +94,8 @@ class NearFar(LinearAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
         if key_mask is None and self._is_one_kernel(q, k, v):
-            out = fused_attention(q, k, v, self.causal, None, self.scaling)
-            if all_finite(out):    # else the other way says why
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scaling)
+            if not out.is_cpu or math.isfinite(out.sum(dtype=torch.float32).item()):    # else the other way says why
                 return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
@@ -109,12 +111,14 @@ class NearFar(LinearAttention):
 
     def _is_one_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether this call, without a mask, is one of torch's kernel, as is seen at a glance: each query sees all its
-        keys, and nothing is learned or noted. What is not so, wrong arguments too, goes the other way."""
-        return (q.ndim == k.ndim == 4 and VECTOR <= k.shape[2] <= self.exact_to and k.shape[:3] == v.shape[:3]
-                and q.shape == (len(k), self.heads, k.shape[2], self.d) and k.shape[1] == self.kv_heads
-                and k.shape[3] == self.d and v.numel() > 0 and q.is_floating_point() and q.dtype == k.dtype == v.dtype
-                and q.device == k.device == v.device and self.clusters is None and self.calibrated is None
-                and not self.normalize_qk and not torch.compiler.is_compiling() and not transformed(q, k, v))
+        keys, and nothing is learned or noted. What is not so, wrong arguments too, goes the other way. Each function
+        that is called here costs a short call."""
+        until = self.sizes.exact_until if self.causal else self.exact_until
+        return (q.shape == k.shape and q.ndim == 4 and VECTOR <= q.shape[2] <= until and q.shape[3] == self.d
+                and q.shape[1] == self.heads == self.kv_heads and q.shape[:3] == v.shape[:3] and v.numel() > 0
+                and q.dtype == k.dtype == v.dtype and q.is_floating_point() and q.device == k.device == v.device
+                and self.clusters is None and self.calibrated is None and not self.normalize_qk
+                and not torch.compiler.is_compiling() and not transformed(q, k, v))
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         return self._attend(q, k, v, key_mask).out
