@@ -48,7 +48,7 @@ class NearFar(LinearAttention):
     preset: sizes; block (tokens), heavy (keys), cells and first_order (values of a cell to first order in the query; by
     default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
-    others by cells. open: keys of cells that each query reads exactly, those that promise most; by default causal
+    others by cells. open: keys of cells that each query reads exactly, those of the largest logits; by default causal
     queries alone read some, of their past; a list holds a number for each layer of a model. exact_until: the place up
     to which causal queries see all keys exactly (1536), and the number of keys up to which attention that is not causal
     is exact (512). Preset bounded, or open = 0, opens none: causal, its memory does not grow with the sequence.
