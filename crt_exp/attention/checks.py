@@ -127,7 +127,8 @@ def transformed(*tensors: Tensor) -> bool:
     """Whether operators that torch cannot look into would lose something: under a transform of torch.func (grad, vmap,
     jvp, ...), and where a tensor carries a tangent of forward-mode differentiation. Then plain operations of torch do
     the work."""
-    return transforming() or any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return transforming() or (forward_ad._current_level >= 0
+                              and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors))
 
 
 def learning(noise: Nested, params: Nested) -> bool:

@@ -1,8 +1,10 @@
 """Near-far attention of a sequence to itself in both directions, or to another one: see call.py, whose legend is that
 of this file.
 
-With `sizes.open` each query also reads that many keys of cells exactly, those that it asks for most; they leave their
-cells. Derived here.
+With `sizes.open` each query also reads that many keys of cells exactly, those of the largest logits as whole numbers
+tell them (looks.py); they leave their cells, and what is left there lies below them, as in recall.py. Keys then count
+alike in their cells: queries are measured about 0, so that their mean is one more direction in which keys differ.
+Derived here.
 """
 
 from dataclasses import dataclass
@@ -14,11 +16,13 @@ from torch import Tensor
 from crt_exp.attention.checks import compute_dtype
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import (
+    Cells,
     Choice,
     KeyMetric,
     Sizes,
     blocks,
     grouped,
+    left_in_cells,
     levels,
     mean_spread,
     slopes,
@@ -55,26 +59,32 @@ class Both:
 
     def in_c(self, *tensors: Tensor) -> bool:
         """Whether the C engine does it, all heads in one call."""
-        return not self.sizes.open and native.applies(*tensors)
+        return native.applies(*tensors)
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenSets:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
+        metric = self._metric(x, y, keep, rows) if self.cross or self.sizes.open else None
         if self.native:
-            keys = y.float()
-            measure = self._across(self.factor * keys, keep, rows) if self.cross else None
-            sets = native.choose(x.float(), keys, self.sizes.heavy, self.sizes.cells, keep, self.factor, measure)
+            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep, self.factor, metric)
             return ChosenSets(KeyMetric(*sets[:3]), Choice(*sets[3:]))
-        dtype = compute_dtype(x, y)
-        y = y.to(dtype)
-        if self.cross:
-            metric = self._across(y, keep, rows)
-        else:
-            queries = None if keep is None else keep.repeat(1, x.shape[1])
-            metric = KeyMetric.of(x.flatten(1, 2).to(dtype), y, queries, keep)
+        y = y.to(compute_dtype(x, y))
+        metric = self._metric(x, y, keep, rows) if metric is None else metric
         y = without(y - metric.shift, keep)
         choice = Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep)
         return ChosenSets(metric, choice)
+
+    def _metric(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
+        """Of queries factor x (Z, G, L, d) and keys factor y (Z, S, d)."""
+        dtype, factor = compute_dtype(x, y), self.factor if self.native else 1.0
+        y = y.to(dtype) if factor == 1 else y.to(dtype) * factor
+        if self.cross:
+            metric = self._across(y, keep, rows)
+            return metric.untilted() if self.sizes.open else metric
+        queries = None if keep is None else keep.repeat(1, x.shape[1])
+        x = x.flatten(1, 2).to(dtype)
+        return (KeyMetric.about_zero(x, y, queries, keep, factor) if self.sizes.open else
+                KeyMetric.of(x, y, queries, keep))
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Of keys (Z, S, d) of another sequence than the queries, which those of the codebook stand for. Without one
@@ -89,9 +99,10 @@ class Both:
         """(Z, G, L, dv) and the predicted error (Z,)."""
         (metric, choice), dtype, precise = chosen, compute_dtype(x, y, v), x.dtype == torch.float32
         if self.native:
-            sets, sizes = native.Sets(*metric, *choice), self.sizes
-            tensors = x.float(), y.float(), v.float()
-            result = native.attend(*tensors, sets, sizes.block, sizes.first_order, self.factor, self.cross)
+            sets, tensors = native.Sets(*metric, *choice), (x.float(), y.float(), v.float())
+            along = metric.along() if self.sizes.open else None
+            result = native.attend(*tensors, sets, self.sizes.block, self.sizes.first_order, self.factor, self.cross,
+                                   self.sizes.open, along)
             spread = mean_spread(result.sums[:, None, :, -1], result.level, result.spread.unsqueeze(1))
             return result.out, result.share.mean((1, 2)) * spread.sqrt()
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
@@ -102,18 +113,17 @@ class Both:
         K = choice.centres.shape[1]
         rows, sums = sums_of_cells(y, v, metric, choice, level)
         sums = sums.unsqueeze(1)
-        cells = summed(sums, metric, choice.centres, level)
+        cells = summed(sums, metric, choice.centres, level, mass=not self.sizes.open)
         if self.cross:
             far = (one_hot(choice.cell, K, dtype).mT @ rows).unsqueeze(1)
         else:
             far = block_sums(blocks(rows, b), blocks(choice.cell, b), K, lag=2, both=True)
         q = grouped(x, b)
-        result = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), self.sizes.open > 0, precise)
-        out, share = result.out, result.share
         if self.sizes.open:
-            log_u = metric.log_weights(y) - level.gather(1, choice.cell)
-            given = Celled(y, v, choice.pool, choice.cell, log_u, cells.mu.squeeze(1), cells.bias.squeeze(1))
-            out, share = self._reopened(q, result, given)
+            near = gather(q, window, heavy or (no_keys(y, v),), True, precise)
+            out, share = self._read(q, near, far, Celled(y, v, choice.pool, choice.cell, cells, metric.along()))
+        else:
+            out, share, _ = gather(q, window, (*heavy, Weighted(cells.mu, far, cells.bias)), precise=precise)
         out, share = (ungrouped(t, *x.shape[1:3]) for t in (out, share))
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
@@ -122,30 +132,31 @@ class Both:
         spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
         return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
 
-    def _reopened(self, q: Tensor, gathered: Gathered, given: "Celled") -> tuple[Tensor, Tensor]:
-        """Outputs and shares of the cells, where each query (Z, N, r, d) reads the keys that it asks for too."""
+    def _read(self, q: Tensor, near: Gathered, far: Tensor, given: "Celled") -> tuple[Tensor, Tensor]:
+        """Outputs and shares of the cells, where each query (Z, N, r, d) reads the keys that it asks for besides what
+        is near or heavy; far (Z, N or 1, K, dv + 1)."""
         b = None if self.cross else self.sizes.block
 
         def choose(q: Tensor, at: int) -> Tensor:
             return torch.stack([opened(given.y, given.far(at + t, b).unsqueeze(1), q[:, t], self.sizes.open)
                                 for t in range(q.shape[1])], 1)
 
-        def read(q: Tensor, places: Tensor, *now: Tensor, at: int) -> tuple[Tensor, Tensor]:
-            return reopened(q, Gathered(*now), given, places)
-        return in_parts(choose, read, parts_of(q, given.v, self.sizes.open), q, *gathered)
+        def read(q: Tensor, places: Tensor, far: Tensor, out: Tensor, logsum: Tensor, at: int) -> tuple[Tensor, Tensor]:
+            return with_cells(q, out, logsum, far, given, places)
+        of_blocks = far.expand(-1, q.shape[1], -1, -1), near.out, near.logsum
+        return in_parts(choose, read, parts_of(q, given.v, self.sizes.open), q, *of_blocks)
 
 
 class Celled(NamedTuple):
     """Keys of cells: keys y (Z, S, d) less their shift, values (Z, S, dv), which of them lie in cells and in which
-    (Z, S), the log of their weight there (Z, S), and the cells' mu (Z, K, d) and bias (Z, K)."""
+    (Z, S), the cells (Z, 1, K, .), and `KeyMetric.along` (Z or 1, d, d)."""
 
     y: Tensor
     v: Tensor
     pool: Tensor
     cell: Tensor
-    log_u: Tensor
-    mu: Tensor
-    bias: Tensor
+    cells: Cells
+    along: Tensor
 
     def far(self, t: int, b: int | None) -> Tensor:
         """Which keys lie in cells for the queries of block t; b: tokens of a block, None: no key is near."""
@@ -155,20 +166,29 @@ class Celled(NamedTuple):
         return self.pool & away
 
 
-def reopened(q: Tensor, gathered: Gathered, given: Celled, places: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries (Z, m, r, d) have gathered, with the keys at `places` (Z, m, r, o), -1 for none, read exactly: each
-    of them leaves its cell."""
-    there, at = places >= 0, places.clamp(min=0).flatten(1)
-    cell, log_u = (t.gather(1, at).view(places.shape) for t in (given.cell, given.log_u))
-    exact = reads.logits(q, given.y, places)
-    of_cells = q @ given.mu.unsqueeze(1).mT + given.bias[:, None, None]
-    before = (of_cells.gather(-1, cell) + log_u).masked_fill(~there, HIDDEN)
-    top = torch.cat([gathered.logsum, exact], -1).amax(-1, keepdim=True).detach()
-    others, less = torch.exp(gathered.logsum - top), torch.exp(before - top)
-    change = torch.exp(exact - top) - less
-    total = others + change.sum(-1, keepdim=True)
-    out = others * gathered.out + reads.sums(change, given.v, places)
-    return out / total, (others * gathered.share - less.sum(-1, keepdim=True)) / total
+def with_cells(q: Tensor, out: Tensor, logsum: Tensor, far: Tensor, given: Celled,
+               places: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries (Z, m, r, d) gather that have `out` of keys whose weights add up to e^logsum, of the keys at
+    `places` (Z, m, r, o), -1 for none, and of what these leave in the cells, of sums `far` (Z, m, K, dv + 1); and the
+    share of the latter."""
+    cell = given.cell.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
+    exact, mu = reads.logits(q, given.y, places), q @ given.cells.mu.mT
+    with torch.no_grad():
+        along = torch.linalg.vector_norm(q @ given.along.unsqueeze(1), dim=-1, keepdim=True)
+        sd = along * given.cells.spread.unsqueeze(2).sqrt()
+    left, each = left_in_cells(mu, sd, far[..., -1].unsqueeze(-2), exact.masked_fill(places < 0, torch.inf), cell)
+    top = torch.cat([logsum, exact], -1).amax(-1, keepdim=True).detach()
+    others, read, each = torch.exp(logsum - top), torch.exp(exact - top), torch.exp(each - top)
+    share = (each * left).sum(-1, keepdim=True)
+    total = others + read.sum(-1, keepdim=True) + share
+    more = read - each.gather(-1, cell).masked_fill(places < 0, 0.0)      # than as one of those that are left
+    return (others * out + each @ far[..., :-1] + reads.sums(more, given.v, places)) / total, share / total
+
+
+def no_keys(y: Tensor, v: Tensor) -> Weighted:
+    """A set that weighs nothing."""
+    return Weighted(y.new_zeros(len(y), 1, 1, y.shape[2]), v.new_zeros(len(v), 1, 1, v.shape[2] + 1),
+                    y.new_zeros(len(y), 1, 1))
 
 
 def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:

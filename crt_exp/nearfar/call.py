@@ -5,9 +5,10 @@ blocks of b tokens, n heavy keys, K cells. A query of block t sees
 
 - the keys of blocks t - 1, t and t + 1 (causal: those of t - 1, and of its own up to itself) exactly: near;
 - the heavy keys, whose score is largest, exactly: causal, those among the blocks up to t - 2;
+- with `sizes.open` as many others exactly, those of the largest logits, each query its own: opened;
 - a cell's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
 
-Each unmasked key is in exactly one of the three sets of each query. The choice of the sets, and what keys are measured
+Each unmasked key is in exactly one of these sets of each query. The choice of the sets, and what keys are measured
 by (crt_exp/nearfar/choice.py), carry no gradient, all sums do. Derived here.
 """
 
@@ -67,9 +68,9 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     blocks are counted from the first real token of each row. Also exact where block >= S, heavy >= S, or every key is
     the only one of its cell. Differentiable in x, y and v, sets and measure constant.
 
-    Time O(L (b + n + K) (d + dv)), memory O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time:
-    nothing of size L x S. Raises ValueError where shapes or mask do not fit, and where queries or keys are not finite
-    (CPU).
+    Time O(L (b + n + K) (d + dv)), with `sizes.open` also O(L S d) in products of 8 bits; memory
+    O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time: nothing of size L x S. Raises
+    ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU).
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     check_sizes(sizes)

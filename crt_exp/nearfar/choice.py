@@ -55,10 +55,37 @@ class KeyMetric(NamedTuple):
         else:
             tilt, queries = mean_of(x, x_keep)
             moments = _second_moments(x - tilt, x_keep, queries)
+        return cls._of(shift, tilt, moments)
+
+    @classmethod
+    def _of(cls, shift: Tensor, tilt: Tensor, moments: Tensor) -> "KeyMetric":
         check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
         size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         ridge = RIDGE * size + torch.finfo(moments.dtype).tiny**0.5
         return cls(shift, tilt, _root(moments, ridge, size))
+
+    @classmethod
+    @torch.no_grad()
+    def about_zero(cls, x: Tensor, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None, factor: float = 1.0
+                   ) -> "KeyMetric":
+        """The same of queries factor x, by their second moments about 0: no key gains by their mean, which is one more
+        direction in which keys differ."""
+        count = x.new_full((1, 1, 1), x.shape[1]) if x_keep is None else x_keep.sum(1).clamp(min=1)[:, None, None]
+        shift, moments = mean_of(y, y_keep)[0], _second_moments(x, x_keep, count) * factor**2
+        return cls._of(shift, torch.zeros_like(shift), moments)
+
+    @torch.no_grad()
+    def untilted(self) -> "KeyMetric":
+        """`about_zero` of the same queries."""
+        moments = self.root @ self.root.mT + self.tilt.mT @ self.tilt
+        return self._of(self.shift, torch.zeros_like(self.tilt), moments)
+
+    @torch.no_grad()
+    def along(self) -> Tensor:
+        """(., d, d): |x along|^2 tau is the variance of the logits of a query x over a cell of spread tau that is as
+        wide in all directions of z."""
+        eye = torch.eye(self.root.shape[-1]).to(self.root) / self.root.shape[-1]**0.5
+        return torch.linalg.solve_triangular(self.root, eye, upper=False).mT
 
     def at(self, rows: slice) -> "KeyMetric":
         return KeyMetric(*(t if len(t) == 1 else t[rows] for t in self))
@@ -220,6 +247,20 @@ def _log_phi(u: Tensor) -> Tensor:
     """log Phi(u), without -u^2 / 2 where u is negative."""
     below = torch.special.erfcx(u.clamp(max=0) / -(2**0.5)).div(2)
     return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
+
+
+def left_in_cells(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the `number` keys of each cell are left where queries have read those of logits `exact` (..., o), inf
+    for none, in these cells; and the log of what each of them weighs, -inf where none is left, both (..., K). mu: the
+    logits of the means of cells; sd: what those of their keys deviate by.
+
+    What is left lies below the least logit that is read: each counts as the mean of e^l over those of a normal law that
+    do. What that adds to mu carries no gradient: the keys that are left are fixed, and move with the mean.
+    """
+    with torch.no_grad():
+        left = number - torch.zeros_like(mu).scatter_add(-1, cell, exact.isfinite().to(mu.dtype))
+        more = log_mean_below(mu, sd, exact.amin(-1, keepdim=True)) - mu
+    return left, torch.where(left > 0, mu + more, -torch.inf)
 
 
 def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:

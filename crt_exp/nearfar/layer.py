@@ -5,6 +5,7 @@ y = scale k. The state changes in one place and at one moment, as that of `Rando
 forward pass in training.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -12,9 +13,12 @@ from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.base import in_backward
+from crt_exp.attention.baselines import VECTOR
+from crt_exp.attention.checks import transformed
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.compiling import outside_graphs
@@ -44,7 +48,7 @@ class NearFar(LinearAttention):
     preset: sizes; block (tokens), heavy (keys), cells and first_order (values of a cell to first order in the query; by
     default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
     the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
-    others by cells. open: keys of cells that each query reads exactly, those that promise most; by default causal
+    others by cells. open: keys of cells that each query reads exactly, those of the largest logits; by default causal
     queries alone read some, of their past, and more from 2304 tokens on, as the root of it (`Sizes.opens`); a list
     holds a number for each layer of a model. exact_until: the place up to which causal queries see all keys exactly
     (1536), and the number of keys up to which attention that is not causal is exact (512). Preset bounded, or open = 0,
@@ -91,6 +95,10 @@ class NearFar(LinearAttention):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
+        if key_mask is None and self._is_one_kernel(q, k, v):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scaling)
+            if not out.is_cpu or math.isfinite(out.sum(dtype=torch.float32).item()):    # else the other way says why
+                return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
         if changing and not self.going_on:
@@ -102,6 +110,17 @@ class NearFar(LinearAttention):
             self.predicted += float(result.predicted.mean())
             self.calibrated += 1
         return result.out
+
+    def _is_one_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether this call, without a mask, is one of torch's kernel, as is seen at a glance: each query sees all its
+        keys, and nothing is learned or noted. What is not so, wrong arguments too, goes the other way. Each function
+        that is called here costs a short call."""
+        until = self.sizes.exact_until if self.causal else self.exact_until
+        return (q.shape == k.shape and q.ndim == 4 and VECTOR <= q.shape[2] <= until and q.shape[3] == self.d
+                and q.shape[1] == self.heads == self.kv_heads and q.shape[:3] == v.shape[:3] and v.numel() > 0
+                and q.dtype == k.dtype == v.dtype and q.is_floating_point() and q.device == k.device == v.device
+                and self.clusters is None and self.calibrated is None and not self.normalize_qk
+                and not torch.compiler.is_compiling() and not transformed(q, k, v))
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         return self._attend(q, k, v, key_mask).out

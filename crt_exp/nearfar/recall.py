@@ -33,7 +33,7 @@ from crt_exp.nearfar.choice import (
     centres_of,
     grouped,
     largest,
-    log_mean_below,
+    left_in_cells,
     mean_of,
     mean_spread,
     moments,
@@ -344,7 +344,10 @@ def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b
         values.append(reads.rows(seen.v, epoch.heavy).unsqueeze(1))
     exact = reads.logits(q, seen.y, places)                                                     # (Z, m, r, o)
     cell = seen.cell.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
-    left, each = left_in_cells(epoch, seen, q, exact.masked_fill(places < 0, torch.inf), cell)
+    with torch.no_grad():    # a cell is shaped like all keys
+        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * seen.cells.spread.unsqueeze(-2)
+    left, each = left_in_cells(q @ seen.cells.mu.mT, variance.sqrt(), seen.far[..., -1].unsqueeze(-2),
+                               exact.masked_fill(places < 0, torch.inf), cell)
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
     shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)
     far = (each * left).sum(-1, keepdim=True)
@@ -353,20 +356,3 @@ def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b
     out = sum(share @ value for share, value in zip(shares, values))
     out = out + each @ seen.far[..., :-1] + reads.sums(more, seen.v, places)
     return Gathered(out / total, far / total, (top + total.log()).detach())
-
-
-def left_in_cells(epoch: Epoch, seen: Seen, q: Tensor, exact: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """How many keys of each cell are left (Z, m, r, K) where queries (Z, m, r, d) have read those of logits `exact`
-    (Z, m, r, o), inf for none, in these cells; and the log of what each of them weighs, -inf where none is left.
-
-    They lie below the least logit that is read: each counts as the mean of e^l over those of a normal law that do. Its
-    deviation is what a cell has for this query if it is shaped like all keys. What that adds to x.mu carries no
-    gradient: the keys that are left are fixed, and move with the mean.
-    """
-    mu = q @ seen.cells.mu.mT
-    with torch.no_grad():
-        read = torch.zeros_like(mu).scatter_add(-1, cell, exact.isfinite().to(mu.dtype))
-        left = seen.far[..., -1].unsqueeze(-2) - read
-        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * seen.cells.spread.unsqueeze(-2)
-        more = log_mean_below(mu, variance.sqrt(), exact.amin(-1, keepdim=True)) - mu
-    return left, torch.where(left > 0, mu + more, -torch.inf)

@@ -6,10 +6,10 @@ ratio, within a turn, to near-far attention. With `memory` the peak beyond input
 gradients, each in a process of its own. Of all methods: `task=speed`, and the page of `make speed`.
 
 decoding: one cached token of a swapped causal model, and its prompt, compared with the model's own. A Llama of 8
-layers, 8 heads, d = 64, random weights, float32, batch 1; favorpp with m = 256 and its state, the same with all keys in
-its cache, near-far attention with its preset `default`. A cell is the median of milliseconds a token after a prompt of
-that length and the fastest, and in brackets the median of its ratio to the own one of the same turn and that of the
-fastest. Then the same of the prompts, and the sizes of all tensors in the caches.
+layers, 8 heads, d = 64, random weights, or `--model`, float32, batch 1; favorpp with m = 256 and its state, the same
+with all keys in its cache, near-far attention with its preset `default`. A cell is the median of milliseconds a token
+after a prompt of that length and the fastest, and in brackets the median of its ratio to the own one of the same turn
+and that of the fastest. Then the same of the prompts, and the sizes of all tensors in the caches.
 
 All take turns, so that load from outside hits them alike.
 """
@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crt_exp.drawing import markdown
 from crt_exp.mechanism import swap_attention
+from crt_exp.probes.pretrained import opened
 from crt_exp.probes.speed import CAUSAL, forward, forward_backward, held_by, inputs, methods
 from crt_exp.times import in_new_process, in_turns, ratio, threads
 
@@ -84,7 +85,7 @@ def print_memory(lengths: Sequence[int], names: Sequence[str]) -> None:
 @torch.no_grad()
 def decoding(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message=".*has no statistics yet.*")  # which features, matters not to the time
-    made = models(2 * max(args.positions))
+    made = models(2 * max(args.positions), args.model)
     tables: dict[str, list[list[str]]] = {"ms a token": [], "ms of the prompt": [], "MiB of the cache": []}
     for position in args.positions:
         caches, prompt = after(torch.randint(8000, (1, position)), made)
@@ -96,19 +97,25 @@ def decoding(args: argparse.Namespace) -> None:
         print(f"{what}; {conditions()}\n\n{markdown(['position', *COLUMNS], table)}\n")
 
 
-def models(longest: int) -> dict[str, tuple]:
+def models(longest: int, folder: str | None) -> dict[str, tuple]:
     """By column: a model, of exact attention or the same swapped, and how its cache is made before a prompt."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    own = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1408,
-        vocab_size=8000, max_position_embeddings=longest)).eval()
+    own = llama(longest) if folder is None else opened(folder).model
     near_far, swapped = (swap_attention(copy.deepcopy(own), *given, **m) for given, m in
                          ((["nearfar"], {}), (["favorpp"], {"m": 256})))
     caches = (lambda: None, lambda: None, transformers.DynamicCache, lambda: None)
     return dict(zip(COLUMNS, zip((near_far, swapped, swapped, own), caches)))
+
+
+def llama(longest: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, intermediate_size=1408,
+        vocab_size=8000, max_position_embeddings=longest)).eval()
 
 
 def after(prompt: Tensor, made: dict[str, tuple]) -> tuple[dict[str, tuple], dict[str, list[float]]]:
@@ -164,6 +171,7 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--bounded", action="store_true", help="preset bounded in the place of default")
     ours.add_argument("--without", nargs="*", default=[], choices=OTHERS)
     tokens.add_argument("positions", type=int, nargs="*", default=POSITIONS)
+    tokens.add_argument("--model", help="a causal one, such as models/smollm2-135m, in the place of the Llama")
     return made
 
 

@@ -31,7 +31,8 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
         if getattr(state, "counts_places", True):
             used = _to_last_query(keep, causal, expected, q.shape[2], state.path)
-        k, v, keep = k[:, :, :used], v[:, :, :used], keep[:, :used]
+        if used < k.shape[2]:
+            k, v, keep = k[:, :, :used], v[:, :, :used], keep[:, :used]
     if keep is not None:
         keep = None if known_true(keep) else keep.expand(k.shape[0], -1)
     prepare(state, q, k, causal, cross)
@@ -48,10 +49,19 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
 
 
 def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None) -> None:
-    """What comes before each call of a swapped layer. Raises ValueError for what it was not made for."""
-    _check_sizes(state, q, k)
-    _note_reached(state)
-    _set_mode(state, causal, cross)
+    """What comes before each call of a swapped layer, in one function because each costs a short call. Raises
+    ValueError for what the layer was not made for."""
+    if isinstance(state, AttentionLayer):
+        came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
+        if came != made:
+            raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, "
+                             f"but the layer was swapped for {made}")
+    if not torch.compiler.is_compiling():
+        state.__dict__["reached"] = state.__dict__["answered"] = True
+    if (causal or cross is not None) and isinstance(state, LinearAttention):
+        _set_mode(state, causal, cross)
+    if causal != state.causal:      # writing an attribute of a module takes as long as a small tensor operation
+        state.causal = causal
 
 
 def drop_keys(v: Tensor, p: float) -> Tensor:
@@ -151,27 +161,10 @@ def known_true(keep: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(keep.all())
 
 
-def _note_reached(state: nn.Module) -> None:
-    if not torch.compiler.is_compiling():
-        state.__dict__["reached"] = state.__dict__["answered"] = True
-
-
-def _check_sizes(state: nn.Module, q: Tensor, k: Tensor) -> None:
-    if not isinstance(state, AttentionLayer):
-        return
-    came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
-    if came != made:
-        raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, "
-                         f"but the layer was swapped for {made}")
-
-
-def _set_mode(state: nn.Module, causal: bool, cross: bool | None) -> None:
+def _set_mode(state: LinearAttention, causal: bool, cross: bool | None) -> None:
     """Some modules are causal, or attend to another sequence, in one call and not in the next."""
-    if isinstance(state, LinearAttention):
-        if causal and not state.serves_causal:
-            raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
-                             "swap_attention(..., causal=True)")
-        if cross is not None and cross != state.cross:
-            state.cross = cross
-    if causal != state.causal:      # writing an attribute of a module takes as long as a small tensor operation
-        state.causal = causal
+    if causal and not state.serves_causal:
+        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
+                         "swap_attention(..., causal=True)")
+    if cross is not None and cross != state.cross:
+        state.cross = cross

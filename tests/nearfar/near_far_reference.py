@@ -23,6 +23,14 @@ def measure(x, y, keep):
     return c, tilt, torch.linalg.cholesky(moments + ridge * torch.eye(len(c), dtype=x.dtype))
 
 
+def about_zero(tilt, root, ridge):
+    """The root of the second moments about 0 of queries whose mean is `tilt`, about which they have root root^T, with
+    that ridge on the diagonal."""
+    eye, moments = torch.eye(len(root), dtype=root.dtype), root @ root.T
+    moments = moments - ridge / (1 + ridge) * moments.diagonal().mean() * eye + torch.outer(tilt, tilt)
+    return torch.linalg.cholesky(moments + 1e-4 * moments.diagonal().mean() * eye)
+
+
 def picked(z, w, pool, K):
     """Centres of cells: eight at a time of the largest u D, then one pass of Lloyd's algorithm."""
     u = torch.where(pool, torch.exp(w - w[pool].max()), 0.0) if pool.any() else torch.zeros_like(w)
@@ -44,7 +52,8 @@ def picked(z, w, pool, K):
 def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, codebook=None, mass=True,
          read=None):
     """In both directions: outputs (L, dv) of queries x (L, d), keys y (S, d), v (S, dv), keep (S,). read: places (L, o)
-    of the keys that each query asks for, -1 for none."""
+    of the keys that each query asks for, -1 for none; queries are measured about 0 then, and what is left in a cell
+    counts as what lies below them."""
     L, S = len(x), len(y)
     y, v = torch.where(keep[:, None], y, 0.0), torch.where(keep[:, None], v, 0.0)
     if cross:
@@ -56,6 +65,8 @@ def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, 
             tilt, root = codebook
     else:
         c, tilt, root = measure(x[keep], y, keep)
+    if read is not None:
+        tilt, root = torch.zeros_like(tilt), about_zero(tilt, root, 0.0 if cross else 1e-4)
     y = y - c
     z, w = (y @ root).detach(), (y @ tilt).detach()
     score = (z.square().sum(-1) / 2 + w).masked_fill(~keep, EMPTY)
@@ -75,7 +86,11 @@ def head(x, y, v, keep, *, block, heavy, cells, first_order=False, cross=False, 
     assert not (is_read & ~far).any()                                      # each key counts once
     far = far & ~is_read
     logits = (x @ y.T).masked_fill(~(near & keep | is_heavy | is_read), EMPTY)
-    virtual, values = cell_logits(x, y, v, z, root, tilt, pool, far, cell, len(centres), mass)
+    if read is None:
+        virtual, values = cell_logits(x, y, v, z, root, tilt, pool, far, cell, len(centres), mass)
+    else:
+        lows = torch.where(is_read, x @ y.T, torch.inf).detach().amin(1)
+        virtual, values = logits_below(lows, x, y, v, root, pool, far, cell, len(centres))
     out = mixed(logits, v, virtual, values)
     if first_order:
         u = torch.where(pool, torch.exp(y @ tilt - w[pool].max()), 0.0) if pool.any() else torch.zeros(S).to(y)
@@ -102,6 +117,29 @@ def cell_logits(x, y, v, z, root, tilt, pool, far, cell, K, mass):
         logit = (x - tilt) @ mu + level + torch.where(there, N, 1.0).log() + (torch.log1p(tau / 2) if mass else 0)
         logits.append(torch.where(there, logit, EMPTY))
         values.append((far * u) @ v / torch.where(there, N, 1.0)[:, None])
+    if not logits:
+        return x.new_full((len(x), 0), EMPTY), x.new_zeros(len(x), 0, v.shape[-1])
+    return torch.stack(logits, -1), torch.stack(values, 1)
+
+
+def logits_below(lows, x, y, v, root, pool, far, cell, K):
+    """As cell_logits, of what lies below the logits `lows` (L,) in each cell, where they are normal: with the mean's
+    logit for their mean, and as wide in all directions of z; the keys of a cell count alike."""
+    logits, values = [], []
+    for k in range(K):
+        mine = pool & (cell == k)
+        if not mine.any():
+            continue
+        mu = y[mine].mean(0)
+        tau = ((y[mine] - mu) @ root).square().sum(-1).mean().detach()
+        sd = torch.linalg.solve(root, x.detach().T).norm(dim=0) * (tau / len(mu)).sqrt()
+        each, left = (x @ mu).detach(), far & mine                                          # (L,), (L, S)
+        t = (lows - each) / sd.clamp(min=1e-30)
+        below = sd**2 / 2 + torch.special.log_ndtr(t - sd) - torch.special.log_ndtr(t)
+        more = torch.where(sd > 1e-6, below, (lows - each).clamp(max=0))
+        N = left.sum(1)
+        logits.append(torch.where(N > 0, x @ mu + more + N.clamp(min=1).log(), EMPTY))
+        values.append(left.to(v.dtype) @ v / N.clamp(min=1)[:, None])
     if not logits:
         return x.new_full((len(x), 0), EMPTY), x.new_zeros(len(x), 0, v.shape[-1])
     return torch.stack(logits, -1), torch.stack(values, 1)

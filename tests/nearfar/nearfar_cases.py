@@ -2,6 +2,7 @@
 
 import torch
 
+from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import KeyMetric
 from crt_exp.nearfar.engine import native
@@ -72,4 +73,17 @@ def choices(x, y, v, sizes, keep=None):
         member = torch.cat([epoch.pool, kept[:, epoch.pool.shape[1]:far]], 1)
         read = opened(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
         theirs[:, :, i - start, :read.shape[-1]] = read
+    return ours.sort(-1).values, theirs.sort(-1).values
+
+
+def choices_in_both(x, y, v, sizes, keep=None, cross=False):
+    """The same of all queries of a sequence in both directions, or of another one."""
+    metric, choice = Both(sizes, cross, None).choose(x, y, keep, slice(None))
+    sets = native.Sets(*metric, *choice)
+    ours = native.attend(x, y, v, sets, sizes.block, False, 1.0, cross, sizes.open, metric.along()).read.long()
+    places, block = torch.arange(y.shape[1]), torch.arange(x.shape[2]) // sizes.block
+    near = (block[:, None] - places // sizes.block).abs() <= 1 if not cross else torch.zeros(1, 1, dtype=torch.bool)
+    far = choice.pool[:, None, None] & ~near
+    kept = y - metric.shift if keep is None else torch.where(keep.unsqueeze(-1), y - metric.shift, 0.0)
+    theirs = opened(kept, far, x, sizes.open)
     return ours.sort(-1).values, theirs.sort(-1).values

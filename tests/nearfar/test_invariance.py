@@ -8,6 +8,7 @@ from native_cases import needs_library
 from crt_exp.attention import exact_attention
 from crt_exp.features.statistics import Statistics
 from crt_exp.nearfar import looks, near_far_attention, recall
+from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import CausalNearFar, Codebook
 from crt_exp.nearfar.choice import KeyMetric, Sizes, centres_of, largest
 from crt_exp.nearfar.engine import native
@@ -30,7 +31,7 @@ def drawn(seed=0, S=S):
 @pytest.fixture
 def engine(request, monkeypatch):
     if not request.param:
-        for call in (recall.RecallNearFar, CausalNearFar):
+        for call in (recall.RecallNearFar, CausalNearFar, Both):
             monkeypatch.setattr(call, "in_c", lambda *_: False)
     return request.param
 
@@ -62,7 +63,7 @@ def gradients(x, y, v, sizes, scale, causal):
 def test_keys_times_a_number_and_queries_over_it(engine, preset, causal):
     """Powers of 2 change no rounding, so that nothing may change at all but for what squares lose."""
     sizes = PRESETS[preset]._replace(**SMALL, exact_until=32, first_order=False)
-    sizes = sizes._replace(open=min(sizes.open, 16) if causal else 0)
+    sizes = sizes._replace(open=min(sizes.open, 16))
     expected = gradients(*drawn(), sizes, 1, causal)
     for scale in (2.0**-10, 2.0**5, 2.0**10):
         for ours, own in zip(gradients(*drawn(), sizes, scale, causal), expected):
@@ -212,4 +213,4 @@ def test_queries_and_keys_that_are_not_finite_are_named(engine, length, wrong, p
         for causal in (True, False):
             options = {"causal": causal, "codebook": book if causal else None}
             with pytest.raises(NotFinite, match="NaN or infinite"):
-                near_far_attention(x, y, v, sizes if causal else sizes._replace(open=0), **options)
+                near_far_attention(x, y, v, sizes, **options)

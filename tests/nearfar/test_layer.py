@@ -1,16 +1,21 @@
 """Near-far attention as a layer: names, codebooks, decoding, swapped models."""
 
+import sys
+
 import pytest
 import torch
 from nearfar_cases import tensors
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention
-from crt_exp.attention import softmax_attention
+from crt_exp.attention import exact_attention, softmax_attention
 from crt_exp.attention.base import check_listed
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
 from crt_exp.nearfar.choice import Sizes
+from crt_exp.nonfinite import NotFinite
+from crt_exp.swap.call import attend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,6 +128,49 @@ def test_vmap_and_export(causal):
     with pytest.raises(ValueError, match="cannot be exported with a length that is left open"):
         open_length = {2: torch.export.Dim("length", min=2, max=99)}
         torch.export.export(layer, inputs, dynamic_shapes=(open_length,) * 3, strict=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+def test_where_all_keys_are_seen_a_call_is_one_of_the_kernel(causal):
+    """Nothing else that takes time, of PyTorch or of Python, forward: the sum is how NaN is noticed."""
+    layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
+    layer.path = "here"
+    q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
+    with Operators() as seen:
+        out, _ = attend(layer, q, k, v, causal=causal)
+    assert [name.split(".")[1] for name in seen.names] == [
+        "_scaled_dot_product_flash_attention_for_cpu", "sum", "_local_scalar_dense"]
+    torch.testing.assert_close(out, exact_attention(q, k, v, causal=causal, scale=8**-0.5))
+    assert functions_called(lambda: attend(layer, q, k, v, causal=causal)) <= 16
+    for wrong in ((q[..., :7], k, v), (q, k[:, :2], v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
+        with pytest.raises(ValueError):
+            layer(*wrong)
+    with pytest.raises(NotFinite, match="NaN or infinite"):
+        layer(q.clone().fill_(torch.nan), k, v)
+
+
+class Operators(TorchDispatchMode):
+    """Which run within."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def functions_called(call):
+    """How many of Python."""
+    names = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(names)
 
 
 def test_names_and_sizes():

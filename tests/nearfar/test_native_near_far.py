@@ -9,9 +9,9 @@ from nearfar_cases import book, codebook
 from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
 from crt_exp.nearfar import near_far_attention
-from crt_exp.nearfar.both import Both
+from crt_exp.nearfar.both import Both, ChosenSets
 from crt_exp.nearfar.causal import CausalNearFar
-from crt_exp.nearfar.choice import Sizes, _root, mean_spread
+from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root, mean_spread
 from crt_exp.nearfar.engine import native as near_far
 from crt_exp.nonfinite import NotFinite
 
@@ -33,6 +33,11 @@ CASES = {
     "of another sequence": (Sizes(32, 16, 64, True), dict(L=37, S=300, d=64, dv=64, scale=0.35)),
     "more queries than keys": (Sizes(5, 3, 7), dict(L=200, S=67, G=3, d=5, dv=17, masked=True)),
     "one query": (Sizes(4, 3, 9, True), dict(L=1, S=70, masked=True)),
+    "keys that are read": (Sizes(32, 16, 64, True, open=9), dict(S=300, d=64, dv=64, scale=0.35)),
+    "read by many queries of a block": (Sizes(50, 5, 7, open=12), dict(S=430, G=2, d=20)),
+    "read and masked": (Sizes(5, 0, 7, True, open=30), dict(S=151, G=3, d=33, dv=17, masked=True)),
+    "read by another sequence": (Sizes(5, 3, 7, True, open=4), dict(L=200, S=67, G=3, d=5, dv=17, masked=True)),
+    "all read": (Sizes(4, 0, 9, open=80), dict(L=9, S=70)),
 }
 
 
@@ -68,14 +73,17 @@ def test_equals_float64(name):
     exact = [t.double().requires_grad_() for t in inputs]
     chosen = call.choose(*exact[:2], keep, slice(None))
     assert not call.in_c(*exact) and call.in_c(*inputs)
-    out, predicted = call.attend(*exact, keep, chosen)
     single = lambda t: t.float() if t.is_floating_point() else t
     sets = near_far.Sets(*map(single, (*chosen.metric, *chosen.choice)))
+    double = lambda t: t.double() if t.is_floating_point() else t
+    metric, choice = KeyMetric(*map(double, sets[:3])), Choice(*map(double, sets[3:]))
+    out, predicted = call.attend(*exact, keep, ChosenSets(metric, choice))
     if keep is not None:
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
     inputs = [t.requires_grad_() for t in inputs]
-    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order, cross=call.cross)
+    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order, 1.0, call.cross, sizes.open,
+                            metric.along().float())
     if keep is not None and not call.cross:    # what padded queries see depends on no law
         grad = grad * keep[:, None, :, None]
     assert_near([found.out * (grad != 0)], [out * (grad != 0)])
@@ -219,9 +227,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     torch.set_num_threads(9)
     assert not near_far.applies(x, y, v)       # two heads for nine threads
     torch.set_num_threads(1)
-    reading = Sizes(open=4)
-    for call in (Both(reading, True, None), Both(reading, False, None), CausalNearFar(Sizes(first_order=True), None)):
-        assert not call.in_c(x, y, v)
+    assert not CausalNearFar(Sizes(first_order=True), None).in_c(x, y, v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
         out = near_far_attention(x, y[None], v[None], Sizes(4, 2, 3)).out

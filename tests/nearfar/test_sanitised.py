@@ -1,5 +1,5 @@
-"""The C engine of near-far attention under the address and undefined-behaviour sanitisers of gcc, at odd shapes: causal
-and across two sequences, forward, backward and token by token."""
+"""The C engine of near-far attention under the address and undefined-behaviour sanitisers of gcc, at odd shapes:
+causal, in both directions and across two sequences, forward, backward and token by token."""
 
 import os
 import shutil
@@ -37,6 +37,14 @@ for seed in range(60):
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     out = near_far_attention(x, y, v, Sizes(block, *sizes[1:3], seed % 3 > 0), cross=True, key_mask=keep).out
+    grads = torch.autograd.grad(out.square().sum(), (x, y, v))
+    assert all(t.isfinite().all() for t in (out, *grads))
+    reads = Sizes(block, *sizes[1:3], seed % 3 > 0, sizes.open)
+    out = near_far_attention(x, y, v, reads, cross=True, key_mask=keep).out
+    grads = torch.autograd.grad(out.square().sum(), (x, y, v))
+    assert all(t.isfinite().all() for t in (out, *grads))
+    x = draw(group * kv, S, d)
+    out = near_far_attention(x, y, v, reads, key_mask=keep).out
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     if seed % 6 == 0:

@@ -1,6 +1,7 @@
 """The commands that print times: a line or a cell for each method, at tiny lengths."""
 
 import pytest
+from transformers import BertTokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from crt_exp.probes import print_times
 
@@ -31,6 +32,16 @@ def test_tokens_prompts_and_caches_have_a_table_each(capsys, monkeypatch, one_th
         "ms a token", "ms of the prompt", "MiB of the cache"]
     rows = [line.split("|")[1:-1] for line in said.splitlines() if line.startswith("| 16")]
     assert [len(row) for row in rows] == 3 * [5] and "(1.00, 1.00)" in rows[0][-1]
+
+
+def test_a_model_of_ones_own_has_the_place_of_the_llama(tmp_path, one_thread):
+    small = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300,
+                                         num_key_value_heads=1, intermediate_size=32))
+    small.save_pretrained(tmp_path)
+    BertTokenizerFast(vocab={"[UNK]": 0, "[PAD]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}).save_pretrained(tmp_path)
+    made = print_times.models(64, str(tmp_path))
+    assert {model.config.vocab_size for model, _ in made.values()} == {300}
+    assert print_times.parser().parse_args(["decoding", "64", "--model", str(tmp_path)]).model == str(tmp_path)
 
 
 def test_it_asks_what_to_print(capsys):

@@ -1,5 +1,5 @@
-/* What cells weigh after queries have read the keys of the largest logits: the twin of left_in_cells in
-   nearfar/recall.py and of log_mean_below in nearfar/choice.py.
+/* What cells weigh after queries have read the keys of the largest logits: the twin of left_in_cells and
+   log_mean_below in nearfar/choice.py.
 
    The logits of a cell are taken as normal, with the mean's logit mu and deviation sd; what is left lies below `bar`. With
    t = (bar - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs

@@ -1,5 +1,5 @@
 /* How queries look at all keys of the past, which of them they read, and what the others weigh at most: looks.c, opened.c
-   and unread.c, for recall.c. */
+   and unread.c, for recall.c and, of all that lie in cells, for asked.c. */
 
 #pragma once
 
@@ -32,8 +32,8 @@ void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const ui
 /* Keys before the place `stop`, of which those before h.paneled are there, to panels. */
 void to_panels(Past *h, int64_t stop);
 
-/* The places of the keys that each query that is ahead reads. */
-void choose_keys(Past *h);
+/* The places of the `open` keys that each query that is ahead reads. */
+void choose_keys(Past *h, int open);
 
 /* A vector (dp), its whole numbers and their step: how far apart these are, and as a query that has read nothing. */
 Apart apart_of(const float *x, int dp, const int8_t *whole, float step);

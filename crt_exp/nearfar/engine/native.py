@@ -1,8 +1,8 @@
 """Near-far attention on CPUs in float32, in C. In both directions, and to another sequence: the twin of
 nearfar/choice.py in the choice of the sets, and of sets.py, cell_sums.py and block_sums.py in what they give
-(choice.c, cells.c, near_far.c). Causal with recall: that of nearfar/recall.py and bound.py (looks.c, opened.c,
-unread.c, left.c, recall.c, recall_backward.c), and without: that of nearfar/causal.py (bounded.c); recall_calls.c is
-called for both.
+(choice.c, cells.c, near_far.c), with keys that each query reads (asked.c). Causal with recall: that of
+nearfar/recall.py and bound.py (looks.c, opened.c, unread.c, left.c, recall.c, recall_backward.c), and without: that of
+nearfar/causal.py (bounded.c); recall_calls.c is called for both.
 
 Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy keys, K
 cells.
@@ -23,10 +23,10 @@ from crt_exp.nearfar.engine.sets import check_backward
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
-SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "first_order", "cross", "threads")
+SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open", "first_order", "cross", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")     # of both calls
 PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
-         "spread", "slope", "logsum", "share")
+         "spread", "slope", "logsum", "share", "along", "read")
 
 
 class NearFarCall(ctypes.Structure):
@@ -74,6 +74,7 @@ class Attended(NamedTuple):
     sums: Tensor      # (Z, K, d + 2): of [u y, u |z - centre|^2, u]
     spread: Tensor    # (Z, K)
     slope: Tensor     # (Z, dv, d), or nothing
+    read: Tensor      # (Z, G, L, open) int32: places of the keys of cells that are read, -1 for none
 
 
 def applies(*tensors: Tensor) -> bool:
@@ -98,16 +99,18 @@ def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, fa
     if metric is not None:
         sets = Sets(*(t.contiguous() for t in metric), *sets[3:])
     _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), dv=d, block=1,
-          heavy=n, cells=K, factor=factor, cross=metric is not None)
+          heavy=n, cells=K, open=0, factor=factor, cross=metric is not None)
     return sets
 
 
 def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order: bool, factor: float = 1.0,
-           cross: bool = False) -> Attended:
+           cross: bool = False, open: int = 0, along: Tensor | None = None) -> Attended:
     """What queries factor x (Z, G, L, d) gather from keys factor y (Z, S, d), v (Z, S, dv); `cross`: no key is near.
-    Differentiable in x, y and v; the outputs alone carry gradients."""
-    options = {"block": block, "first_order": first_order, "factor": factor, "cross": cross}
-    return Attended(*_Attend.apply(sets, options, x, y, v))
+    Each reads `open` keys of the cells; then the tilt is 0, and `along` (Z, d, d) is that of the metric. Differentiable
+    in x, y and v; the outputs alone carry gradients."""
+    options = {"block": block, "first_order": first_order, "factor": factor, "cross": cross,
+               "open": min(open, y.shape[1])}
+    return Attended(*_Attend.apply(sets, options, along, x, y, v))
 
 
 def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given", near: Tensor | None = None) -> Recalled:
@@ -211,12 +214,12 @@ def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, result: Recalled
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sets, options, x, y, v):
+    def forward(ctx, sets, options, along, x, y, v):
         (Z, G, L, d), S, K, dv = x.shape, y.shape[1], sets.centres.shape[1], v.shape[-1]
-        new = y.new_empty
+        new, read = y.new_empty, torch.empty(Z, G, L, options["open"], dtype=torch.int32)
         result = Attended(new(Z, G, L, dv), new(Z, G, L), new(Z, G, L), new(Z, S), new(Z, S), new(Z, K),
-                         new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d))
-        ctx.sets, ctx.options = sets, options
+                          new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d), read)
+        ctx.sets, ctx.options, ctx.along = sets, options, along
         _run("near_far_forward", ctx, x, y, v, result)
         ctx.save_for_backward(x, y, v, *result)
         ctx.mark_non_differentiable(*result[1:])
@@ -227,14 +230,14 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad, *_):
         x, y, v, *result = ctx.saved_tensors
         if grad is None:
-            return (None,) * 5
+            return (None,) * 6
         views, gradients = _gradients(grad, x, y, v)
         _run("near_far_backward", ctx, x, y, v, Attended(*result), **views)
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, result: Attended, **views: Tensor) -> None:
-    plain = ctx.sets._asdict() | result._asdict()
+    plain = ctx.sets._asdict() | result._asdict() | {"along": ctx.along}
     views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=plain.pop("out")) | views
     n, K = ctx.sets.places.shape[1], ctx.sets.centres.shape[1]
     _call(name, views, plain, dv=v.shape[-1], heavy=n, cells=K, **ctx.options)

@@ -1,5 +1,5 @@
-/* Which keys of the past queries read: of those that lie in cells the `opens_at` of the largest logits, as whole numbers
-   tell them, of equal ones the first.
+/* Which keys of the past queries read: of those that lie in cells so many of the largest logits, as whole numbers tell
+   them, of equal ones the first.
 
    Keys are looked at by many queries at a time, so that they come from memory once for all of these. Each keeps those
    above its bar, which is raised as they get more. What a query sees of a part of the keys sets the first bar, at which
@@ -131,7 +131,7 @@ static void look_once(Past *h, int i, int R, int64_t j, int64_t n, int share, in
         for (int e = 0; e < R; e++) {
             Best *best = &w->best[i + e];
             const int own = (int)least_of(keys, w->asks[i + e].far - j);
-            Unread *by = h->c->bounds && share == 1 ? &w->unread[i + e] : NULL;
+            Unread *by = h->s.bounds && share == 1 ? &w->unread[i + e] : NULL;
             if (own > 0 && by) add_below(h, by, w->looks + e * LOOKED, j, own, best->bar);
             if (own > 0) add_above(s, w->looks + e * LOOKED, j, own, share, best);
             if (best->n > most_kept(k)) keep_above(h, best, bar_of(best->value, best->n, k, k + k / 4), k, by);
@@ -158,11 +158,10 @@ static void set_bars(Past *h, int64_t open) {
     }
 }
 
-void choose_keys(Past *h) {
+void choose_keys(Past *h, int open) {
     const Seen *s = &h->s;
     Work *k = &h->k;
     const int64_t far = k->asks[k->ahead - 1].far;
-    const int open = (int)opens_at(h->c, h->start);
     to_panels(h, far);
     for (int r = 0; r < k->ahead; r++) k->best[r].bar = HIDDEN, k->best[r].n = 0;
     if (k->asks[0].far >= SHARE * open) set_bars(h, open);
@@ -174,7 +173,7 @@ void choose_keys(Past *h) {
             k->unread[r].top = HIDDEN, k->unread[r].sum = 0;
             look(h, r, r + 1, 0, k->asks[r].far, 1, open);
         }
-        Unread *by = h->c->bounds ? &k->unread[r] : NULL;
+        Unread *by = h->s.bounds ? &k->unread[r] : NULL;
         if (best->n > open) keep_above(h, best, bar_of(best->value, best->n, open, open), open, by);
         k->count[r] = best->n;
         memcpy(k->places + r * s->open, best->place, sizeof(int32_t) * best->n);

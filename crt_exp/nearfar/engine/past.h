@@ -39,7 +39,7 @@ INLINE int64_t opens_at(const Recall *c, int64_t place) {
 
 /* What the queries of a block see. */
 typedef struct {
-    int d, dp, dv, lv, n, K, open;
+    int d, dp, dv, lv, n, K, open, bounds;
     const float *Y, *V;                                /* (S, dp), (S, lv) */
     const int32_t *cell;                               /* (S), -1 for keys that have none */
     const uint8_t *panels;                             /* (S / PANEL up, dp / 4, PANEL, 4): whole numbers, as in looks.h */
@@ -184,6 +184,11 @@ void leave(Left *left, int r, int ld, const int32_t *places, const float *logits
 /* From logits (K, ld) of the means of cells, in base 2: what each of the keys that are left weighs relative to e^top (ld),
    0 where there are none. */
 void weigh_left(const Seen *s, const Left *left, const float *top, int ld, float *logits);
+
+/* Rows at n places, which rise. to (n, and room for 8 more): the products of a vector (dp) with them. out (ld) += their sum
+   by weights. */
+void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to);
+void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out);
 
 /* Backward (recall_backward.c). The sums of the cells, each with its numbers. */
 enum { SUMS = 5 };

@@ -40,8 +40,7 @@ INLINE void totals(const vec *sum, float *to) {
 }
 #endif
 
-/* to (n, and room for TOTALS more): the products of a vector (dp) with rows of Y. */
-static void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
+void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
     for (int i = 0; i < n; i += TOTALS) {
         const float *rows[TOTALS];
         vec sum[TOTALS];
@@ -63,8 +62,7 @@ static void dots(const float *Y, const int32_t *places, int n, const float *with
 
 enum { TOGETHER = 4 };  /* vectors */
 
-/* out (ld) += the sum of weight_j times row places_j, over n rows. */
-static void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
+void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
     for (int p = 0; p < ld; p += TOGETHER * LANES) {
         const int wide = ld - p >= TOGETHER * LANES;
         if (wide) {
@@ -268,7 +266,7 @@ void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
         h->numbers[0] = 0;
     }
     h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
-                  .open = c->open, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels,
+                  .open = c->open, .bounds = (int)c->bounds, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels,
                   .looked = h->looked, .shared = h->shared,
                   .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass, .rows = h->rows, .tau = h->tau,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
@@ -502,7 +500,7 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
     k->taken = 0;
     if (!c->open) return;
     if (c->bounds) reach_to(h, least_of(k->asks[k->ahead - 1].far + 2 * c->block, c->S));
-    choose_keys(h);
+    choose_keys(h, (int)opens_at(c, h->start));
     read_nearby(h, read_keys, dp);
 }
 
