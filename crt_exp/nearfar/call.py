@@ -100,7 +100,7 @@ class Stated(NamedTuple):
     """Of each causal query (B, H, L), but for those that see all keys as they stand before the first renewal."""
 
     bound: Tensor     # of the weight of the keys that it does not read (bound.py); 0 for the others
-    read: Tensor      # keys of cells that it reads: `open`, or all where its bound is above `error`; -1 for the others
+    read: Tensor      # keys of cells that it reads: `Sizes.opens`, or all where its bound is above `error`; -1 for the others
 
 
 @torch.no_grad()
@@ -125,7 +125,10 @@ def _read(bound: Tensor, keep: Tensor, sizes: Sizes) -> Tensor:
     place = torch.arange(S - L, S, device=keep.device) - first                                          # (B, L)
     far = ((place.div(sizes.block, rounding_mode="floor") - 1) * sizes.block + first).clamp(0, S - 1)
     pool = ((keep.cumsum(1) - keep.long()).gather(1, far) - sizes.heavy).clamp(min=0).unsqueeze(1)
-    read = pool.clamp(max=sizes.open).expand(bound.shape)
+    starts = renewals(sizes, S)
+    opens = torch.tensor([sizes.opens(start) for start in starts], device=keep.device)
+    last = torch.searchsorted(torch.tensor(starts, device=keep.device), place, right=True) - 1
+    read = torch.minimum(pool, opens[last.clamp(min=0)].unsqueeze(1)).expand(bound.shape)
     read = read if sizes.error is None else torch.where(bound > sizes.error, pool, read)
     there = keep[:, S - L:] & (place >= renewals(sizes, 0)[0])
     return torch.where(there.unsqueeze(1), read, -1)
