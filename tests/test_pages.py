@@ -148,7 +148,7 @@ CAUSAL = {"near-far": "nearfar", "window and first tokens": "window block=64 fir
           "FAVOR++, m = 256": "favorpp m=256", "uniform": "uniform", "exact": "exact"}
 BOTH = {"cosine": CAUSAL | {"near-far": "nearfar exact_until=0"}}
 KINDS = {"both directions": ("cosine", "nearfar exact_until=0", "nearfar", "exact"),
-         "causal": ("said again", "nearfar open=64", "nearfar causal", "exact causal"),
+         "causal": ("said again", "nearfar", "nearfar causal", "exact causal"),
          "causal, `preset=bounded`": ("said again", "nearfar preset=bounded", "nearfar bounded causal", "exact causal")}
 
 

@@ -88,7 +88,6 @@ def test_a_verdict_of_a_toy_is_superseded_once_a_real_model_decides(real, expect
 
 TIMED = {"nearfar": "nearfar", "nearfar bounded": "nearfar preset=bounded", "uniform": "uniform",
          **{name: f"{name} m=256" for name in ("favorsharp", "favorpp", "favorp")}}  # arms of the page speed
-CAUSAL = {"nearfar causal": "nearfar open=64"}  # the default when it was timed
 LEAVES = {"both": {"exact_until"}}  # options that say nothing at the lengths of the times
 
 
@@ -108,8 +107,7 @@ def test_one_name_is_one_method(committed):
     for entry, shares in committed.settings:
         timed = committed.spec["speed"]["directions"][entry["direction"]]["arms"]
         for method in {*shares, "uniform"} & {*timed}:
-            lost, took = arms_of(committed, entry)[method], CAUSAL.get(timed[method]) or TIMED[
-                timed[method].removesuffix(" causal")]
+            lost, took = arms_of(committed, entry)[method], TIMED[timed[method].removesuffix(" causal")]
             assert alike(lost, entry["direction"]) == alike(took, entry["direction"]), f"{entry['name']}: {method}"
 
 
@@ -123,7 +121,8 @@ def test_every_number_names_the_arm_that_it_was_measured_by(committed):
     """What near-far loses causally and what it takes so are of one arm each, which the row names."""
     rows = {(row[0], row[1]): row for row in committed.table()}
     assert rows["near-far", "causal"][4] == "`nearfar`" and not any(rows["near-far", "causal"][5:])
-    assert rows["near-far, 64 keys", "causal"][4::4] == ["`nearfar open=64`", "`nearfar causal`"]
+    assert rows["near-far, 64 keys", "causal"][2:5] == ["", "", ""]       # an earlier default, of which times are left
+    assert rows["near-far, 64 keys", "causal"][-1] == "`nearfar causal`"
     assert rows["near-far", "both"][4] == "`nearfar exact_until=0`"
     assert all(row[4] for row in rows.values() if row[2] or row[3])
     assert all(row[-1] for row in rows.values() if any(row[5:8]))
