@@ -100,7 +100,7 @@ class Stated(NamedTuple):
     """Of each causal query (B, H, L), but for those that see all keys as they stand before the first renewal."""
 
     bound: Tensor     # of the weight of the keys that it does not read (bound.py); 0 for the others
-    read: Tensor      # keys of cells that it reads: `Sizes.opens`, or all where its bound is above `error`; -1 for the others
+    read: Tensor      # keys of cells that it reads: `Sizes.opens`, or all where its bound is above `error`; -1: others
 
 
 @torch.no_grad()
