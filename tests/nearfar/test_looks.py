@@ -9,6 +9,7 @@ from crt_exp.nearfar import looks
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.past import RecallState
 from crt_exp.nearfar.recall import RecallNearFar
+from crt_exp.nonfinite import NotFinite
 
 
 @pytest.mark.parametrize("d", [1, 5, 16, 33, 64, 80, 96, 128])
@@ -108,8 +109,12 @@ def test_they_do_at_any_shape(seed):
     keep = None if seed % 2 else torch.rand(len(y), S, generator=g) < 0.7
     ours, theirs = choices(x, y, v, sizes, keep)
     assert torch.equal(ours, theirs)
-    ours, theirs = choices_in_both(x, y, v, sizes._replace(heavy=seed % 7), keep, cross=seed % 3 == 0)
-    assert torch.equal(ours, theirs)
+    try:
+        ours, theirs = choices_in_both(x, y, v, sizes._replace(heavy=seed % 7), keep, cross=seed % 3 == 0)
+    except NotFinite:                                       # squares of such sizes overflow
+        assert kind == "huge and tiny"
+    else:
+        assert torch.equal(ours, theirs)
 
 
 @needs_library
