@@ -224,9 +224,8 @@ def text(decision: Decision) -> str:
                "by the arm of the page speed"]
     parts = [f"# {decision.spec['title']}", decision.sentence(), f"![{decision.spec['title']}]({NAME}.png)",
              "Lost: of what uniform attention costs, the median over the settings in which that is enough. Time: of a "
-             "training step over that of exact attention in the same direction. One name is one method; losses and "
-             "times are of the arms beside them, and what was not measured is empty. The picture is of one setting at "
-             f"{decision.spec['picture']['length']:.0f} tokens, and so are its times.",
+             "training step over that of exact attention in the same direction. Both are of the arms beside them; empty: "
+             f"not measured. The picture is of one setting at {decision.spec['picture']['length']:.0f} tokens.",
              markdown(methods, decision.table()).rstrip(),
              f"## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n{decision.nearer()}\n\n"
              f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)",
@@ -236,5 +235,5 @@ def text(decision: Decision) -> str:
              "every claim of every page.\n\n" + markdown(header, rows).rstrip(),
              details("What the papers say and no page measures", missing),
              "What was tuned, added or changed after results stands under Choices on each page. Command: `make "
-             "report`; every number is computed from the committed draws of the pages named."]
+             "report`; every number is computed from committed draws."]
     return "\n\n".join(parts) + "\n"
