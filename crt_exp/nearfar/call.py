@@ -130,7 +130,7 @@ def _read(bound: Tensor, keep: Tensor, sizes: Sizes) -> Tensor:
     last = torch.searchsorted(torch.tensor(starts, device=keep.device), place, right=True) - 1
     read = torch.minimum(pool, opens[last.clamp(min=0)].unsqueeze(1)).expand(bound.shape)
     read = read if sizes.error is None else torch.where(bound > sizes.error, pool, read)
-    there = keep[:, S - L:] & (place >= renewals(sizes, 0)[0])
+    there = keep[:, S - L:] & (place >= starts[0])
     return torch.where(there.unsqueeze(1), read, -1)
 
 

@@ -209,7 +209,7 @@ class Choice(NamedTuple):
         """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy keys and cells than keys are taken. Raises
         NotFinite where squared norms overflow (CPU)."""
         z, w = y @ metric.root, metric.log_weights(y)
-        check_result(without(z, keep).square().sum((1, 2)) + w.square().sum(1))
+        check_result(z.square().sum((1, 2)) + w.square().sum(1))
         score, places = largest(scores(z, w, keep), min(heavy, y.shape[1]))
         pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, places, False)
         centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(cells, y.shape[1]))

@@ -224,8 +224,8 @@ def text(decision: Decision) -> str:
                "by the arm of the page speed"]
     parts = [f"# {decision.spec['title']}", decision.sentence(), f"![{decision.spec['title']}]({NAME}.png)",
              "Lost: of what uniform attention costs, the median over the settings in which that is enough. Time: of a "
-             "training step over that of exact attention in the same direction. Both are of the arms beside them; empty: "
-             f"not measured. The picture is of one setting at {decision.spec['picture']['length']:.0f} tokens.",
+             "training step over that of exact attention in the same direction. Both are of the arms beside them; "
+             f"empty: not measured. The picture is of one setting at {decision.spec['picture']['length']:.0f} tokens.",
              markdown(methods, decision.table()).rstrip(),
              f"## FAVOR++ against FAVOR+, % of what uniform attention costs\n\n{decision.nearer()}\n\n"
              f"![By how much FAVOR++ is nearer to exact attention than FAVOR+]({NAME}-forest.png)",
