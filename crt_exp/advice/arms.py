@@ -6,7 +6,7 @@ from typing import Any
 from crt_exp import mechanism_text
 from crt_exp.mechanism import Mechanism
 
-EXACT, FLOOR = "exact", "uniform"
+EXACT, FLOOR, NEAR_FAR = "exact", "uniform", "nearfar"
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ class Arm:
 def candidates(causal: bool) -> list[Arm]:
     """What is tried where the caller does not say: the first is the model's own attention, the last the floor."""
     presets = ("cheap", "default", "quality", *(["bounded"] if causal else []))
-    return [Arm(EXACT), *(Arm("nearfar", {"preset": preset}) for preset in presets), Arm("window"), Arm("favorsharp"),
+    return [Arm(EXACT), *(Arm(NEAR_FAR, {"preset": preset}) for preset in presets), Arm("window"), Arm("favorsharp"),
             Arm("favorpp"), Arm(FLOOR)]

@@ -12,6 +12,7 @@ that what one has more than the other sums up to at most max(U, F), the `bound`;
 bound times the largest distance of two values. Rounding is in it. The twin of unread.c. Derived here.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,14 @@ def log_unread(q: Tensor, y: Tensor, unread: Tensor) -> Tensor:
     apart = torch.linalg.vector_norm(asks.near, dim=-1).unsqueeze(-1) * keys.lost.unsqueeze(1)
     apart = apart + asks.lost.unsqueeze(-1) * keys.size.unsqueeze(1)
     most = (asks.near @ keys.near.mT + apart) / columns
-    return most.view(unread.shape).masked_fill(~unread, -torch.inf).logsumexp(-1, keepdim=True)
+    return _chord(most).view(unread.shape).masked_fill(~unread, -torch.inf).logsumexp(-1, keepdim=True)
+
+
+def _chord(t: Tensor) -> Tensor:
+    """The log of what takes the place of e^t: 2^(t log2 e) on a chord from one whole number to the next, 6% more at
+    most, which costs C no exponential."""
+    logs = t / math.log(2)
+    return logs.floor() * math.log(2) + (logs - logs.floor()).log1p()
 
 
 def bound_of(unread: Tensor, logsum: Tensor, share: Tensor, reach: Tensor, d: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Calibration: passes over batches that fill the statistics of swapped layers, and measure their errors on the way."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from numbers import Integral
 
@@ -81,20 +81,28 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
 def stated_by_layer(model: nn.Module, batches: Iterable) -> dict[str, tuple[float | None, ...]]:
     """By path what `Asked` sums up of the layers of causal near-far attention that open keys. Raises ValueError where
     there is none, and for no batches."""
-    states = {part.path: part for part in model.modules() if _opens(part)}
-    if not states:
-        raise ValueError(f"batches: no layer of this {type(model).__name__} is causal near-far attention that reads "
-                         "keys, whose queries state what they may have missed: leave batches out")
-    asked, count = {path: Asked(state) for path, state in states.items()}, 0
-    with eval_mode(model), ExitStack() as stack:
-        for path, state in states.items():
-            stack.callback(state.register_forward_hook(asked[path], with_kwargs=True).remove)
+    count = 0
+    with eval_mode(model), asked_layers(model) as asked:
+        if not asked:
+            raise ValueError(f"batches: no layer of this {type(model).__name__} is causal near-far attention that "
+                             "reads keys, whose queries state what they may have missed: leave batches out")
         for batch in batches:
             call(model, batch)
             count += 1
     if not count:
         raise ValueError("no batches to describe attention on")
     return {path: each.summary() for path, each in asked.items()}
+
+
+@contextmanager
+def asked_layers(model: nn.Module) -> Iterator[dict[str, Asked]]:
+    """By path what layers of causal near-far attention that open keys state in the passes within."""
+    states = {part.path: part for part in model.modules() if _opens(part)}
+    asked = {path: Asked(state) for path, state in states.items()}
+    with ExitStack() as stack:
+        for path, state in states.items():
+            stack.callback(state.register_forward_hook(asked[path], with_kwargs=True).remove)
+        yield asked
 
 
 def _opens(part: nn.Module) -> bool:

@@ -4,6 +4,7 @@ numbers, and bad inputs are refused."""
 import csv
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -23,6 +24,7 @@ from crt_exp.data.text import bert_tokenizer
 from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import NotFinite
 from crt_exp.probes.bench_pieces import TextBench
+from crt_exp.swap.table import STATED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -129,6 +131,24 @@ def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):
     assert len(list(csv.DictReader((tmp_path / "advise.csv").open()))) == 4
     swapped = swap_attention(model, "nearfar")
     assert advice.sentence in crt_exp.card(swapped, advice=advice)
+
+
+def test_advice_says_what_queries_may_have_missed(tmp_path):
+    near = ("nearfar", {"block": 4, "heavy": 1, "cells": 2, "open": 2, "exact_until": 8})
+    advice = crt_exp.advise(llama(), ids(), length=64, samples=3, calibration=2, rounds=1, progress=print,
+                            attentions=["window", near, "uniform"])
+    model = swap_attention(llama(), "nearfar", **near[1])
+    rows = crt_exp.describe_attention(model, [cut(ids(), 64)[[-1]]])   # not of the piece that advise takes, but like it
+    assert advice.stated_of == advice.rows[2].arm.label and [*advice.stated] == rows["path"].tolist()
+    for stated, (_, row) in zip(advice.stated.values(), rows.iterrows()):
+        assert stated == pytest.approx([row[name] for name in STATED], rel=0.3)
+    advice.save(tmp_path)
+    shown = re.sub(r"[| ]+", " ", str(advice) + (tmp_path / "advise.md").read_text())
+    assert shown.count("layer median bound largest bound sent to exact keys read") == 2
+    assert shown.count("model.layers.0.self_attn 0.") == 2
+    advice = crt_exp.advise(llama(), ids(), length=64, samples=3, calibration=2, rounds=1, progress=print,
+                            attentions=["window", "uniform"])
+    assert not advice.stated and "median bound" not in str(advice)
 
 
 # ---- the sentence

@@ -9,7 +9,6 @@
 #include "looks.h"
 
 static const float MORE = 1.00001f;                     /* for the rounding of norms and sums */
-static const float HUGE_LOGIT = 1e30f, LOW_LOGIT = 0.9f * HIDDEN;       /* what is beyond counts as these */
 
 /* Relative to the step nothing overflows or underflows. */
 Apart apart_of(const float *x, int dp, const int8_t *whole, float step) {
@@ -49,42 +48,61 @@ Unread unread_by(const float *x, int dp, const int8_t *whole, float step) {
                     .size = apart.size / sqrtf(run), .top = HIDDEN, .sum = 0};
 }
 
-/* Adds e^ of n logits at most, of which there is room for a whole vector more; they are overwritten. */
-static void add_terms(Unread *u, float *most, int n) {
-    vec tops = {0}, sum = {0};
-    tops += u->top;
-    for (int i = n; i < up(n); i++) most[i] = HIDDEN;
-    for (int i = 0; i < n; i += LANES) tops = maximum(tops, AT(most + i));
-    const float top = largest(tops);
-    if (top == HIDDEN) return;
-    if (top > u->top) u->sum *= exp2((double)u->top - top), u->top = top;
-    for (int i = 0; i < n; i += LANES) sum += exp2_of(AT(most + i) - top);
-    u->sum += total(sum);
+/* 2^t, or up to 6% more: on a chord from one whole number to the next, which is what the bits of a float say. From 128
+   on, and of what is no number, infinity; from below -126, 2^-126. */
+INLINE vec chord(vec t) {
+    const vec most = (vec){0} + 128, least = (vec){0} - 126;
+    t = choose(t < most, maximum(t, least), most);
+    return (vec)((bits)__builtin_convertvector(t * 0x1p23f, ivec) + (127u << 23));
+}
+
+/* Sums are over 2^top, a whole number, which follows the bar; what is summed up exceeds it by what rounding took. */
+static void raise_to(Unread *u, float bar) {
+    const float top = floorf(bar * u->each);
+    if (top - 32 > u->top) u->sum *= exp2((double)u->top - top), u->top = top;
+}
+
+INLINE ivec first_lanes(int n) {
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane < n;
 }
 
 void add_below(const Past *h, Unread *u, const int32_t *looks, int64_t j, int n, float bar) {
     const float *looked = h->looked + j, *lost = h->lost + j, *size = h->size + j;
-    float most[LOOKED + PAD];
-    const vec huge = (vec){0} + HUGE_LOGIT, low = (vec){0} + LOW_LOGIT, none = (vec){0} + HIDDEN;
+    const vec bars = (vec){0} + bar;
+    vec sum = {0};
+    if (bar == HIDDEN) return;
+    raise_to(u, bar);
+    const float each = u->each, near = u->near, lacks = u->lost, top = u->top;
+    const int whole = n / LANES * LANES;
     for (int i = 0; i < n; i += LANES) {
         const vec value = __builtin_convertvector(*(const stored_ivec *)(looks + i), vec) * AT(looked + i);
-        const vec logit = value * u->each + (AT(lost + i) * u->near + AT(size + i) * u->lost);
-        AT(most + i) = choose(value <= bar, maximum(minimum(logit, huge), low), none);
+        const vec term = chord(value * each + (AT(lost + i) * near + AT(size + i) * lacks) - top);
+        const ivec counts = i < whole ? value <= bars : (value <= bars) & first_lanes(n - i);
+        sum += (vec)((bits)term & (bits)counts);
     }
-    add_terms(u, most, n);
+    u->sum += total(sum);
+}
+
+static void add_terms(Unread *u, const float *most, int n) {
+    vec sum = {0};
+    for (int i = 0; i < n; i += LANES)
+        sum += (vec)((bits)chord(AT(most + i) - u->top) & (bits)first_lanes(n - i));
+    u->sum += total(sum);
 }
 
 void add_dropped(const Past *h, Unread *u, const Best *best, float bar, int equal) {
-    float most[LOOKED + PAD];
+    float most[LOOKED + PAD] = {0};
     int n = 0;
+    raise_to(u, bar);
     for (int i = 0; i < best->n; i++) {
-        if (best->value[i] > bar || (best->value[i] == bar && equal-- > 0)) continue;
         const int32_t j = best->place[i];
-        const float logit = best->value[i] * u->each + (h->lost[j] * u->near + h->size[j] * u->lost);
-        most[n++] = !(logit < HUGE_LOGIT) ? HUGE_LOGIT : logit > LOW_LOGIT ? logit : LOW_LOGIT;
+        most[n] = best->value[i] * u->each + (h->lost[j] * u->near + h->size[j] * u->lost);
+        n += !(best->value[i] > bar || (best->value[i] == bar && equal-- > 0));
         if (n == LOOKED) add_terms(u, most, n), n = 0;
     }
-    if (n) add_terms(u, most, n);
+    add_terms(u, most, n);
 }
 
 float bound_of(const Past *h, const Unread *u, int64_t j, float top, float scale, float part) {
