@@ -19,8 +19,12 @@ from crt_exp.data.text import generator_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import error_rates
 from crt_exp.probes import pretrained_encoders as encoders
-from crt_exp.probes.adapt import descent
+from crt_exp.probes.adapt import descent, low_rank
 from crt_exp.probes.bench import fitted, quiet
+from crt_exp.swap.transfer import transfer_attention
+
+
+TAUGHT = 4    # utterances of the transfer
 
 
 def speaker(utterance: speech.Utterance) -> str:
@@ -30,7 +34,9 @@ def speaker(utterance: speech.Utterance) -> str:
 @dataclass(frozen=True)
 class Trained:
     """speakers: those who are judged, by so many `tested` utterances; all others are trained on. steps: of an utterance
-    each, after which it is judged, in rising order. decoder: whether it is trained, too, or stays as it is."""
+    each, after which it is judged, in rising order. decoder: whether it is trained, too, or stays as it is. transfer:
+    steps of attention transfer before, on TAUGHT utterances, of attention that learns by gradients. rank: of adapters
+    of the encoder, which are trained in the place of its weights; 0: none."""
 
     model: str
     subset: str
@@ -39,6 +45,8 @@ class Trained:
     steps: Sequence[int]
     lr: float
     decoder: bool
+    transfer: int = 0
+    rank: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError where the speakers say less than is to be judged, or nobody is left to be trained on."""
@@ -67,15 +75,20 @@ class Trained:
                 yield self.reading(model, step)
 
     def swapped(self, mechanism: Mechanism, seed: int) -> nn.Module:
-        """A copy whose encoder has the arm's attention, fitted to an utterance that is not judged."""
+        """A copy whose encoder has the arm's attention, fitted to an utterance that is not judged, and taught."""
         made, processor = encoders.hearer(self.model)
         model = deepcopy(made)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and (self.decoder or "encoder" in name.split(".")))
         if not mechanism.is_exact:
+            heard = [{"input_features": encoders.features(processor, each)} for each in self.read[-TAUGHT:]]
             with quiet():
                 replace(mechanism, seed=seed).swap(model.get_encoder(), saved=False)
-                fitted(model.get_encoder(), [{"input_features": encoders.features(processor, self.read[-1])}])
+                fitted(model.get_encoder(), heard[-1:])
+                if self.transfer:
+                    transfer_attention(model.get_encoder(), heard, self.transfer, captured=True)
+        if self.rank:
+            low_rank(model.get_encoder(), self.rank, seed)
         return model
 
     def loss(self, model: nn.Module, utterance: speech.Utterance) -> Tensor:

@@ -9,7 +9,8 @@ decoding: one cached token of a swapped causal model, and its prompt, compared w
 layers, 8 heads, d = 64, random weights, or `--model`, float32, batch 1; favorpp with m = 256 and its state, the same
 with all keys in its cache, near-far attention with its preset `default`. A cell is the median of milliseconds a token
 after a prompt of that length and the fastest, and in brackets the median of its ratio to the own one of the same turn
-and that of the fastest. Then the same of the prompts, and the sizes of all tensors in the caches.
+and that of the fastest. Then the same of the prompts, and the sizes of all tensors in the caches. With `--gguf` a column
+more is llama.cpp's, of the same model in that file, whose weights have mostly fewer bits.
 
 All take turns, so that load from outside hits them alike.
 """
@@ -19,8 +20,9 @@ import copy
 import os
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,7 @@ LENGTHS, LONGEST, HALF = (1024, 2048, 4096, 8192, 16384), 65536, ", bfloat16"
 TURNS = {1024: 41, 2048: 21, 4096: 11, 8192: 7}  # others: 5
 POSITIONS = (256, 1024, 2048, 4096, 8192)
 TOKEN_TURNS, PROMPT_TURNS = 25, 3
-COLUMNS = ("near-far", "recurrent state", "all keys", "the model's own")
+COLUMNS = ("near-far", "recurrent state", "all keys", OWN := "the model's own")
 
 
 # ---- near-far attention
@@ -85,19 +87,60 @@ def print_memory(lengths: Sequence[int], names: Sequence[str]) -> None:
 @torch.no_grad()
 def decoding(args: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", message=".*has no statistics yet.*")  # which features, matters not to the time
-    made = models(2 * max(args.positions), args.model)
+    longest = 2 * max(args.positions)
+    made = models(longest, args.model) | ({} if args.gguf is None else {"llama.cpp": LlamaCpp(args.gguf, longest)})
     tables: dict[str, list[list[str]]] = {"ms a token": [], "ms of the prompt": [], "MiB of the cache": []}
     for position in args.positions:
-        caches, prompt = after(torch.randint(8000, (1, position)), made)
-        rows = (cells(of_token(caches, args.turns or TOKEN_TURNS)), cells(prompt),
-                [f"{cache_size(cache):.1f}" for _, cache in caches.values()])
-        for table, row in zip(tables.values(), rows):
+        prompt = torch.randint(8000, (1, position))
+        read = in_turns({column: partial(each.read, prompt) for column, each in made.items()}, PROMPT_TURNS)
+        tokens = in_turns({column: each.token for column, each in made.items()}, args.turns or TOKEN_TURNS)
+        for table, row in zip(tables.values(), (cells(tokens), cells(read), [each.size() for each in made.values()])):
             table.append([str(position), *row])
     for what, table in tables.items():
-        print(f"{what}; {conditions()}\n\n{markdown(['position', *COLUMNS], table)}\n")
+        print(f"{what}; {conditions()}\n\n{markdown(['position', *made], table)}\n")
 
 
-def models(longest: int, folder: str | None) -> dict[str, tuple]:
+class Swapped:
+    """A causal model of transformers and what it keeps behind a prompt, in a cache of this kind."""
+
+    def __init__(self, model: nn.Module, cache: Callable[[], Any] = lambda: None):
+        self.model, self.empty = model, cache
+
+    def read(self, prompt: Tensor) -> None:
+        self.cache = self.model(prompt, past_key_values=self.empty(), use_cache=True, logits_to_keep=1).past_key_values
+
+    def token(self) -> None:
+        self.model(torch.zeros(1, 1, dtype=torch.long), past_key_values=self.cache, use_cache=True)
+
+    def size(self) -> str:
+        """MiB of all tensors in the cache."""
+        return f"{sum(of_layer(layer) for layer in self.cache.layers) / 2**20:.1f}"
+
+
+class LlamaCpp:
+    """The same model out of a GGUF file, by llama.cpp with its own flash attention and as many threads; its cache is of
+    16 bits, and does not tell its size."""
+
+    def __init__(self, file: str, longest: int):
+        try:
+            from llama_cpp import Llama
+        except ImportError:
+            raise SystemExit("--gguf takes llama.cpp: pip install llama-cpp-python") from None
+        count = torch.get_num_threads()
+        self.model = Llama(file, n_ctx=longest, n_threads=count, n_threads_batch=count, flash_attn=True, verbose=False)
+
+    def read(self, prompt: Tensor) -> None:
+        self.model.reset()
+        self.model.eval(prompt[0].tolist())
+
+    def token(self) -> None:
+        self.model.eval([0])
+
+    def size(self) -> str:
+        return ""
+
+
+def models(longest: int, folder: str | None) -> dict[str, Swapped]:
     """By column: a model, of exact attention or the same swapped, and how its cache is made before a prompt."""
     import transformers
 
@@ -106,8 +149,8 @@ def models(longest: int, folder: str | None) -> dict[str, tuple]:
     own = llama(longest) if folder is None else opened(folder).model
     near_far, swapped = (swap_attention(copy.deepcopy(own), *given, **m) for given, m in
                          ((["nearfar"], {}), (["favorpp"], {"m": 256})))
-    caches = (lambda: None, lambda: None, transformers.DynamicCache, lambda: None)
-    return dict(zip(COLUMNS, zip((near_far, swapped, swapped, own), caches)))
+    return dict(zip(COLUMNS, (Swapped(near_far), Swapped(swapped), Swapped(swapped, transformers.DynamicCache),
+                              Swapped(own))))
 
 
 def llama(longest: int) -> nn.Module:
@@ -118,33 +161,15 @@ def llama(longest: int) -> nn.Module:
         vocab_size=8000, max_position_embeddings=longest)).eval()
 
 
-def after(prompt: Tensor, made: dict[str, tuple]) -> tuple[dict[str, tuple], dict[str, list[float]]]:
-    """The model and its cache after the prompt, by column, and the milliseconds of every turn."""
-    caches = {}
-
-    def read(column: str) -> None:
-        model, cache = made[column]
-        caches[column] = model, model(prompt, past_key_values=cache(), use_cache=True, logits_to_keep=1).past_key_values
-    times = in_turns({column: partial(read, column) for column in made}, PROMPT_TURNS)
-    return caches, times
-
-
-def of_token(caches: dict[str, tuple], rounds: int) -> dict[str, list[float]]:
-    token = torch.zeros(1, 1, dtype=torch.long)
-    return in_turns({column: partial(model, token, past_key_values=cache, use_cache=True)
-                     for column, (model, cache) in caches.items()}, rounds)
-
-
 def cells(times: dict[str, list[float]]) -> list[str]:
-    own = times[COLUMNS[-1]]
+    own = times[OWN]
     return [f"{statistics.median(each):.1f}, fastest {min(each):.1f} ({ratio(each, own):.2f}, "
             f"{min(each) / min(own):.2f})" for each in times.values()]
 
 
-def cache_size(cache) -> float:
-    """MiB of all tensors in a cache."""
-    return sum(layer.nbytes() if hasattr(layer, "nbytes") else layer.keys.nbytes + layer.values.nbytes
-               for layer in cache.layers) / 2**20
+def of_layer(layer: Any) -> int:
+    """Bytes of what a cache keeps of a layer."""
+    return layer.nbytes() if hasattr(layer, "nbytes") else layer.keys.nbytes + layer.values.nbytes
 
 
 # ---- the command
@@ -171,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--bounded", action="store_true", help="preset bounded in the place of default")
     ours.add_argument("--without", nargs="*", default=[], choices=OTHERS)
     tokens.add_argument("positions", type=int, nargs="*", default=POSITIONS)
+    tokens.add_argument("--gguf", help="a file of the same model for llama.cpp, which then has a column")
     tokens.add_argument("--model", help="a causal one, such as models/smollm2-135m, in the place of the Llama")
     return made
 

@@ -51,3 +51,23 @@ def test_the_decoder_stays_as_it_is_or_is_trained_too(decoder):
     trained = {name.split(".")[1] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == ({"encoder", "decoder"} if decoder else {"encoder"})
     assert not model.get_encoder().embed_positions.weight.requires_grad
+
+
+def test_attention_is_taught_before_it_is_trained_on():
+    plain, taught = (Trained(**SIZES | {"transfer": steps}).swapped(Mechanism.parse("hedgehog m=8"), 0)
+                     for steps in (0, 3))
+    moved = {name for (name, p), q in zip(plain.named_parameters(), taught.parameters()) if not p.equal(q)}
+    assert moved and all(".swapped." in name for name in moved)
+    assert [p.requires_grad for p in plain.parameters()] == [p.requires_grad for p in taught.parameters()]
+    with pytest.raises(ValueError, match="has nothing to learn from the exact layer"):
+        rows("favorpp m=8", transfer=3)
+
+
+def test_adapters_are_trained_in_the_place_of_weights(whisper):
+    before = {name: p.clone() for name, p in whisper.named_parameters()}
+    model = Trained(**SIZES | {"rank": 2}).swapped(Mechanism.parse("favorpp m=8"), 0)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("encoder" in name and ".lora_" in name for name in trained)
+    found = rows("favorpp m=8", rank=2)
+    assert found[0] == rows("favorpp m=8")[0] and found[2]["above"] != found[0]["above"]
+    assert_close(dict(whisper.named_parameters()), before)
