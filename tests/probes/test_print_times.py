@@ -1,6 +1,10 @@
 """The commands that print times: a line or a cell for each method, at tiny lengths."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 from transformers import BertTokenizerFast, LlamaConfig, LlamaForCausalLM
 
 from crt_exp.probes import print_times
@@ -40,8 +44,33 @@ def test_a_model_of_ones_own_has_the_place_of_the_llama(tmp_path, one_thread):
     small.save_pretrained(tmp_path)
     BertTokenizerFast(vocab={"[UNK]": 0, "[PAD]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}).save_pretrained(tmp_path)
     made = print_times.models(64, str(tmp_path))
-    assert {model.config.vocab_size for model, _ in made.values()} == {300}
+    assert {each.model.config.vocab_size for each in made.values()} == {300}
     assert print_times.parser().parse_args(["decoding", "64", "--model", str(tmp_path)]).model == str(tmp_path)
+
+
+class Llama:
+    """As llama_cpp's: it counts what it has read."""
+
+    def __init__(self, file, n_ctx, n_threads, **options):
+        self.given, self.read = (file, n_ctx, n_threads, options), 0
+
+    def reset(self):
+        self.read = 0
+
+    def eval(self, tokens):
+        self.read += len(tokens)
+
+
+def test_llama_cpp_reads_the_same_prompt(monkeypatch, one_thread):
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(Llama=Llama))
+    made = print_times.LlamaCpp("m.gguf", 64)
+    for _ in range(2):
+        made.read(torch.zeros(1, 16, dtype=torch.long))
+        made.token()
+    assert made.model.read == 17 and made.model.given[:3] == ("m.gguf", 64, 1) and made.model.given[3]["flash_attn"]
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(SystemExit, match="pip install llama-cpp-python"):
+        print_times.LlamaCpp("m.gguf", 64)
 
 
 def test_it_asks_what_to_print(capsys):
