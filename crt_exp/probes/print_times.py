@@ -9,8 +9,8 @@ decoding: one cached token of a swapped causal model, and its prompt, compared w
 layers, 8 heads, d = 64, random weights, or `--model`, float32, batch 1; favorpp with m = 256 and its state, the same
 with all keys in its cache, near-far attention with its preset `default`. A cell is the median of milliseconds a token
 after a prompt of that length and the fastest, and in brackets the median of its ratio to the own one of the same turn
-and that of the fastest. Then the same of the prompts, and the sizes of all tensors in the caches. With `--gguf` a column
-more is llama.cpp's, of the same model in that file, whose weights have mostly fewer bits.
+and that of the fastest. Then the same of the prompts, and the sizes of all tensors in the caches. With `--gguf` a
+column more is llama.cpp's, of the same model in that file, whose weights have mostly fewer bits.
 
 All take turns, so that load from outside hits them alike.
 """

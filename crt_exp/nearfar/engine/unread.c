@@ -94,9 +94,21 @@ static void add_terms(Unread *u, const float *most, int n) {
 
 void add_dropped(const Past *h, Unread *u, const Best *best, float bar, int equal) {
     float most[LOOKED + PAD] = {0};
-    int n = 0;
+    int n = 0, i = 0;
     raise_to(u, bar);
-    for (int i = 0; i < best->n; i++) {
+#if defined(__AVX512F__)
+    vec sum = {0};
+    for (; equal <= 0 && i + LANES <= best->n; i += LANES) {
+        const vec value = AT(best->value + i);
+        const __m512i places = _mm512_loadu_si512(best->place + i);
+        const vec lost = (vec)_mm512_i32gather_ps(places, h->lost, 4);
+        const vec size = (vec)_mm512_i32gather_ps(places, h->size, 4);
+        const vec term = chord(value * u->each + (lost * u->near + size * u->lost) - u->top);
+        sum += (vec)((bits)term & (bits)(value <= bar));
+    }
+    u->sum += total(sum);
+#endif
+    for (; i < best->n; i++) {
         const int32_t j = best->place[i];
         most[n] = best->value[i] * u->each + (h->lost[j] * u->near + h->size[j] * u->lost);
         n += !(best->value[i] > bar || (best->value[i] == bar && equal-- > 0));
@@ -108,8 +120,8 @@ void add_dropped(const Past *h, Unread *u, const Best *best, float bar, int equa
 float bound_of(const Past *h, const Unread *u, int64_t j, float top, float scale, float part) {
     const double far = scale > 0 ? (double)part / scale : 0, left = 1 - SUMMED - far;
     const double rounding = (h->s.d + 16) * 0x1p-24 * LOG2E * u->size * h->reach[j];
-    if (!(u->sum > 0)) return (float)far;
-    if (!(left > 0)) return 1;
+    if (u->sum == 0) return (float)far;
+    if (!(left > 0 && u->sum < INFINITY)) return 1;      /* too large to be told, or no number, of two such */
     const double read = top + log2(scale) + log2(left) - rounding, unread = u->top + log2(MORE * u->sum);
     const double most = 1 / (1 + exp2(read - unread));
     const float bound = (float)(most <= far ? far : most);
