@@ -120,9 +120,8 @@ def test_methods_without_times_are_named_apart(committed):
 def test_every_number_names_the_arm_that_it_was_measured_by(committed):
     """What near-far loses causally and what it takes so are of one arm each, which the row names."""
     rows = {(row[0], row[1]): row for row in committed.table()}
-    assert rows["near-far", "causal"][4] == "`nearfar`" and not any(rows["near-far", "causal"][5:])
-    assert rows["near-far, 64 keys", "causal"][2:5] == ["", "", ""]       # an earlier default, of which times are left
-    assert rows["near-far, 64 keys", "causal"][-1] == "`nearfar causal`"
+    assert rows["near-far", "causal"][4] == "`nearfar`" and rows["near-far", "causal"][-1] == "`nearfar causal`"
+    assert all(rows["near-far", "causal"][5:8])
     assert rows["near-far", "both"][4] == "`nearfar exact_until=0`"
     assert all(row[4] for row in rows.values() if row[2] or row[3])
     assert all(row[-1] for row in rows.values() if any(row[5:8]))
