@@ -2,7 +2,6 @@
 in the data folder (`python -m crt_exp.data fetch models`)."""
 
 import csv
-import os
 import re
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import soundfile
 import timm
 import torch
+from data_folder import lying
 from PIL import Image
 from scipy.stats import spearmanr
 from timm.data import create_transform
@@ -34,17 +34,6 @@ REACTIONS = ("CN(C)C=O.F[c:5]1[n:6][cH:7][cH:8][cH:9][c:10]1[F:11].O=C([O-])[O-]
              "[cH:14][c:15]2[cH:16][cH:17][cH:18][cH:19][c:20]12.Cl>>[O:1]=[C:2]([OH:3])[CH2:4][O:5][NH:6][C:7](=[O:8])"
              "[NH:9][CH2:10][c:11]1[cH:12][cH:13][cH:14][c:15]2[cH:16][cH:17][cH:18][cH:19][c:20]12")
 ATOM = re.compile(r"\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p")
-
-
-def lying(*names: str) -> list[Path]:
-    """These folders of the data folder; skips where one is not there."""
-    root = os.environ.get("CRT_DATA")
-    if root is None:
-        pytest.skip("CRT_DATA is not set")
-    absent = [name for name in names if not (Path(root) / name).exists()]
-    if absent:
-        pytest.skip(f"{absent[0]} is not in CRT_DATA")
-    return [Path(root) / name for name in names]
 
 
 @torch.no_grad()

@@ -1,10 +1,8 @@
 """What queries miss of real weight, beside what they state of it."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
+from data_folder import lying
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import stated
@@ -62,13 +60,9 @@ def test_statements_stand_beside_the_errors_of_heads():
 def test_no_query_of_a_real_model_misses_more_than_it_states(model, length, until, open):
     """All heads of all layers; those of a model of both directions as if they were causal. How near bounds are is what
     docs/attention.md says."""
-    root = Path(os.environ.get("CRT_DATA", "absent"))
-    for part in (root / "models" / model, root / "wikitext2" / "wiki.valid.tokens"):
-        if not part.exists():
-            pytest.skip(f"{part} is not there")
+    _, text = lying(f"models/{model}", "wikitext2/wiki.valid.tokens")
     sizes, ratios, count = Sizes(32, 16, 64, open=open, exact_until=until), [], 0
-    text = str(root / "wikitext2" / "wiki.valid.tokens")
-    for layer in Pretrained(f"models/{model}", text, length=length).layers(0, 0):
+    for layer in Pretrained(f"models/{model}", str(text), length=length).layers(0, 0):
         bound, missed = (t[:, :, until:] for t in (stated(layer.x, layer.y, sizes).bound,
                                                    missed_weight(layer.x, layer.y, sizes)))
         assert (bound >= missed).all()
