@@ -14,6 +14,7 @@ from crt_exp.probes import grid, timed
 from crt_exp.probes.cells import Draw
 from crt_exp.probes.grid import Part
 from crt_exp.probes.timed import FORMED
+from crt_exp.times import in_new_process
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
 TINY = {"heads": 2, "layers": 1, "d_ff": 8, "d": 16}
@@ -163,4 +164,5 @@ def test_every_method_of_the_encoder_hears(one_thread, monkeypatch):
         timed.hear(model, timed.audio(1))
     rows = [*timed.encoder_times(arms, 1, 2, 2, 0)]
     assert [row["arm"] for row in rows] == [*arms] and {len(row["seconds"]) for row in rows} == {3}
-    assert {*timed.encoder_memory("exact", 2, 1, 0)} == {"mib"}  # in this process freed memory may suffice: 0
+    # what this process has freed might suffice here, and nothing would be added
+    assert in_new_process(timed.encoder_memory, arm="exact", seconds=2, layers=1, seed=0)["mib"] > 0

@@ -17,11 +17,13 @@ R = np.random.default_rng(0)
 X = R.normal(size=(500, 3))
 Y = np.sin(2 * X[:, 0]) + X[:, 1] + 0.3 * R.normal(size=500)
 WORDS = np.array(["a", "b", "c"])[np.digitize(Y, [-0.7, 0.7])]
+# Features of Hadamard rows are nearly dependent: with the alpha that is found their coefficients, of sums in another
+# order, differ by more than predictions do.
 REGRESSORS = {
-    "default": {}, "hadamard": {"sampler": "hadamard", "n_components": 96}, "odd": {"n_components": 41},
-    "fitted": {"mechanism": "sderf", "gamma": 0.1}, "oprf": {"mechanism": "oprf", "alpha": 0.1},
+    "default": {}, "hadamard": {"sampler": "hadamard", "n_components": 96, "alpha": 1e-3}, "odd": {"n_components": 41},
+    "fitted": {"mechanism": "sderf", "gamma": 0.1, "alpha": 1e-3}, "oprf": {"mechanism": "oprf", "alpha": 0.1},
     "kernel": {"kernel": "matern32", "length_scale": np.array([1.0, 2.0, 4.0])},
-    "object": {"mechanism": MaternRF(nu=2.5), "sampler": hadamard},
+    "object": {"mechanism": MaternRF(nu=2.5), "sampler": hadamard, "alpha": 1e-3},
     "generator": {"random_state": np.random.RandomState(1)}}
 
 
@@ -33,7 +35,7 @@ def test_a_regressor_is_the_same_and_goes_on(name, tmp_path):
     for mine, theirs in zip(again.predict(X, return_std=True), model.predict(X, return_std=True)):
         np.testing.assert_array_equal(mine, theirs)
     assert again.rows_ == 300 and again.alpha_ == model.alpha_ and repr(again.alpha) == repr(model.alpha)
-    scale = 1e-6 * abs(model.partial_fit(X[300:], Y[300:]).coef_).max()
+    scale = 1e-7 * abs(model.partial_fit(X[300:], Y[300:]).coef_).max()
     np.testing.assert_allclose(again.partial_fit(X[300:], Y[300:]).coef_, model.coef_, rtol=1e-6, atol=scale)
 
 
