@@ -81,7 +81,8 @@ class Trained:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and (self.decoder or "encoder" in name.split(".")))
         if not mechanism.is_exact:
-            heard = [{"input_features": encoders.features(processor, each)} for each in self.read[-TAUGHT:]]
+            heard = [{"input_features": encoders.features(processor, each)}
+                     for each in self.read[-TAUGHT if self.transfer else -1:]]
             with quiet():
                 replace(mechanism, seed=seed).swap(model.get_encoder(), saved=False)
                 fitted(model.get_encoder(), heard[-1:])

@@ -12,10 +12,8 @@
 /* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
    in an order that looks.py keeps. */
 void turn(int dp, float *x) {
-    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int run = dp & -dp;
-    ivec lane;
-    memcpy(&lane, lanes, sizeof lane);
+    const ivec lane = lane_numbers();
     for (int p = 0; p < dp; p += LANES) {
         vec here = (vec)((bits)AT(x + p) ^ ((bits)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
         UNROLL for (int half = 1; half < LANES; half *= 2)

@@ -9,6 +9,14 @@
 
 typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* 0, 1, 2, ... */
+INLINE ivec lane_numbers(void) {
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lane;
+    memcpy(&lane, lanes, sizeof lane);
+    return lane;
+}
+
 /* A vector (dp) times random signs and Hadamard matrices. */
 void turn(int dp, float *x);
 

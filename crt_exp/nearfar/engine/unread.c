@@ -62,11 +62,7 @@ static void raise_to(Unread *u, float bar) {
     if (top - 32 > u->top) u->sum *= exp2((double)u->top - top), u->top = top;
 }
 
-INLINE ivec first_lanes(int n) {
-    ivec lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    return lane < n;
-}
+INLINE ivec first_lanes(int n) { return lane_numbers() < n; }
 
 void add_below(const Past *h, Unread *u, const int32_t *looks, int64_t j, int n, float bar) {
     const float *looked = h->looked + j, *lost = h->lost + j, *size = h->size + j;
