@@ -1,11 +1,14 @@
 """Tensors and codebooks for tests of near-far attention, and how results are compared."""
 
+from itertools import product
+
 import torch
 
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.causal import Codebook
 from crt_exp.nearfar.choice import KeyMetric
 from crt_exp.nearfar.engine import native
+from crt_exp.nearfar.engine.constants import WIDEST
 from crt_exp.nearfar.looks import opened
 from crt_exp.nearfar.recall import RecallNearFar, kept_of, options_of, renewals
 
@@ -57,6 +60,20 @@ def as_integers(t):
     return parts.sign() * (parts.abs() + 0.5).floor(), step.squeeze(-1)
 
 
+@torch.enable_grad()
+def read_in_c(x, y, v, given):
+    """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, out of the gaps between them."""
+    kept = native.recall(x.detach().requires_grad_(), y, v, given)
+    places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
+    for z, g, i in product(*map(range, x.shape[:3])):
+        gaps = kept.gaps[z, kept.gaps_at[z, g, i]:].numpy()
+        gaps = gaps[:(gaps == 0).argmax()].astype(int)
+        ends = gaps < WIDEST
+        own = (gaps - ~ends).cumsum()[ends] - 1
+        places[z, g, i, :len(own)] = torch.from_numpy(own)
+    return places
+
+
 def choices(x, y, v, sizes, keep=None):
     """The places (Z, G, L, open) of keys that queries behind the first renewal read, sorted: by the C engine, and by
     PyTorch."""
@@ -65,7 +82,7 @@ def choices(x, y, v, sizes, keep=None):
     metric, epochs = call.choose(x, y, keep, slice(None))
     start = renewals(sizes, 0)[0]
     given = native.Given(keep, metric.shift, metric.root, options_of(sizes, S))
-    ours = native.recall(x[:, :, start:], y, v, given).places.long()
+    ours = read_in_c(x[:, :, start:], y, v, given)
     theirs, kept = torch.full_like(ours, -1), kept_of(y, keep)
     for i in range(start, S):
         epoch = next(e for e in epochs if e.start <= i < e.stop)

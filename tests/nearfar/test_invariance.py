@@ -4,6 +4,7 @@ sizes beyond the keys; and that queries which are not numbers are refused."""
 import pytest
 import torch
 from native_cases import needs_library
+from nearfar_cases import read_in_c
 
 from crt_exp.attention import exact_attention
 from crt_exp.features.statistics import Statistics
@@ -122,7 +123,7 @@ def test_the_engines_choose_the_same_of_copies():
     call = recall.RecallNearFar(sizes)
     metric = recall.metric_of(y, None, sizes)
     given = native.Given(None, metric.shift, metric.root, recall.options_of(sizes, S))
-    places = native.recall(x[:, :, 32:], y, y, given).places
+    places = read_in_c(x[:, :, 32:], y, y, given)
     keep = torch.ones(2, S, dtype=torch.bool)
     epoch = recall.Epoch.of(y, keep, sizes, 32, 160, metric)
     start = 100                                                          # of block 12: keys of blocks 0 to 10 are far

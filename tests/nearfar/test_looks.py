@@ -57,7 +57,7 @@ def vectors(kind, Z, G, S, d, seed):
 
 @needs_library
 @pytest.mark.parametrize("kind", ["normal", "equal keys", "few different", "huge and tiny", "zeros", "one far"])
-@pytest.mark.parametrize("Z, G, S, d, open", [(2, 1, 700, 64, 9), (1, 3, 450, 33, 30)])
+@pytest.mark.parametrize("Z, G, S, d, open", [(2, 1, 700, 64, 9), (1, 3, 450, 33, 30), (1, 1, 900, 16, 2)])
 def test_c_and_pytorch_choose_the_same_keys(kind, Z, G, S, d, open):
     x, y, v = vectors(kind, Z, G, S, d, seed=S)
     keep = torch.rand(Z, S, generator=torch.Generator().manual_seed(1)) < 0.8

@@ -18,5 +18,6 @@
 #define HIDDEN (-1e30f) /* the logit of a key that is not there */
 #define ROUNDED 2e-6f   /* of the norm of a turned vector, what float32 rounds it by at most, with all that looks do */
 #define SUMMED 1.3e-4f  /* of a sum of weights, what float32 rounds it by at most */
+#define WIDEST 255      /* gaps between keys that are read, from which on they take another byte */
 #define TURNED 16       /* columns of vectors that are looked at are a multiple of it */
 #define SIGNS 2654435769 /* whose multiples decide by which signs these are turned */

@@ -5,8 +5,9 @@ from pathlib import Path
 from crt_exp.attention.engines.constants import numbers
 
 _NUMBERS = numbers(Path(__file__).with_suffix(".h"))
-PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS = (
-    int(_NUMBERS[name]) for name in ("PICKS", "RENEWED", "PART", "GROWS", "DRAWN", "MIXED", "TURNED", "SIGNS"))
+PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS, WIDEST = (
+    int(_NUMBERS[name])
+    for name in ("PICKS", "RENEWED", "PART", "GROWS", "DRAWN", "MIXED", "TURNED", "SIGNS", "WIDEST"))
 RIDGE, LEAST, HIDDEN, AWAY, STEEPEST, SAME, SHARPEST, ROUNDED, SUMMED = (
     float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "STEEPEST", "SAME", "SHARPEST", "ROUNDED",
                                        "SUMMED"))

@@ -19,6 +19,7 @@ from crt_exp.attention.engines import native
 from crt_exp.attention.engines.constants import BAD_SIZES, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native import View
 from crt_exp.nearfar.choice import KeyMetric
+from crt_exp.nearfar.engine.constants import WIDEST
 from crt_exp.nearfar.engine.sets import check_backward
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
@@ -36,19 +37,21 @@ class NearFarCall(ctypes.Structure):
 
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
-                                                      "least", "until", "bounds", "room", "threads")),
+                                                      "least", "until", "bounds", "room", "bytes", "threads")),
                 ("factor", ctypes.c_double), *((name, View) for name in VIEWS),
                 *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "tilt", "centres", "level",
-                                                       "places", "logsum", "share", "bound", "spread", "kept"))]
+                                                       "gaps", "gaps_at", "logsum", "share", "bound", "spread",
+                                                       "kept"))]
 
 
 class Recalled(NamedTuple):
     out: Tensor       # (Z, G, L, dv), behind that of the queries before the first renewal
-    places: Tensor    # (Z, G, L, open) int32: of the keys that are read, -1 for none
     logsum: Tensor    # (Z, G, L), in base 2
     share: Tensor     # (Z, G, L): how much of the weight of each query lies in the cells
     spread: Tensor    # (Z,): mean tau of the cells that the last query sees
     bound: Tensor | None     # (Z, G, L): `bound_of` (bound.py), where it is asked for
+    gaps: Tensor | None      # (Z, bytes) uint8: where gradients are, between the keys that are read (put_gaps, past.h)
+    gaps_at: Tensor | None   # (Z, G, L): where those of a query begin
 
 
 class Sets(NamedTuple):
@@ -116,7 +119,8 @@ def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order:
 def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given", near: Tensor | None = None) -> Recalled:
     """What causal queries x (Z, G, L, d), the last ones of keys y (Z, S, d), v (Z, S, dv), gather, all behind the first
     renewal, with the outputs `near` (Z, G, ., dv) of those before. Differentiable by the outputs alone."""
-    return Recalled(*_Recall.apply(given, near, x, y, v))
+    back = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v))
+    return Recalled(*_Recall.apply(given, near, back, x, y, v))
 
 
 @torch.no_grad()
@@ -166,9 +170,9 @@ class Book(NamedTuple):
 
 class _Recall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, given, near, x, y, v):
+    def forward(ctx, given, near, back, x, y, v):
         ctx.given, ctx.short = given, 0 if near is None else near.shape[2]
-        result = _room_for(x, y, v, given, ctx.short)
+        result = _room_for(x, y, v, given, ctx.short, back)
         if near is not None:
             result.out[:, :, :ctx.short] = near
         _do("near_far_recall", _recall_call(x, y, v, given, _behind(result, ctx.short)))
@@ -181,18 +185,22 @@ class _Recall(torch.autograd.Function):
     def backward(ctx, grad, *_):
         (x, y, v, *result), short = ctx.saved_tensors, ctx.short
         if grad is None:
-            return (None,) * 5
+            return (None,) * 6
         views, gradients = _gradients(grad[:, :, short:], x, y, v)
         given = ctx.given._replace(sizes=ctx.given.sizes | {"bounds": 0})
         _do("near_far_recall_backward", _recall_call(x, y, v, given, _behind(Recalled(*result), short), **views))
-        return None, grad[:, :, :short] if short else None, *gradients
+        return None, grad[:, :, :short] if short else None, None, *gradients
 
 
-def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given, short: int = 0) -> Recalled:
-    (Z, G, L, _), new = x.shape, y.new_empty
-    places = torch.empty(Z, G, L, min(given.sizes["open"], y.shape[1]), dtype=torch.int32)
-    bound = new(Z, G, L) if given.sizes["bounds"] else None
-    return Recalled(new(Z, G, short + L, v.shape[-1]), places, new(Z, G, L), new(Z, G, L), new(Z), bound)
+def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given, short: int = 0, back: bool = False) -> Recalled:
+    """back: whether gradients will be asked for. Of the memory of gaps, which is for the most that there can be, systems
+    give what is written."""
+    (Z, G, L, _), S, new = x.shape, y.shape[1], y.new_empty
+    bound, gaps, gaps_at = new(Z, G, L) if given.sizes["bounds"] else None, None, None
+    if back and (open := min(given.sizes["open"], S)):
+        gaps = torch.empty(Z, G * L * (open + S // (WIDEST - 1) + 2), dtype=torch.uint8)
+        gaps_at = torch.empty(Z, G, L, dtype=torch.int64)
+    return Recalled(new(Z, G, short + L, v.shape[-1]), new(Z, G, L), new(Z, G, L), new(Z), bound, gaps, gaps_at)
 
 
 def _behind(result: Recalled, short: int) -> Recalled:
@@ -207,9 +215,9 @@ def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, result: Recalled
     plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **result._asdict(),
              **(given.book._asdict() if given.book else {})}
     del plain["out"]
-    sizes = given.sizes | {"open": result.places.shape[-1]}
+    sizes = given.sizes | {"open": min(given.sizes["open"], S)}
     return _filled(RecallCall, views, plain, Z=Z, G=G, L=L, S=S, d=d, dv=v.shape[-1], room=room or S,
-                   factor=given.factor, **sizes)
+                   bytes=0 if result.gaps is None else result.gaps.shape[1], factor=given.factor, **sizes)
 
 
 class _Attend(torch.autograd.Function):

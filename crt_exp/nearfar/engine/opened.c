@@ -177,6 +177,5 @@ void choose_keys(Past *h, int open) {
         if (best->n > open) keep_above(h, best, bar_of(best->value, best->n, open, open), open, by);
         k->count[r] = best->n;
         memcpy(k->places + r * s->open, best->place, sizeof(int32_t) * best->n);
-        for (int i = best->n; i < s->open; i++) k->places[r * s->open + i] = -1;
     }
 }

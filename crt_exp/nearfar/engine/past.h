@@ -14,14 +14,16 @@ enum { NEARBY = 1 << 17 };                             /* numbers of the keys th
 
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, cells, open, least, until;
-    int64_t bounds, room, threads;     /* whether there are bounds; tokens; of the processor */
+    int64_t bounds, room, bytes;       /* whether there are bounds; tokens; a head's memory of gaps */
+    int64_t threads;                   /* of the processor */
     double factor;                     /* of queries and keys as they are given */
     View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
     View grad, dx, dy, dvalues;        /* of the backward pass */
     const uint8_t *keep;               /* (Z, S), or null */
     const float *shift, *root;         /* (Z, d), (Z, d, d) */
     const float *tilt, *centres, *level;  /* bounded.c: (Z, d), (Z, K, d) as z, (Z, K); else null */
-    int32_t *places;                   /* (Z, G, L, open): of the keys that are read, -1 for none */
+    uint8_t *gaps;                     /* (Z, bytes): between the keys that are read, see put_gaps; null: not kept */
+    int64_t *gaps_at;                  /* (Z, G, L): where those of a query begin */
     float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
     float *bound;                      /* (Z, G, L), where there are bounds: of the weight of keys that are not read */
     float *spread;                     /* (Z): mean tau of the cells of the last block */
@@ -101,6 +103,7 @@ typedef struct {
 typedef struct {
     const Recall *c;
     int64_t z, far;                                    /* blocks that are far (bounded.c) */
+    int64_t bytes;                                     /* of gaps that are written */
     int64_t t, start, paneled, reached;                /* the block whose past this is; the place of the renewal; keys
                                                           that lie in panels, and of which `reach` is known */
     Seen s;
@@ -216,6 +219,30 @@ enum { STEP = 16 };                                    /* blocks from one mark t
 INLINE int room_to_read(const Seen *s) { return up(s->open) + PAD; }
 INLINE int there(const Past *h, int64_t j) { return !h->s.keep || h->s.keep[j]; }
 INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->s.dp; }
+
+/* Places of keys, which rise, as what each is more than the one before: a byte, behind as many of WIDEST as it needs, which
+   stand for WIDEST - 1 each; 0 ends. Of S keys n take n + S / (WIDEST - 1) + 1 at most. put_gaps returns their number,
+   get_gaps that of the keys. */
+
+INLINE int64_t put_gaps(uint8_t *to, const int32_t *places, int n) {
+    const uint8_t *start = to;
+    for (int32_t i = 0, last = -1; i < n; last = places[i++]) {
+        int32_t gap = places[i] - last;
+        for (; gap >= WIDEST; gap -= WIDEST - 1) *to++ = WIDEST;
+        *to++ = (uint8_t)gap;
+    }
+    *to++ = 0;
+    return to - start;
+}
+
+INLINE int get_gaps(const uint8_t *from, int32_t *places) {
+    int32_t n = 0, last = -1;
+    for (; *from; from++) {
+        last += *from - (*from == WIDEST);
+        if (*from != WIDEST) places[n++] = last;
+    }
+    return n;
+}
 
 /* The place of the renewal behind one. */
 INLINE int64_t following(int64_t place, int64_t b) {

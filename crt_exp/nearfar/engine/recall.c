@@ -517,7 +517,9 @@ static void give_out(Past *h) {
         c->logsum[number] = k->top[r] + log2f(k->scale[r]);
         c->share[number] = k->part[r] * scale;
         if (c->bounds) c->bound[number] = bound_of(h, &k->unread[r], asks->j, k->top[r], k->scale[r], k->part[r]);
-        if (c->open) memcpy(c->places + number * c->open, k->places + r * c->open, sizeof(int32_t) * c->open);
+        if (!c->gaps) continue;
+        c->gaps_at[number] = h->bytes;
+        h->bytes += put_gaps(c->gaps + h->z * c->bytes + h->bytes, k->places + r * c->open, k->count[r]);
     }
 }
 

@@ -106,8 +106,8 @@ static void read_again(Back *e, const int32_t *cell, const int32_t *places, int 
     for (int r = 0; r < R; r++) {
         const int32_t *own = places + r * c->open;
         float *read = h->k.read + r * room_to_read(&h->s);
-        int n = 0;
-        for (; n < c->open && own[n] >= 0; n++) read[n] = LOG2E * dot(e->Q + r * dp, key(h, own[n]), dp);
+        const int n = h->k.count[r];
+        for (int i = 0; i < n; i++) read[i] = LOG2E * dot(e->Q + r * dp, key(h, own[i]), dp);
         leave(&h->k.left, r, ld, own, read, n, cell);
     }
     weigh_left(&h->s, &h->k.left, e->top, ld, logits);
@@ -131,7 +131,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
         memcpy(e->G + r * lv, grad, sizeof(float) * dv);
         e->bar[r] = dot(grad, of(c->out, h->z, g) + (j - first) * c->out.token, dv);
         e->top[r] = c->logsum[at];
-        if (c->open) memcpy(places + r * c->open, c->places + at * c->open, sizeof(int32_t) * c->open);
+        h->k.count[r] = c->open ? get_gaps(c->gaps + h->z * c->bytes + c->gaps_at[at], places + r * c->open) : 0;
     }
     transpose(ld, d, e->Q, dp, e->Qt, ld);
     for (int p = 0; p < d * ld; p += LANES) AT(e->Qt + p) *= LOG2E;
@@ -163,9 +163,8 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     memset(e->O, 0, sizeof(float) * ld * dp);
     for (int r = 0; r < R; r++) {                       /* keys that are read */
         const float *q = e->Q + r * dp, *grad = e->G + r * lv, *read = h->k.read + r * room_to_read(&h->s);
-        for (int o = 0; o < c->open; o++) {
+        for (int o = 0; o < h->k.count[r]; o++) {
             const int64_t place = places[r * c->open + o];
-            if (place < 0) break;
             const float *y = key(h, place), *v = h->V + place * lv;
             const int k = n + cell[place];
             const float weight = exp2f(read[o] - e->top[r]), less = shared[k * ld + r];
