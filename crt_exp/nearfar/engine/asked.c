@@ -49,10 +49,12 @@ static void to_panel(Head *e, int64_t j) {
     Asked *a = asked_of(e);
     const int dp = e->dp;
     int8_t whole[dp];
+    float turned[dp];
     uint8_t *panel = a->panels + j / PANEL * PANEL * dp + j % PANEL * 4;
     float *y = a->Y + j * dp;
     for (int p = 0; p < e->d && e->pool[j]; p++) y[p] -= e->shift[p];
-    a->steps[j] = whole_of(y, dp, whole);
+    turn(y, dp, turned);
+    a->steps[j] = whole_of(turned, dp, whole);
     for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(whole[p] ^ 0x80);
     a->looked[j] = e->pool[j] ? a->steps[j] : NAN;
     a->cell[j] = (int32_t)e->cell[j];
@@ -97,14 +99,17 @@ void ask(Head *e, int R, const int64_t *number) {
     const int64_t open = e->c->open;
     Asked *a = asked_of(e);
     Work *k = &a->past.k;
+    float turned[e->dp];
     k->ahead = R;
     for (int r = 0; r < R; r++) {
         k->asks[r].far = (int32_t)e->c->S;
-        whole_of(e->Q + r * e->dp, e->dp, k->whole + r * e->dp);
+        turn(e->Q + r * e->dp, e->dp, turned);
+        whole_of(turned, e->dp, k->whole + r * e->dp);
         k->bias[r] = bias_of(k->whole + r * e->dp, e->dp);
     }
     choose_keys(&a->past, a->past.s.open);
-    for (int r = 0; r < R; r++) memcpy(e->c->read + number[r] * open, k->places + r * open, sizeof(int32_t) * open);
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < open; i++) e->c->read[number[r] * open + i] = i < k->count[r] ? k->places[r * open + i] : -1;
     read_logits(e, R);
 }
 

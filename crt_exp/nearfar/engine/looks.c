@@ -11,11 +11,11 @@
 
 /* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
    in an order that looks.py keeps. */
-void turn(int dp, float *x) {
+void turn(const float *from, int dp, float *x) {
     const int run = dp & -dp;
     const ivec lane = lane_numbers();
     for (int p = 0; p < dp; p += LANES) {
-        vec here = (vec)((bits)AT(x + p) ^ ((bits)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
+        vec here = (vec)((bits)AT(from + p) ^ ((bits)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
         UNROLL for (int half = 1; half < LANES; half *= 2)
             here = shuffle(here, here, lane ^ half) + choose((lane & half) != 0, -here, here);
         AT(x + p) = here;
@@ -30,11 +30,8 @@ void turn(int dp, float *x) {
 
 /* Halves are rounded away from 0: twice a number is cut, and nothing is added to a product, which some processors do
    without rounding between. */
-float whole_of(const float *x, int dp, int8_t *to) {
-    float turned[dp];
+float whole_of(const float *turned, int dp, int8_t *to) {
     vec most_of = {0};
-    memcpy(turned, x, sizeof turned);
-    turn(dp, turned);
     for (int p = 0; p < dp; p += LANES) most_of = maximum(most_of, maximum(AT(turned + p), -AT(turned + p)));
     const float most = largest(most_of), twice = most > LEAST ? 254 / most : 0;
     for (int p = 0; p < dp; p++) {

@@ -18,11 +18,10 @@ INLINE ivec lane_numbers(void) {
 }
 
 /* A vector (dp) times random signs and Hadamard matrices. */
-void turn(int dp, float *x);
+void turn(const float *from, int dp, float *x);
 
-/* Vectors (dp) as whole numbers of at most 127 in magnitude, times the step that this returns: turned alike, by random
-   signs and Hadamard matrices. */
-float whole_of(const float *x, int dp, int8_t *to);
+/* A turned vector (dp) as whole numbers of at most 127 in magnitude, times the step that this returns. */
+float whole_of(const float *turned, int dp, int8_t *to);
 
 INLINE int32_t bias_of(const int8_t *query, int dp) {
     int32_t sum = 0;
@@ -43,9 +42,24 @@ void to_panels(Past *h, int64_t stop);
 /* The places of the `open` keys that each query that is ahead reads. */
 void choose_keys(Past *h, int open);
 
-/* A vector (dp), its whole numbers and their step: how far apart these are, and as a query that has read nothing. */
-Apart apart_of(const float *x, int dp, const int8_t *whole, float step);
-Unread unread_by(const float *x, int dp, const int8_t *whole, float step);
+/* A turned vector (dp), its whole numbers and their step: how far apart these are, and as a query that has read nothing. */
+Apart apart_of(const float *turned, int dp, const int8_t *whole, float step);
+Unread unread_by(const float *turned, int dp, const int8_t *whole, float step);
+
+/* Sums of what is not read are over 2^top, a whole number, which follows the bar; what is summed up exceeds it by what
+   rounding took. */
+void raise_to(Unread *u, float bar);
+
+/* Keys of these looks over the step of the query, and of what they are `lost` and their `size`: e^logit over 2^top at most,
+   as 2^t on a chord from one whole number to the next, which is what the bits of a float say, OCTAVE (t + 127), and up to
+   6% more. Where t is no number or 128, infinity; from below -126, 2^-126. */
+#define OCTAVE 0x1p23f
+
+INLINE vec term_of(const Unread *u, vec value, vec lost, vec size) {
+    const vec most = (vec){0} + 255 * OCTAVE, least = (vec){0} + OCTAVE;
+    const vec t = value * u->each + (lost * u->near + (size * u->lost + u->from));
+    return (vec)__builtin_convertvector(choose(t < most, maximum(t, least), most), ivec);
+}
 
 /* Adds to what is not read those of n keys from place j, of these looks, that do not exceed the bar; and those of the best
    that do not, but for the first `equal` that reach it. */

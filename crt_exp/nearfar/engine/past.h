@@ -65,10 +65,10 @@ typedef struct {
     float size, near, lost;
 } Apart;
 
-/* What a query does not read: the sum of e^logit, at most, over 2^top; what that is made of (unread.c); the norm of the
-   query. */
+/* What a query does not read: the sum of e^logit, at most, over 2^top; what that is made of (looks.h, unread.c); the norm
+   of the query. */
 typedef struct {
-    float each, near, lost, size, top;
+    float each, near, lost, from, size, top;
     double sum;
 } Unread;
 

@@ -350,12 +350,14 @@ void measure(Past *h, int64_t j, int m) {
 void to_panels(Past *h, int64_t stop) {
     const int dp = h->s.dp;
     int8_t whole[dp];
+    float turned[dp];
     for (int64_t j = h->paneled; j < stop; j++) {
         uint8_t *panel = h->panels + j / PANEL * PANEL * dp + j % PANEL * 4;
-        h->step[j] = whole_of(key(h, j), dp, whole);
+        turn(key(h, j), dp, turned);
+        h->step[j] = whole_of(turned, dp, whole);
         h->looked[j] = there(h, j) ? h->step[j] : NAN;
         if (h->c->bounds) {
-            const Apart apart = apart_of(key(h, j), dp, whole, h->step[j]);
+            const Apart apart = apart_of(turned, dp, whole, h->step[j]);
             h->size[j] = apart.size, h->lost[j] = apart.lost;
         }
         for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(whole[p] ^ 0x80);
@@ -473,6 +475,18 @@ static float *out_of(const Past *h, const Asks *asks) {
     return of(h->c->out, h->z, asks->g) + (asks->j - h->c->S + h->c->L) * h->c->out.token;
 }
 
+/* The r-th query that is ahead, whole. */
+static void look_for(Past *h, int r) {
+    Work *k = &h->k;
+    const int dp = h->s.dp;
+    int8_t *whole = k->whole + r * dp;
+    float turned[dp];
+    turn(k->Q + r * dp, dp, turned);
+    const float step = whole_of(turned, dp, whole);
+    if (h->c->bounds) k->unread[r] = unread_by(turned, dp, whole, step);
+    k->bias[r] = bias_of(whole, dp);
+}
+
 /* AHEAD queries from the i-th of block t on, or as many as there are; where they open keys also of the next blocks, for
    which the same keys are heavy. */
 static void load_ahead(Past *h, int64_t t, int64_t i) {
@@ -489,9 +503,7 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
         *asks = (Asks){i / queries_of(c, t), first_query(c, t) + i % queries_of(c, t), t > 0 ? (t - 1) * c->block : 0};
         put_row(q, (float)c->factor, of(c->x, h->z, asks->g) + (asks->j - c->S + c->L) * c->x.token, c->d);
         for (int p = c->d; p < dp; p++) q[p] = 0;
-        const float step = c->open ? whole_of(q, dp, k->whole + k->ahead * dp) : 0;
-        if (c->bounds) k->unread[k->ahead] = unread_by(q, dp, k->whole + k->ahead * dp, step);
-        if (c->open) k->bias[k->ahead] = bias_of(k->whole + k->ahead * dp, dp);
+        if (c->open) look_for(h, k->ahead);
         for (int p = 0; p < dp; p++) q[p] *= LOG2E;
         k->ahead++;
     }
