@@ -20,6 +20,7 @@ from crt_exp.swap.timm_attention import TIMM, swapped_timm
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks
+EVERY_KEY = "crt_exp_every_key"                                           # attribute of masks that leave no key out
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
 # arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
@@ -132,7 +133,10 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
         if extras.get(name) is not None:
             raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
     keep, mask = None, attention_mask
-    if _is_causal(attention_mask, state.path):
+    if (hasattr(attention_mask, EVERY_KEY) and attention_mask.shape[-1] == key.shape[2]
+            and (attention_mask.ndim == 2 or query.shape[2] > 1)):
+        mask, causal = None, attention_mask.ndim == 2
+    elif _is_causal(attention_mask, state.path):
         keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
     elif attention_mask is not None:
         causal = state.causal  # of a single query; a mask of pairs tells it of more
@@ -151,7 +155,8 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     Causal: keys alone, (B, S), as transformers' flash attention has them; they end with the last query, where those of
     a static cache have free room after it. Bidirectional: (B,1,L,S), a view of (B, S) or of a single number where there
     is no padding. Any other pattern, and one query in a static cache, so that all its masks have one shape: its pairs,
-    (B,1,L,S).
+    (B,1,L,S). Where no key is padding, as is looked up here once for all layers, the mask says so by EVERY_KEY: it is one
+    number, into which nothing can be written.
     """
     from transformers import masking_utils as masks
 
@@ -166,11 +171,13 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
         return masks.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset,
                                mask_function or masks.causal_mask_function, attention_mask, local_size,
                                device=device, **(options | skips))
-    if attention_mask is None:
+    keep = None if attention_mask is None else attention_mask[:, kv_offset:end].bool()
+    if every := keep is None or (not keep.is_meta and known_true(keep)):
         keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, end - kv_offset)
-    else:
-        keep = attention_mask[:, kv_offset:end].bool()
-    return keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
+    mask = keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
+    if every and not torch.compiler.is_compiling():
+        setattr(mask, EVERY_KEY, True)
+    return mask
 
 
 def _in_use(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
@@ -206,12 +213,19 @@ def _wants_matrix(extras: dict) -> bool:
     not the layers."""
     if extras.get("output_attentions"):
         return True
-    try:
-        from transformers.utils.output_capturing import _active_collector as collector
-    except ImportError:
+    if (collector := _collector()) is None:
         return False
     wanted = collector.global_var if torch.compiler.is_compiling() else collector.get()
     return wanted is not None and any("attentions" in key for key in wanted)
+
+
+@cache
+def _collector():
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return None
+    return _active_collector
 
 
 def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix,

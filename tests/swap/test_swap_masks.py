@@ -96,6 +96,26 @@ def test_causal_masks_are_kept_as_keys_alone():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("make", [bert, llama])
+def test_whether_a_key_is_padding_is_looked_up_once_for_all_layers(make, monkeypatch):
+    from crt_exp.swap import call, families
+
+    asked = []
+    for module in (call, families):
+        monkeypatch.setattr(module, "known_true", lambda keep: asked.append(keep) or bool(keep.all()))
+    keep = torch.ones(B, L, dtype=torch.long)
+    model, ids = make(), tokens()
+    before = model(input_ids=ids).last_hidden_state
+    swapped = swap_attention(model, "exact")
+    torch.testing.assert_close(swapped(input_ids=ids, attention_mask=keep).last_hidden_state, before, **CLOSE)
+    assert len(asked) == 1
+    keep[1, 6:] = 0
+    padded = swapped(input_ids=ids, attention_mask=keep).last_hidden_state
+    torch.testing.assert_close(padded[1, :6], model(input_ids=ids[1:, :6]).last_hidden_state[0], **CLOSE)
+    assert len(asked) > 2
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("what", ["packed", "prefix", "window"])
 def test_other_patterns_are_refused_when_they_come(what):
     i, j = torch.arange(L)[:, None], torch.arange(L)
