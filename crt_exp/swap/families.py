@@ -132,16 +132,16 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     for name in EXTRAS:
         if extras.get(name) is not None:
             raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
+    # where there is one, these are new keys, and what came before is in this layer of the cache
+    recurrent = getattr(key, "cache_layer", None)
     keep, mask = None, attention_mask
-    if (hasattr(attention_mask, EVERY_KEY) and attention_mask.shape[-1] == key.shape[2]
-            and (attention_mask.ndim == 2 or query.shape[2] > 1)):
+    if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] == key.shape[2]) and (
+            attention_mask.ndim == 2 or query.shape[2] > 1):
         mask, causal = None, attention_mask.ndim == 2
     elif _is_causal(attention_mask, state.path):
         keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
     elif attention_mask is not None:
         causal = state.causal  # of a single query; a mask of pairs tells it of more
-    # where there is one, these are new keys, and what came before is in this layer of the cache
-    recurrent = getattr(key, "cache_layer", None)
     given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
     out, matrix = (attend if recurrent is None else recurrent.attend)(state, query, key, value, **given)
     return out.transpose(1, 2).contiguous(), matrix
