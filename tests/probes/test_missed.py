@@ -70,3 +70,23 @@ def test_no_query_of_a_real_model_misses_more_than_it_states(model, length, unti
         ratios.append(float(bound.median() / missed.median()))
     assert count >= 3 * 10**5 or model == "minilm"
     assert max(ratios) < 2
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_no_block_of_real_keys_can_be_passed_over():
+    """Why queries look at all keys of the past: what bounds the logits of a block of 64 keys, by its centre and radius or
+    by its longest key, is above the least logit that is read in nearly all blocks, though few of them hold such a key."""
+    _, text = lying("models/smollm2-135m", "wikitext2/wiki.valid.tokens")
+    length, far, block, open = 4096, 3840, 64, 128
+    for layer in Pretrained("models/smollm2-135m", str(text), length=length, layers=[2, 18]).layers(0, 0):
+        q, y = layer.x[0, :, far::8], layer.y_of_heads[0, :, :far]
+        rows = y.unflatten(1, (-1, block))
+        centre, size = rows.mean(2), torch.linalg.vector_norm(q, dim=-1, keepdim=True)
+        radius = torch.linalg.vector_norm(rows - centre.unsqueeze(2), dim=-1).amax(-1).unsqueeze(1)
+        longest = torch.linalg.vector_norm(rows, dim=-1).amax(-1).unsqueeze(1)
+        bound = torch.minimum(q @ centre.mT + size * radius, size * longest)
+        logits = q @ y.mT
+        least = logits.topk(open).values[..., -1:]
+        held = logits.unflatten(-1, (-1, block)).amax(-1) >= least
+        assert (bound >= least).float().mean() > 0.99 and held.float().mean() < 0.7
