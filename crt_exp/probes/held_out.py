@@ -68,5 +68,7 @@ def compared(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
             shown("accuracy"), shown("log_loss"), f"{record['confidence']:.4g}"]
         constant = ["the most frequent class", f"{record['constant_accuracy']:.4g}",
                     f"{record['constant_log_loss']:.4g}", ""]
-    told = [f"{record['rows']:,}", f"{record['seconds']:.3g}", f"{record['memory_gib']:.2g}"]
-    return ([*header, "rows", "seconds", "memory, GiB"], [["kernel machine", *fit, *told], [*constant, "", "", ""]])
+    memory, gib = ("memory beyond data, GiB", record["anonymous_gib"]) if "anonymous_gib" in record else (
+        "memory, GiB", record["memory_gib"])
+    told = [f"{record['rows']:,}", f"{record['seconds']:.3g}", f"{gib:.2f}"]
+    return ([*header, "rows", "seconds", memory], [["kernel machine", *fit, *told], [*constant, "", "", ""]])

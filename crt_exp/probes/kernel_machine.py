@@ -32,6 +32,7 @@ from crt_exp.ridge.sums import check_memory
 from crt_exp.runner.processes import Alone, World
 from crt_exp.runner.progress import peak_memory
 from crt_exp.schema import checked
+from crt_exp.times import Anonymous
 from crt_exp.whole_files import whole, write_rows
 
 LOOKED_AT = 8192       # rows from all over the file that columns are standardised by
@@ -132,6 +133,10 @@ class KernelMachine:
 
     def records(self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()) -> Iterator[dict[str, Any]]:
         check_estimates(mechanism)
+        with Anonymous() as memory:
+            yield from self.read(mechanism, seed, len(done), memory)
+
+    def read(self, mechanism: Mechanism, seed: int, step: int, memory: Anonymous) -> Iterator[dict[str, Any]]:
         reading = self.begun(mechanism, seed)
         reading.load(self.kept())
         saved, clock = time.monotonic(), Clock()
@@ -145,7 +150,7 @@ class KernelMachine:
                     saved = time.monotonic()
                     yield {"step": reading.next, "epoch": 0, "split": "train", "rows": reading.rows,
                            "rows_per_s": reading.rows / reading.seconds}
-        yield from self.ended(reading, len(done))
+        yield from self.ended(reading, step, memory)
 
     def mine(self, first: int) -> Callable[[int], bool]:
         return lambda number: number >= first and number % self.world.size == self.world.rank
@@ -172,11 +177,11 @@ class KernelMachine:
 
     # ---- the end
 
-    def ended(self, reading: "Reading", step: int) -> Iterator[dict[str, Any]]:
+    def ended(self, reading: "Reading", step: int, memory: Anonymous) -> Iterator[dict[str, Any]]:
         """The sums of all processes, and what the first of them makes of these."""
         reading.gather(self.world)
         self.reading = reading
-        memory = max(self.world.gather(peak_memory(torch.device("cpu")))) / 2**30
+        of_each = self.world.gather(peaks(memory))
         if not self.world.main:
             return
         if reading.held.kept is None:
@@ -187,7 +192,8 @@ class KernelMachine:
         yield {"step": step, "epoch": 0, "split": "test", **found, "rows": reading.model.rows_,
                "tested": len(held), "columns": len(self.columns), "alpha": self.alpha_of(reading.model),
                "seconds": reading.seconds + clock.lap(), "rows_per_s": reading.rows / max(reading.seconds, 1e-9),
-               "memory_gib": memory, "final": True}
+               **{name: max(each[name] for each in (*of_each, peaks(memory))) for name in peaks(memory)},
+               "final": True}
 
     def alpha_of(self, model: Model) -> float:
         return float(np.ravel(model.alpha_)[0])
@@ -205,6 +211,13 @@ class KernelMachine:
     def summary(self, records: Sequence[dict]) -> str:
         header, rows = compared(records[-1])
         return f"{self.file.path.name}, {self.target}\n" + markdown(header, rows).rstrip()
+
+
+def peaks(memory: Anonymous) -> dict[str, float]:
+    """memory_gib, libraries and pages of data that is mapped among it, and anonymous_gib, without these, where the
+    system tells them apart."""
+    both = {"memory_gib": peak_memory(torch.device("cpu")), "anonymous_gib": memory.most}
+    return {name: count / 2**30 for name, count in both.items() if count is not None}
 
 
 class Clock:

@@ -197,9 +197,9 @@ def nystroem_sgd(parts: Parts, columns: int, seed: int) -> np.ndarray:
     return model.fit(features.transform(parts.X), parts.y).predict(features.transform(parts.test))
 
 
-def trees(parts: Parts, columns: int, seed: int) -> np.ndarray:
+def trees(parts: Parts, columns: int, seed: int, **options: Any) -> np.ndarray:
     kind = HistGradientBoostingClassifier if parts.classes else HistGradientBoostingRegressor
-    return kind(random_state=seed).fit(parts.X, parts.y).predict(parts.test)
+    return kind(random_state=seed, **options).fit(parts.X, parts.y).predict(parts.test)
 
 
 def exact(parts: Parts, columns: int, seed: int, lengths: np.ndarray) -> np.ndarray:

@@ -5,7 +5,8 @@ What is kept of rows are sums in float64 (`sums.py`), so that they come as array
 """
 
 from crt_exp.ridge.classifier import RandomFeatureClassifier
+from crt_exp.ridge.landmarks import NystroemRidge
 from crt_exp.ridge.lengths import fit_length_scales
 from crt_exp.ridge.regressor import RandomFeatureRidge
 
-__all__ = ["RandomFeatureClassifier", "RandomFeatureRidge", "fit_length_scales"]
+__all__ = ["NystroemRidge", "RandomFeatureClassifier", "RandomFeatureRidge", "fit_length_scales"]

@@ -200,6 +200,23 @@ def test_rows_may_come_from_an_iterator():
                                    make(n_components=40, **FIXED).fit(X, target).coef_, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_streamed_rows_err_as_one_product_of_all_of_them_does(dtype, tmp_path):
+    """Rows of a memory map, and batches of it, against Z^T Z of the same features of all rows at once in float64."""
+    (X, y, _), (new, target, _) = (rows(n=n, seed=seed, dtype=dtype) for n, seed in ((12_000, 0), (3000, 1)))
+    stored = mapped(X, tmp_path)
+    model = RandomFeatureRidge(n_components=100, **FIXED).fit(stored, y)
+    streamed = RandomFeatureRidge(n_components=100, **FIXED).fit(
+        (stored[i:i + 700], y[i:i + 700]) for i in range(0, len(y), 700))
+    Z, z = (model.features_.transform(part).astype(np.float64) for part in (X, new))
+    apart = Z - Z.mean(0)
+    coefficients = np.linalg.solve(apart.T @ apart + model.alpha_ * np.eye(100), apart.T @ (y - y.mean()))
+    whole = np.mean((y.mean() + (z - Z.mean(0)) @ coefficients - target) ** 2) ** 0.5
+    assert 0.3 < whole < 0.32  # 0.3 is noise
+    for each in (model, streamed):
+        assert np.mean((each.predict(new) - target) ** 2) ** 0.5 == pytest.approx(whole, rel=0.01)
+
+
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     """A memory map of 5 MiB, whose features would take 92 MiB in single precision."""
     n, d = 150_000, 8
