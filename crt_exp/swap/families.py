@@ -155,8 +155,8 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     Causal: keys alone, (B, S), as transformers' flash attention has them; they end with the last query, where those of
     a static cache have free room after it. Bidirectional: (B,1,L,S), a view of (B, S) or of a single number where there
     is no padding. Any other pattern, and one query in a static cache, so that all its masks have one shape: its pairs,
-    (B,1,L,S). Where no key is padding, as is looked up here once for all layers, the mask says so by EVERY_KEY: it is one
-    number, into which nothing can be written.
+    (B,1,L,S). Where no key is padding, as is looked up here once for all layers, the mask says so by EVERY_KEY: it is
+    one number, into which nothing can be written.
     """
     from transformers import masking_utils as masks
 

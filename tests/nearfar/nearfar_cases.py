@@ -62,7 +62,7 @@ def as_integers(t):
 
 @torch.enable_grad()
 def read_in_c(x, y, v, given):
-    """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, out of the gaps between them."""
+    """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, by the gaps between them."""
     kept = native.recall(x.detach().requires_grad_(), y, v, given)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):

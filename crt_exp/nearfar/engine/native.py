@@ -193,8 +193,8 @@ class _Recall(torch.autograd.Function):
 
 
 def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given, short: int = 0, back: bool = False) -> Recalled:
-    """back: whether gradients will be asked for. Of the memory of gaps, which is for the most that there can be, systems
-    give what is written."""
+    """back: whether gradients will be asked for. Of the memory of gaps, which is for the most that there can be, a
+    system gives what is written."""
     (Z, G, L, _), S, new = x.shape, y.shape[1], y.new_empty
     bound, gaps, gaps_at = new(Z, G, L) if given.sizes["bounds"] else None, None, None
     if back and (open := min(given.sizes["open"], S)):
