@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -124,14 +125,21 @@ RECIPES = dict(table_of_recipes())
 FAST = ("map",)  # the recipe whose commands are run with every test; the others are slow
 
 
+def at_work_in(folder, monkeypatch):
+    """What is imported from the folder is forgotten."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    before = {*sys.modules}
+    yield folder
+    for name in {*sys.modules} - before:
+        if str(place_of(sys.modules[name])).startswith(str(folder)):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to work in; what is imported from it is forgotten."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in [name for name, module in sys.modules.items() if str(place_of(module)).startswith(str(tmp_path))]:
-        del sys.modules[name]
+    """An empty folder to work in."""
+    yield from at_work_in(tmp_path, monkeypatch)
 
 
 def place_of(module):
@@ -147,11 +155,17 @@ def write_files(blocks, folder):
             path.write_text(block.text)
 
 
-@pytest.fixture
-def recipes(folder):
-    """A folder with all files of the page."""
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
     write_files(BLOCKS, folder)
     return folder
+
+
+@pytest.fixture
+def recipes(written, monkeypatch):
+    """A folder with all files of the page, to read alone."""
+    yield from at_work_in(written, monkeypatch)
 
 
 @pytest.fixture
@@ -303,8 +317,11 @@ def test_what_a_batch_file_starts(block, tmp_path, monkeypatch):
     check_run(words[place + 1:])
 
 
+parser_of_reports = cache(report_command.parser)  # it lists the titles of all pages
+
+
 def check_report(name, arguments):
-    given = report_command.parser().parse_args([name, *arguments])
+    given = parser_of_reports().parse_args([name, *arguments])
     if name.endswith(".yaml"):
         return
     spec = pages.load(name)
@@ -478,7 +495,7 @@ def test_inline_keys_exist():
 
 
 def known_keys():
-    for path in CONF.rglob("*.yaml"):
+    for path in (path for group in ("", *GROUPS) for path in (CONF / group).glob("*.yaml")):
         text, node = path.read_text(), OmegaConf.to_container(OmegaConf.load(path))
         group = "" if path.parent == CONF or "@package _global_" in text else path.relative_to(CONF).parts[0]
         yield from flattened(group, node)

@@ -256,7 +256,7 @@ def command(folder, name, *words):
             "logger=none", *words]
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
     words = command(folder, name, "task.length=64", "task.samples=3", "task.calibration=1", "task.rounds=1",
                     'task.attentions=["nearfar preset=quality","favorpp m=8",uniform]',

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_cases import BLOCKED, CLOSED, FEW, OTHER, OUTLIER, SHAPES, Case, assert_same
+from covering import in_turn
 from maps import HYBRID, MAPS, independent
 
 from crt_exp import samplers
@@ -15,7 +16,8 @@ from crt_exp.samplers.noise import precise
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 
 
-EVERY = [(m, s) for m in MAPS + HYBRID + OTHER for s in (SHAPES if m in FEW + OTHER else ["masked"])]
+EVERY = [*((m, "masked") for m in MAPS + HYBRID + OTHER),
+         *in_turn(FEW + OTHER, [shape for shape in SHAPES if shape != "masked"], each=2)]
 
 
 @pytest.mark.parametrize("phi, shape", EVERY, ids=repr)
@@ -36,15 +38,17 @@ def test_scale_multiplies_queries_and_keys(phi, small_chunks):
                     case.with_grads(attention_reference, causal=is_causal, scale=root))
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
-@pytest.mark.parametrize("shape", ["self", "masked", "cross", "grouped", "shared"])
-@pytest.mark.parametrize("phi", [m for m in CLOSED if m.kernel == "softmax"], ids=repr)
-def test_two_fused_softmax_attentions(phi, shape, dtype, tolerance, monkeypatch):
+FUSED = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+@pytest.mark.parametrize("phi, dtype, shape", in_turn([m for m in CLOSED if m.kernel == "softmax"], FUSED, SHAPES,
+                                                      each=5), ids=repr)
+def test_two_fused_softmax_attentions(phi, shape, dtype, monkeypatch):
     """The engine of GPUs, on the CPU's kernels: outputs and gradients."""
     case = Case(phi, **SHAPES[shape] | {"d": 16, "dv": 8, "m": 12}, dtype=dtype)
     expected = case.with_grads(attention_reference)
     monkeypatch.setattr(flash, "applies", lambda x, y, v: True)
-    assert_same(case.with_grads(), expected, tolerance)
+    assert_same(case.with_grads(), expected, FUSED[dtype])
 
 
 def test_fused_softmax_attentions_without_keys(monkeypatch):
@@ -57,8 +61,7 @@ def test_fused_softmax_attentions_without_keys(monkeypatch):
     assert (out[0] == 0).all() and all(g.isfinite().all() and (g[0] == 0).all() for g in grads)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", MAPS + HYBRID, ids=repr)
+@pytest.mark.parametrize("phi, is_causal", in_turn(MAPS + HYBRID, [False, True]), ids=repr)
 def test_gradcheck(phi, is_causal, small_chunks):
     case = Case(phi, B=1, H=1, L=5, S=6, d=2, dv=1, m=3)
     assert torch.autograd.gradcheck(lambda *t: case(x=t[0], y=t[1], v=t[2], causal=is_causal), (case.x, case.y, case.v),
@@ -93,12 +96,15 @@ def test_causal_is_bidirectional_on_each_prefix(phi, small_chunks):
     assert (whole[:, :, 1:] - case.v[:, :, 1:]).abs().min() > 1e-6
 
 
-@pytest.mark.parametrize("early, late", [(1.0, OUTLIER), (12.0, 0.05)])  # trigonometric and positive features have
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])          # large logs for long and for short keys
-@pytest.mark.parametrize("phi", [*FEW, *(pytest.param(phi, marks=pytest.mark.slow) for phi in (HYBRID[0], HYBRID[2]))],
-                         ids=repr)
-def test_future_never_changes_the_past(phi, dtype, early, late, small_chunks):
+EARLY_LATE = [(1.0, OUTLIER), (12.0, 0.05)]  # large logs are of long keys (trigonometric) or short ones (positive)
+
+
+@pytest.mark.parametrize("phi, dtype, keys", in_turn(
+    [*FEW, *(pytest.param(phi, marks=pytest.mark.slow) for phi in (HYBRID[0], HYBRID[2]))],
+    [torch.float64, torch.float32], EARLY_LATE, each=2), ids=repr)
+def test_future_never_changes_the_past(phi, dtype, keys, small_chunks):
     """Nor does a stabiliser that sees a later outlier: outputs and gradients of the first rows stay as they were."""
+    early, late = keys
     case = Case(phi, dtype=dtype)
     past = slice(0, 6)
     case.grad[:, :, 6:] = 0
@@ -114,8 +120,7 @@ def test_future_never_changes_the_past(phi, dtype, early, late, small_chunks):
     assert all((t[:, :, 6:] == 0).all() for t in after[1:])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", FEW + BLOCKED + OTHER, ids=repr)
+@pytest.mark.parametrize("phi, is_causal", in_turn(FEW + BLOCKED + OTHER, [False, True]), ids=repr)
 def test_padding_is_truncation(phi, is_causal, small_chunks):
     """Masked keys, NaN and all, are as if they were not there: in outputs, and in gradients (theirs are 0)."""
     case = Case(phi, L=7, S=11)
@@ -244,9 +249,11 @@ def test_underflow_sends_a_segment_through_pieces(monkeypatch, by_products):
         assert any(taken)
 
 
-@pytest.mark.parametrize("phi, sampler", [
-    *((phi, samplers.orthogonal) for phi in MAPS + OTHER),   # discrete maps refuse approximate samplers
-    *((phi, samplers.hadamard) for phi in MAPS + OTHER if not isinstance(phi, (PoisRF, GeomRF)))],
+DISCRETE = [m for m in MAPS if isinstance(m, (PoisRF, GeomRF))]  # they refuse approximate samplers
+
+
+@pytest.mark.parametrize("phi, sampler", [*in_turn(DISCRETE, [samplers.orthogonal]), *in_turn(
+    [m for m in MAPS + OTHER if m not in DISCRETE], [samplers.orthogonal, samplers.hadamard])],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_float64_throughout(phi, sampler, monkeypatch):
     """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64,

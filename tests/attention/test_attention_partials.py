@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from attention_cases import CLOSED, FEW, OTHER, SHAPES, Case, assert_same
+from covering import in_turn
 
 from crt_exp.attention import (
     Generalized,
@@ -53,9 +54,8 @@ def with_logsum(case, partial, is_causal, weight):
     return [out, logs, *torch.autograd.grad(loss, (case.x, case.y, case.v))]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", ["self", "masked", "grouped", "shared"])
-@pytest.mark.parametrize("phi", [*FEW, OTHER[0]], ids=repr)
+@pytest.mark.parametrize("phi, is_causal, shape", in_turn([*FEW, OTHER[0]], [False, True],
+                                                          ["self", "masked", "grouped", "shared"], each=3), ids=repr)
 def test_log_sums_and_their_gradients(phi, shape, is_causal, small_chunks):
     case = Case(phi, **SHAPES[shape])
     weight = torch.randn(case.x.shape[:3], dtype=torch.float64).unsqueeze(-1)
@@ -118,9 +118,8 @@ def in_parts(case, at, is_causal, policy="none", near=False):
     return out if not cut else torch.cat([finish(gather(slice(0, cut), first, near, True), policy), out], 2)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", ["self", "masked", "grouped"])
-@pytest.mark.parametrize("phi", [*FEW, OTHER[0]], ids=repr)
+@pytest.mark.parametrize("phi, is_causal, shape", in_turn([*FEW, OTHER[0]], [False, True],
+                                                          ["self", "masked", "grouped"], each=2), ids=repr)
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_parts_of_keys_merge_to_the_whole(step, phi, shape, is_causal, small_chunks):
     """Cut at any place: outputs and gradients."""

@@ -18,11 +18,11 @@ from crt_exp.features import OPRF, SDERF, SMREG, PosRF
 pytest.importorskip("triton", reason="Triton comes with PyTorch on Linux alone")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1",
                                 reason="tests/attention/test_gpu.py runs them on the GPU that is here")
-SMALL = {"B": 1, "H": 2, "dtype": torch.float32}
+SMALL = {"B": 1, "H": 1, "dtype": torch.float32}  # the interpreter takes a head after the other
 CASES = {
-    "segments": dict(L=45, S=45), "padding": dict(L=20, S=20, masked=True, B=2),
+    "segments": dict(H=2, L=45, S=45), "padding": dict(L=20, S=20, masked=True, B=2),
     "the last queries": dict(L=19, S=60, masked=True), "many keys and one query": dict(L=1, S=70),
-    "grouped heads": dict(Hkv=1, L=17, S=23), "wide": dict(L=18, S=18, d=20, dv=33, m=18),
+    "grouped heads": dict(H=2, Hkv=1, L=17, S=23), "wide": dict(L=18, S=18, d=20, dv=33, m=18),
 }
 
 

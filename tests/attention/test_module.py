@@ -231,7 +231,9 @@ def test_decoding_equals_the_whole_sequence():
         decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], version=module.version)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"redraw_every": 2}], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True, "redraw_every": 2},
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ({"causal": True}, {"redraw_every": 2}))], ids=str)
 def test_compiles_without_graph_breaks(options):
     torch._dynamo.reset()
     module = make(**options)

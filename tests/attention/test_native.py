@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import in_turn
 from native_cases import Case, assert_near, needs_library
 from nearfar_cases import book, choices, codebook
 
@@ -53,9 +54,8 @@ def built(monkeypatch, tmp_path):
 
 
 @needs_library
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("phi", [PosRF(), OPRF(), HypRF(), SMREG()], ids=lambda phi: type(phi).__name__)
+@pytest.mark.parametrize("shape, causal, phi", in_turn(SHAPES, [False, True], [PosRF(), OPRF(), HypRF(), SMREG()],
+                                                       each=3), ids=str)
 def test_equals_float64(phi, shape, causal):
     case = Case(phi, **SHAPES[shape])
     assert native.applies(case.x, case.y, case.v)

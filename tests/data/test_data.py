@@ -92,7 +92,8 @@ def test_layout_gives_the_documented_shape(name, tmp_path):
     assert table.target.dtype == (np.int64 if table.classes else np.float64)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ("chess", "nursery") else [])
+                                  for name in FILES])  # the two have tens of thousands of rows, read by the same code
 def test_line_ends_do_not_matter(name, tmp_path):
     write(tmp_path, name, rows_of(name))
     plain = load(name, tmp_path)

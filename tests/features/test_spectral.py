@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from covering import in_turn
 from maps import OTHER_KERNELS, SPECTRAL
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
 from sklearn.metrics.pairwise import laplacian_kernel
@@ -58,8 +59,9 @@ def test_directions_stay_orthogonal_and_fast(phi):
     assert fast.matrix_free and isinstance(fast, samplers.HadamardNoise)
 
 
-@pytest.mark.parametrize("sampler", [samplers.simplex, samplers.stratified, samplers.halton, samplers.sobol])
-@pytest.mark.parametrize("phi", SPECTRAL, ids=repr)
+@pytest.mark.parametrize("phi, sampler", in_turn(SPECTRAL, [samplers.simplex, samplers.stratified, samplers.halton,
+                                                            samplers.sobol], each=2),
+                         ids=lambda value: getattr(value, "__name__", repr(value)))
 def test_every_exact_sampler_is_unbiased(phi, sampler):
     g = torch.Generator().manual_seed(0)
     x = torch.tensor([[0.3, -0.2], [0.0, 0.1], [-0.5, 0.4]], dtype=torch.float64)
@@ -80,8 +82,7 @@ def test_arc_cosine_kernels_are_those_of_layers_at_random():
     torch.testing.assert_close(f @ f.mT, steps, atol=0.01, rtol=0)
 
 
-@pytest.mark.parametrize("kernel", ONE_MAP_EACH)
-@pytest.mark.parametrize("columns", [10, 11])
+@pytest.mark.parametrize("kernel, columns", in_turn(ONE_MAP_EACH, [10, 11]))
 def test_gram_matrices_are_unbiased(kernel, columns):
     """Of the estimator, over draws of its features; of an odd number of columns too."""
     X = np.random.default_rng(0).normal(size=(4, 3))

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from covering import in_turn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
@@ -74,8 +75,7 @@ def test_the_past_is_not_lost_by_checkpointing():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, positions", in_turn(NAMES, POSITIONS))
 def test_symbol_by_symbol_is_the_parallel_pass(name, positions):
     """A prompt at once, then one by one."""
     model, ids = calibrated(name, positions=positions), tokens()

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1",
 
 CASES = {
     "both directions": dict(),
-    "causal": dict(after=False, hidden=True),
-    "causal, the last blocks, nothing heavy": dict(n=2, after=False, hidden=True, heavy=0),
-    "cells alone": dict(near=False, heavy=0),
-    "heavy keys of each block": dict(own=True),
+    "causal": dict(Z=1, after=False, hidden=True),
+    "causal, the last blocks, nothing heavy": dict(Z=1, n=2, after=False, hidden=True, heavy=0),
+    "cells alone": dict(Z=1, near=False, heavy=0),
+    "heavy keys of each block": dict(Z=1, own=True),
     "more than a step of each": dict(Z=1, N=2, b=35, r=70, K=40, d=20, dv=33, heavy=33),
 }
 

@@ -75,8 +75,8 @@ def test_no_query_of_a_real_model_misses_more_than_it_states(model, length, unti
 @pytest.mark.slow
 @torch.no_grad()
 def test_no_block_of_real_keys_can_be_passed_over():
-    """Why queries look at all keys of the past: what bounds the logits of a block of 64 keys, by its centre and radius or
-    by its longest key, is above the least logit that is read in nearly all blocks, though few of them hold such a key."""
+    """Why queries look at all keys of the past: what bounds the logits of a block of 64 keys, by its centre and radius
+    or by its longest key, is above the least logit that is read in nearly all, though few hold such a key."""
     _, text = lying("models/smollm2-135m", "wikitext2/wiki.valid.tokens")
     length, far, block, open = 4096, 3840, 64, 128
     for layer in Pretrained("models/smollm2-135m", str(text), length=length, layers=[2, 18]).layers(0, 0):

@@ -2,12 +2,13 @@
 
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from crt_exp.report import draws, verdicts
+from crt_exp.report import draws, index, verdicts
 from crt_exp.report.evidence import (
     Bar,
     Claim,
@@ -118,12 +119,25 @@ def test_no_committed_line_shows_a_bare_margin(path):
     assert "in the logarithm" not in text and "beyond the bar:" not in text
 
 
+@cache
+def committed(name, folder):
+    """A page with its draws, read and judged once."""
+    return Page(name, folder)
+
+
+def test_the_committed_index_is_that_of_the_committed_reports(monkeypatch):
+    monkeypatch.setattr(index, "Page", committed)
+    pages = [path for path in COMMITTED if path.stem not in index.WITHOUT]
+    made = index.text(pages, {page.stem: index.verdicts(page) for page in pages})
+    assert COMMITTED[0].with_name("index.md").read_text() == made, "make report"
+
+
 @pytest.mark.parametrize("name", names())
 def test_committed_lines_put_the_value_on_the_side_of_the_bar_that_the_verdict_says(name):
     """The number that is printed, read back: above or below the bar as the difference is above or below 0."""
     if not draws.there(name):
         return
-    claims = [each.claim for each in Page(name).verdicts if not isinstance(each, Unmeasured)]
+    claims = [each.claim for each in committed(name, COMMITTED[0].parent).verdicts if not isinstance(each, Unmeasured)]
     for claim in claims:
         text = claim.against.shown(claim.difference).replace("e^", "")
         if isinstance(claim.bar, Share) or abs(claim.difference.mean) < 0.01 * abs(claim.against.at):

@@ -1,15 +1,11 @@
 """make report: the verdicts of all reports."""
 
 import csv
-from pathlib import Path
 
 import pytest
 
 from crt_exp.report import index
 from crt_exp.report.evidence import Claim, Gate, Unjudged, exactly, independent, judged
-
-COMMITTED = Path(__file__).parents[2] / "outputs/report"
-
 
 def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, capsys):
     up, down, flat = (Claim(text, independent(values), "nats") for text, values in
@@ -36,9 +32,3 @@ def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, ca
 def test_no_report_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no report in .*make one first"):
         index.main(tmp_path)
-
-
-def test_the_committed_index_is_that_of_the_committed_reports():
-    pages = sorted(path for path in COMMITTED.glob("*.md") if path.stem not in index.WITHOUT)
-    made = index.text(pages, {page.stem: index.verdicts(page) for page in pages})
-    assert (COMMITTED / "index.md").read_text() == made, "make report"

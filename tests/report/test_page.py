@@ -4,6 +4,7 @@ import gzip
 import math
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -57,10 +58,15 @@ def test_committed_pages_are_those_of_their_draws(name):
     assert without_age(text) == without_age((COMMITTED / f"{name}.md").read_text()), f"make {name}, or make report"
 
 
+@cache
+def committed(name):
+    return draws.read(name, COMMITTED)
+
+
 @pytest.mark.parametrize("name", MEASURED)
 def test_files_name_arms_and_measurements_that_exist(name):
     spec = page.load(name)
-    frame = draws.read(name, COMMITTED)
+    frame = committed(name)
     assert {*spec.get("controls", [])} <= {*frame["arm"]}, "a control without draws"
     known = {*frame["arm"], *(arm for size in spec.get("sizes", {}).values() for arm in choice.known(size or {}))}
     for claim in [*spec.get("claims", []), *spec.get("bars", [])]:
@@ -78,7 +84,7 @@ def test_draws_are_of_commits_that_can_be_looked_at():
         pytest.skip("no history, as of an archive or a shallow clone")
     short = {digest[:12] for digest in git("rev-list", "HEAD")}
     for name in MEASURED:
-        named = {commit.rstrip("+") for commit in draws.read(name, COMMITTED)["commit"] if commit}
+        named = {commit.rstrip("+") for commit in committed(name)["commit"] if commit}
         assert named <= short, name
 
 

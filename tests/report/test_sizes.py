@@ -11,7 +11,7 @@ from tests.report.simulated import frame_of
 
 SIZED = [(name, size) for name in page.names() for size, given in page.load(name).get("sizes", {}).items()
          if size != page.home(page.load(name)) and given and name != "attention-maps"]  # pictures of a model's matrices
-FAST = [("lra", "full"), ("hrf-lm", "full"), ("fig4-left", "full"), ("pixels", "full")]
+FAST = [("fig4-left", "full"), ("pixels", "full")]
 
 
 def simulated(name, size, folder, monkeypatch):

@@ -12,7 +12,9 @@ from hydra.utils import instantiate
 
 from crt_exp.config import CONF, ConfigError, choices, located
 from crt_exp.hints import Count, Positive, Several, at_least, below, describe, parameters
+from crt_exp.runner import command_line
 from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
+from crt_exp.runner.help import lines_of, words_of
 from crt_exp.samplers import hadamard, iid, orthogonal
 from crt_exp.schema import HYDRA_KEYS, check, checked
 
@@ -27,13 +29,27 @@ EVERY = [f"{group}={name}" for group in GROUPS for name in choices(group)]
 
 
 @pytest.fixture(scope="module")
-def configurations():
-    return {choice: plain(composed(choice)) for choice in EVERY}
+def compositions():
+    return {choice: command_line.compose([choice]) for choice in EVERY}
+
+
+@pytest.fixture(scope="module")
+def configurations(compositions):
+    return {choice: plain(cfg) for choice, cfg in compositions.items()}
 
 
 @pytest.mark.parametrize("choice", EVERY)
 def test_every_choice_passes(choice, configurations):
     check_plain(configurations[choice])
+
+
+@pytest.mark.parametrize("choice", EVERY)
+def test_every_key_has_its_words(choice, compositions, configurations):
+    """Those that stand beside it in its file."""
+    words = words_of(compositions[choice].hydra.runtime.choices)
+    lines = lines_of(configurations[choice], words)
+    names = [line.split("=")[0] for line in lines if not line.startswith(" ") and "=" in line.split()[0]]
+    assert not {key for key in names if key not in words and key.rpartition(".")[0] not in words}
 
 
 class Strange:

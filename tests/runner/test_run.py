@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 from refusals import check_refused
 
-from crt_exp.config import ConfigError, choices
-from crt_exp.runner.command_line import compose
-from crt_exp.runner.configuration import plain
-from crt_exp.runner.help import lines_of, words_of
+from crt_exp.config import ConfigError
 from crt_exp.runner.run import LOCK, Lock, read_records
 from crt_exp.runner.run import commit
 
@@ -98,19 +95,6 @@ def test_help_lists_what_the_command_line_takes(typed):
     assert max(map(len, groups.splitlines())) <= 120
     code, _, err = typed("report=lra", "logger=none")
     assert code == 2 and "report=lra: pages have a command of their own, python -m crt_exp.report lra" in err
-
-
-@pytest.mark.parametrize("group", ["task", "features", "sampler", "attention", "trainer", "logger"])
-def test_every_key_has_its_words(group):
-    """Those that stand beside it in its file."""
-    without = set()
-    for name in choices(group):
-        cfg = compose([f"{group}={name}"])
-        words = words_of(cfg.hydra.runtime.choices)
-        lines = lines_of(plain(cfg), words)
-        names = [line.split("=")[0] for line in lines if not line.startswith(" ") and "=" in line.split()[0]]
-        without |= {key for key in names if key not in words and key.rpartition(".")[0] not in words}
-    assert not without
 
 
 def test_help_is_of_what_stands_beside_it(typed):

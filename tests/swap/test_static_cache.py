@@ -5,6 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from covering import in_turn  # noqa: E402
 from decoders import called, mechanisms, swapped, tokens  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
@@ -38,8 +39,7 @@ def in_pieces(model, ids, mask, cache, stops):
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("padded", ["not", "sides", "ends"])
-@pytest.mark.parametrize("name", DECODE)
+@pytest.mark.parametrize("name, padded", in_turn(DECODE, ["not", "sides", "ends"], each=2))
 @torch.no_grad()
 def test_room_changes_nothing(name, padded):
     model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=LENGTH), masks(padded)

@@ -166,6 +166,7 @@ def test_a_damaged_state_is_set_aside(tmp_path, capsys):
     assert "is damaged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_processes_are_one():
     thetas = torch.randn(8, POLICY.parameters, generator=torch.Generator().manual_seed(0))
     returns = [play_all(player(), thetas, [1, 2, 3], 2, workers) for workers in (1, 2)]
