@@ -39,7 +39,7 @@ def in_pieces(model, ids, mask, cache, stops):
     return torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("name, padded", in_turn(DECODE, ["not", "sides", "ends"], each=2))
+@pytest.mark.parametrize("name, padded", in_turn(DECODE, ["sides", "ends", "not"]))
 @torch.no_grad()
 def test_room_changes_nothing(name, padded):
     model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=LENGTH), masks(padded)
