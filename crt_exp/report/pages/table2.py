@@ -36,7 +36,7 @@ def kept(page: Page, setting: str) -> str:
     gains = {arm: gain(page, setting, arm, "uniform") for arm in page.arms if arm not in ("exact", *page.controls)}
     means = {page.label(arm): each.mean() for arm, each in gains.items() if len(each)}
     ranked = sorted(means, key=means.get, reverse=True)
-    said = ", ".join(f"{name} {means[name]:+.1f}" for name in ranked[:SHOWN])
+    said = ", ".join(f"{name} {means[name]:+.1f}" for name in ranked[:SHOWN]) or "Nothing else was measured"
     rest = [means[name] for name in ranked[SHOWN:]]
     more = f"; {len(rest)} others from {min(rest):+.1f} to {max(rest):+.1f}" if rest else ""
     return (f"**{setting}: exact attention scores {page.interval(whole):+.1f} points above uniform attention.** "
