@@ -217,7 +217,7 @@ class Anonymous:
 
     def _watch(self) -> None:
         while not self._ended.wait(self.LOOK):
-            self.most = max(self.most, self._now())
+            self.most = max(self.most, self._now() or 0)
 
     def _now(self) -> int | None:
         with suppress(OSError):

@@ -7,6 +7,7 @@ import pytest
 from crt_exp.report import index
 from crt_exp.report.evidence import Claim, Gate, Unjudged, exactly, independent, judged
 
+
 def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, capsys):
     up, down, flat = (Claim(text, independent(values), "nats") for text, values in
                       (("up|wards", [1, 1.1, 1.2]), ("downwards", [-1, -1.1, -1.2]), ("level", [1, -1, 0.1])))
