@@ -34,15 +34,15 @@ READ = {MECHANISM: ("conf/config.yaml", "conf/features", "conf/sampler"),
 
 def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
     """Where the walk of a page begins: the module of its `measure`, that of runs, what its sizes name, and the names of
-    one's own that it may name.
+    one's own that it may name; sorted, so that no order of paragraphs measures anew.
     Raises ConfigError for a measurement that has no file here: a user's own elsewhere, tests/ without a checkout."""
     module = spec.get("measure", DRIVER).rpartition(".")[0]
     if (begin := file_of(module)) is None:
         raise ConfigError(f"measure: {spec['measure']}: {module} is no file of crt_exp or of this directory; run the "
                           "command in the folder that holds it")
     trained = {"starts", "runs"} & {key for size in spec.get("sizes", {}).values() for key in size}
-    return tuple(dict.fromkeys(map(name_of, (begin, *([file_of(TRAINING)] if trained else ()),
-                                             *named(spec.get("sizes")), *own_files(spec)))))
+    return tuple(sorted({*map(name_of, (begin, *([file_of(TRAINING)] if trained else ()),
+                                        *named(spec.get("sizes")), *own_files(spec)))}))
 
 
 def own_files(spec: Mapping[str, Any]) -> Iterator[Path]:
