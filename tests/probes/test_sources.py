@@ -123,6 +123,12 @@ def test_a_measurement_of_ones_own(tmp_path, monkeypatch):
         sources.of_page({"measure": "mine.other.measure"})
 
 
+def test_the_order_of_paragraphs_of_a_page_measures_nothing_anew():
+    spec = page.load("table2")
+    turned = {**spec, "sizes": {name: dict(reversed(size.items())) for name, size in reversed(spec["sizes"].items())}}
+    assert sources.of_page(turned) == sources.of_page(spec) == tuple(sorted(sources.of_page(spec)))
+
+
 def test_files_that_do_not_exist_are_refused():
     with pytest.raises(FileNotFoundError, match="tasks/none.py: not a file or folder of crt_exp"):
         sources.fingerprint(("tasks/none.py",))
