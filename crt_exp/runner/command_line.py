@@ -1,6 +1,7 @@
 """The command line, checked before Hydra acts on it: what does not exist is named with the nearest thing that does."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
@@ -261,18 +262,25 @@ def planned_directory(cfg, multirun: bool) -> Path:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises where the run directory cannot be made, leaving nothing behind."""
+    """Raises where the run directory cannot be made, leaving nothing behind. Where it can, what it lies in stays:
+    another run may begin there at this moment."""
     made = []
     try:
         for path in [*reversed(directory.absolute().parents), directory.absolute()]:
             if not path.exists():
-                path.mkdir()
+                path.mkdir(exist_ok=True)
                 made.append(path)
         probe = directory / ".crt_exp_probe"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
+        take_away(made)
         raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another hydra.run.dir") from None
-    finally:
-        for path in reversed(made):
+    take_away([path for path in made if path == directory.absolute()])
+
+
+def take_away(folders: list[Path]) -> None:
+    """Those that are empty, the innermost first."""
+    for path in reversed(folders):
+        with suppress(OSError):
             path.rmdir()

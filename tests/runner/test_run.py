@@ -12,6 +12,7 @@ import pytest
 from refusals import check_refused
 
 from crt_exp.config import ConfigError
+from crt_exp.runner.command_line import check_writable
 from crt_exp.runner.run import LOCK, Lock, read_records
 from crt_exp.runner.run import commit
 
@@ -193,6 +194,14 @@ def test_nothing_saved_is_ever_built(typed, tmp_path):
         config.write_text(f"task:\n  _target_: {trap}\n")
         code, _, err = typed(*args, "resume=auto")
         assert code == 2 and "was run with another configuration" in err and not (tmp_path / "sprung").exists()
+
+
+def test_looking_whether_a_directory_can_be_made_takes_nothing_from_runs_that_begin_beside(tmp_path):
+    check_writable(tmp_path / "runs" / "first")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "runs"]
+    with pytest.raises(ConfigError, match="File name too long; choose another hydra.run.dir"):
+        check_writable(tmp_path / "others" / "deeper" / ("x" * 300))
+    assert [*tmp_path.rglob("*")] == [tmp_path / "runs"]
 
 
 def test_bad_input_in_a_process(tmp_path):
