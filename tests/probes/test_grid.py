@@ -167,6 +167,7 @@ def declared(size):
                         for table in ("test", "parts"))
             yield from ((place, name, None, "test") for place in places for name in each.baselines.values())
             yield from ((setting, arm, metric, "step") for metric in ("steps_per_s", "mib") if each.cost)
+            yield from ((setting, arm, option.rpartition(".")[2], "chosen") for option in each.search)
     for given in size.get("derived", []):
         into = given.get("into", {})
         for metric in given["metrics"].values() if "metrics" in given else [given["metric"]]:
