@@ -276,7 +276,7 @@ def check_writable(directory: Path) -> None:
     except OSError as error:
         take_away(made)
         raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another hydra.run.dir") from None
-    take_away([path for path in made if path == directory.absolute()])
+    take_away(made[-1:])
 
 
 def take_away(folders: list[Path]) -> None:
