@@ -55,7 +55,14 @@ def folder(tmp_path, monkeypatch, one_thread):
     (tmp_path / "mine" / "sizes.py").write_text(PROBE)
     (tmp_path / "mine" / "shares.yaml").write_text(yaml.safe_dump(PAGE, sort_keys=False))
     write_text(tmp_path / "words.txt")
+    code_has_changed()
     return tmp_path
+
+
+def code_has_changed():
+    """Files of a process are looked at once, by names in its working directory; those of another test are others."""
+    for of_process in (sources.closure, sources.fingerprint):
+        of_process.cache_clear()
 
 
 def encoder():
@@ -128,8 +135,7 @@ def test_a_page_takes_it_and_says_a_command_that_works(workers, folder, monkeypa
     assert len(kept.read_text().splitlines()) == 4
     code = Path("mine/maps.py").read_text()
     Path("mine/maps.py").write_text(code.replace("self.share *", "self.share / 2 *"))
-    for of_process in (sources.closure, sources.fingerprint):
-        of_process.cache_clear()
+    code_has_changed()
     run_report(monkeypatch, *again[3:])
     assert len(kept.read_text().splitlines()) == 8
 
