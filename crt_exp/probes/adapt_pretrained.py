@@ -21,7 +21,9 @@ from crt_exp.probes.adapt import descent, low_rank
 from crt_exp.probes.bench import fitted, quiet
 from crt_exp.swap.calibration import learns
 from crt_exp.swap.transfer import learned, swapped_layers, transfer_attention
-from crt_exp.times import in_turns, milliseconds
+from crt_exp.times import PROCESSOR, Watch, milliseconds
+
+MINUTE = 60_000    # milliseconds
 
 
 def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
@@ -47,8 +49,8 @@ def called(ids: Tensor) -> dict[str, Any]:
 class Trained:
     """A model of `pretrained` that gets other attention. settings: name -> a kind of row, of `length` tokens, of which
     `tested` are read, after so many `steps` (0, and those behind the transfer): the first `transfer` are of attention
-    transfer, on so many `captured` rows, the others of adapters, on a row each. *_lr: learning rates. rank: of
-    adapters."""
+    transfer, on so many `captured` rows, the others of adapters, on a row each, in bfloat16 where autocast has it so
+    with `bf16`. *_lr: learning rates. rank: of adapters."""
 
     model: str
     settings: Mapping[str, str]
@@ -60,23 +62,25 @@ class Trained:
     transfer_lr: float
     lora_lr: float
     rank: int
+    bf16: bool = False
 
     def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         """Of each setting, after so many `steps` of transfer and adapters: nats `above` the exact model as it is
-        published, and `nats`, of each row. Attention with nothing to learn is after the transfer what it was before."""
+        published, and `nats`, of each row. Attention with nothing to learn is after the transfer what it was before.
+        And the `minutes` of the processor that training took so far."""
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
         model = self.swapped(mechanism, seed, rows[:self.captured])
-        found = self.readings(model)
+        found, transfer = self.readings(model), 0.0
         yield from behind(0, found)
         if can_be_taught(model):
-            self.taught(model, rows[:self.captured])
+            transfer = milliseconds(self.taught, model, rows[:self.captured], clock=PROCESSOR) / MINUTE
             found = self.readings(model)
-        yield from behind(self.transfer, found)
+        yield from behind(self.transfer, found, transfer)
         low_rank(model, self.rank, seed)
-        loss = adapter_loss(model, rows[self.captured:])
-        for step in descent(model, loss, self.lora, self.lora_lr):
+        loss = adapter_loss(model, rows[self.captured:], self.bf16)
+        for step, minutes in paced(descent(model, loss, self.lora, self.lora_lr)):
             if self.transfer + step in self.steps:
-                yield from behind(self.transfer + step, self.readings(model))
+                yield from behind(self.transfer + step, self.readings(model), transfer + minutes)
 
     @property
     def lora(self) -> int:
@@ -106,8 +110,21 @@ class Trained:
                 "above": [float((ours - exact).mean()) for ours, exact in found]}
 
 
-def behind(steps: int, found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    return ({"steps": steps, **row} for row in found)
+def behind(steps: int, found: list[dict[str, Any]], minutes: float = 0.0) -> list[dict[str, Any]]:
+    return [{"steps": steps, **row} for row in [*found, {"minutes": minutes}]]
+
+
+def paced(steps: Iterator[int]) -> Iterator[tuple[int, float]]:
+    """Each step with the processor's minutes that it and those before it took; what the reader does between counts
+    not."""
+    minutes = 0.0
+    while True:
+        with Watch(PROCESSOR) as watch:
+            step = next(steps, None)
+        if step is None:
+            return
+        minutes += watch.ms / MINUTE
+        yield step, minutes
 
 
 def can_be_taught(model: nn.Module) -> bool:
@@ -115,33 +132,10 @@ def can_be_taught(model: nn.Module) -> bool:
         learns(model) or bool(learned(swapped_layers(model))))
 
 
-def adapter_loss(model: nn.Module, rows: Tensor) -> Callable[[int], Tensor]:
+def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
     """loss(i), nats a token of row i."""
     def loss(i: int) -> Tensor:
-        logits = model.train()(**called(rows[i][None])).logits[0, :-1]
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+            logits = model.train()(**called(rows[i][None])).logits[0, :-1]
         return F.cross_entropy(logits.float(), rows[i][1:])
     return loss
-
-
-@dataclass(frozen=True)
-class Costs(Trained):
-    """What its parts take, in so many `rounds`, in which all arms take their turn."""
-
-    rounds: int
-
-    def records(self, mechanisms: Mapping[str, Mechanism], seed: int) -> Iterator[dict[str, Any]]:
-        """Of each arm, by round: seconds of the transfer, null where nothing is learned, of a `step` of adapters, and
-        `hours` of all."""
-        rows = training_rows(self.model, self.length, seed, self.captured + 1)
-        spent = in_turns(mechanisms, self.rounds, lambda mechanism: self.seconds(mechanism, seed, rows), warm=0)
-        for arm, each in spent.items():
-            yield {"arm": arm, "transfer": [transfer or None for transfer, _ in each],
-                   "step": [step for _, step in each],
-                   "hours": [(transfer + self.lora * step) / 3600 for transfer, step in each]}
-
-    def seconds(self, mechanism: Mechanism, seed: int, rows: Tensor) -> tuple[float, float]:
-        model = self.swapped(mechanism, seed, rows[:-1])
-        transfer = milliseconds(self.taught, model, rows[:-1]) if can_be_taught(model) else 0.0
-        low_rank(model, self.rank, seed)
-        loss = adapter_loss(model, rows[-1:])
-        return transfer / 1e3, milliseconds(lambda: loss(0).backward()) / 1e3
