@@ -10,6 +10,8 @@ from crt_exp import samplers
 from crt_exp.attention import attention
 from crt_exp.attention.engines import native
 from crt_exp.features import Statistics
+from crt_exp.nested import leaves, mapped
+from crt_exp.samplers.noise import DenseNoise
 
 WANTED = os.environ.get("CRT_EXP_NATIVE") != "0" and shutil.which(os.environ.get("CC", "cc").split()[0])
 needs_library = pytest.mark.skipif(not WANTED and native.library() is None,  # where it does not compile, tests fail
@@ -17,11 +19,13 @@ needs_library = pytest.mark.skipif(not WANTED and native.library() is None,  # w
 
 
 class Case:
-    def __init__(self, phi, B=2, H=2, Hkv=None, L=8, S=8, d=4, dv=4, m=8, scale=0.4, masked=False):
+    """learned: rows and parameters get a gradient."""
+
+    def __init__(self, phi, B=2, H=2, Hkv=None, L=8, S=8, d=4, dv=4, m=8, scale=0.4, masked=False, learned=False):
         g = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=g)
         Hkv = Hkv or H
-        self.phi, self.noise = phi, samplers.orthogonal(m, d, g, batch=(H,))
+        self.learned, self.phi, self.noise = learned, phi, samplers.orthogonal(m, d, g, batch=(H,))
         self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
         self.params = phi.fit(Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1)))
         self.grad, self.mask = draw(B, H, L, dv), None
@@ -30,19 +34,25 @@ class Case:
             self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)
 
     def run(self, dtype=torch.float32, causal=False, x=None, y=None, v=None, grad=None):
-        """Outputs and gradients, with NaN in the padding."""
+        """Outputs and gradients, with NaN in the padding; of a map that learns those to rows and parameters too."""
         x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
         x, y, v = (t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, y, v))
         if self.mask is not None:
             with torch.no_grad():
                 for t in (y, v):
                     t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
-        out = attention(x, y, v, self.phi, self.noise, self.params, causal=causal, key_mask=self.mask)
+        noise, params, wanted = self.noise, self.params, [x, y, v]
+        if self.learned:
+            noise = DenseNoise(noise.rows().to(dtype).requires_grad_(), True)
+            params = mapped(lambda t: t.clone().requires_grad_(), params)
+            wanted += [noise.rows(), *leaves(params)]
+        out = attention(x, y, v, self.phi, noise, params, causal=causal, key_mask=self.mask)
         grad = (self.grad if grad is None else grad).to(dtype)
-        return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
+        return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 
 
 def assert_near(ours, expected, tolerance=1e-5):
-    for name, a, b in zip(("out", "dx", "dy", "dv"), ours, expected, strict=True):
+    assert len(ours) == len(expected)
+    for name, a, b in zip(("out", "dx", "dy", "dv", "drows", "dparams"), ours, expected):
         assert a.shape == b.shape and a.isfinite().all(), name
         assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(min=1e-2), name

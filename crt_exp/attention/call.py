@@ -54,11 +54,10 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
     x, y, v = _together(x, y, v, noise, params, causal)
-    trained = learning(noise, params)
-    positive = isinstance(phi, PositiveExponential) and normalize and not trained
+    positive = isinstance(phi, PositiveExponential) and normalize
     count = counter or DenominatorCount()
     if group is not None:
-        if trained:
+        if learning(noise, params):
             raise ValueError("rows and parameters that are trained need the whole sequence on one process: leave group "
                              "(trainer.sequence_parallel) out")
         rows = sequence_partial(x, y, v, phi, noise, params, causal, key_mask, scale, group, denominator == "clamp")
@@ -91,7 +90,7 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
     x, y, v = _together(x, y, v, noise, params, causal)
-    if isinstance(phi, PositiveExponential) and not modulus and not learning(noise, params):
+    if isinstance(phi, PositiveExponential) and not modulus:
         rows = positive_partial(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         call = Call(phi, noise, params, causal, key_mask, Rows(modulus))

@@ -37,7 +37,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, finite
 from crt_exp.attention.engines.chunks import chunks, in_pieces, shifted
 from crt_exp.attention.engines.constants import TINY
-from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, denominator_gradients
+from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients, denominator_gradients
 from crt_exp.attention.partials import Packed, Partial
 
 CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores
@@ -89,6 +89,7 @@ class Tile:
         self.hidden = None if form.keep is None else ~form.keep[index[0], None, :, None]                 # (b, 1, S, 1)
         self.after = y.shape[2] - x.shape[2]  # keys before the first query
         self.size, self.dtype, self.memory = size, form.rows.dtype, memory
+        self.of_map = self.rows.new_zeros(*self.rows.shape[:-1], self.rows.shape[-1] + 1) if form.learned else None
 
     def weights(self, offset: Tensor | float = 0.0) -> Tensor:
         """[W; offset of the feature; 1] (b, h, d + 2, M)."""
@@ -138,9 +139,23 @@ class Tile:
             dv[:, :, tokens] = features @ dsums[..., :-1, :].mT
             self.write_dy(dy, tokens, self.memory.product("dlogs", self.values(tokens), dsums).mul_(features))
 
+    def write_dx(self, dx: Tensor, tokens: slice, dlogs: Tensor) -> None:
+        dx[:, :, tokens] = dlogs @ self.rows
+        self.learn(self.x[:, :, tokens].to(self.dtype), dlogs)
+
     def write_dy(self, dy: Tensor, tokens: slice, dlogs: Tensor) -> None:
-        dnorms = dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight)
-        dy[:, :, tokens] = torch.addcmul(dlogs @ self.rows, self.known(self.y, tokens), dnorms)
+        dnorms, y = dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight), self.known(self.y, tokens)
+        dy[:, :, tokens] = torch.addcmul(dlogs @ self.rows, y, dnorms)
+        self.learn(y, dlogs)
+
+    def learn(self, t: Tensor, dlogs: Tensor) -> None:
+        """Adds the gradients to the directions and the bias, (b, h, M, d + 1), that come through these tokens."""
+        if self.of_map is not None:
+            add_product(self.of_map, dlogs.mT, torch.cat([t, torch.ones_like(t[..., :1])], -1))
+
+    def keep_map(self, grads: Gradients, index: tuple[slice, slice]) -> None:
+        if self.of_map is not None:
+            grads.weights[index], grads.bias[index] = self.of_map[..., :-1], self.of_map[..., -1]
 
 
 def tile_part(t: Tensor, index: tuple[slice, slice]) -> Tensor:
@@ -182,14 +197,15 @@ class bidirectional:  # noqa: N801 (an engine: see protocol.py)
         return kept
 
     @staticmethod
-    def backward(x, y, v, form: Form, kept: Bidirectional, grad, grad_logsum=None) -> tuple[Tensor, Tensor, Tensor]:
-        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+    def backward(x, y, v, form: Form, kept: Bidirectional, grad, grad_logsum=None) -> Gradients:
+        grads = Gradients.empty(x, y, v, form)
         last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
         for index, tile in whole_tiles(form, x, y, v):
-            dx, dy, dv = (t[index] for t in grads)
+            dx, dy, dv = (t[index] for t in grads[:3])
             log_z = kept.log_z[index].unsqueeze(-2)
             dstate = read_backward(tile, kept.state[index], log_z, kept.logsum[index], grad[index], last[index], dx)
             tile.summary_backward(y.shape[2], log_z, dstate, dy, dv)
+            tile.keep_map(grads, index)
         return grads
 
 
@@ -226,7 +242,7 @@ def read_backward(tile: Tile, state: Tensor, log_z: Tensor, logsum: Tensor, grad
         features = tile.queries(tokens, weights, -logsum[:, :, tokens]).exp_()
         given = with_last(grad[:, :, tokens], last[:, :, tokens])
         add_product(dstate, given.mT, features)
-        dx[:, :, tokens] = tile.memory.product("dlogs", given, state).mul_(features) @ tile.rows
+        tile.write_dx(dx, tokens, tile.memory.product("dlogs", given, state).mul_(features))
     return dstate
 
 
@@ -260,12 +276,12 @@ class causal:  # noqa: N801
         return kept
 
     @staticmethod
-    def backward(x, y, v, form: Form, kept: Causal, grad, grad_logsum=None) -> tuple[Tensor, Tensor, Tensor]:
-        grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+    def backward(x, y, v, form: Form, kept: Causal, grad, grad_logsum=None) -> Gradients:
+        grads = Gradients.empty(x, y, v, form)
         last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
         parts = segments(x.shape[2])
         for index, run in segment_tiles(form, x, y, v):
-            given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads]
+            given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads[:3]]
             dsums, ref = torch.zeros_like(kept.states[index][:, :, 0]), torch.inf  # nothing comes later
             for i in range(len(parts), 0, -1):
                 level = int(kept.levels[index][:, :, i].max())
@@ -275,6 +291,7 @@ class causal:  # noqa: N801
                     dsums, ref = run.piece_backward(piece, before, dsums, given, wanted), finite(before.top)
             first = kept.refs[index][:, :, 0].unsqueeze(-2)
             run.tile.summary_backward(run.tile.after, first, dsums * torch.exp(first - ref), *wanted[1:])
+            run.tile.keep_map(grads, index)
         return grads
 
 
@@ -361,7 +378,7 @@ class Run:
         dafter, dbefore = running_back(dsums, G.mT @ Q)
         pairs, dpairs = (Q @ K.mT).tril_(), (G @ V.mT).tril_()
         dlogs = add_product(tile.memory.product("dlogs", G, before), dpairs, K).mul_(Q)
-        dx[:, :, piece] = dlogs.flatten(2, 3) @ tile.rows
+        tile.write_dx(dx, piece, dlogs.flatten(2, 3))
         dv[:, :, tokens] = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1]).flatten(2, 3)
         dlogs = add_product(tile.memory.product("dlogs", V, dafter), dpairs.mT, Q).mul_(K)
         tile.write_dy(dy, tokens, dlogs.flatten(2, 3))

@@ -18,7 +18,8 @@ static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: it
 typedef struct {
     int64_t B, H, L, S, d, dv, M, splits, segment, threads;
     double norm_weight;
-    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dlogsum, dx, dy, dvalues;
+    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dlogsum, dx, dy, dvalues,
+        dweights, dbias;  /* of the first part of the tokens; that of others lies behind. Null: the map does not learn */
     const uint8_t *keep;  /* (B, S), or null */
     uint8_t *levels;      /* (B, H, chunks): 1 where a chunk was taken token by token */
 } Call;
@@ -37,6 +38,7 @@ typedef struct {
     float *S, *St, *dS;                     /* (dv + 1, ld), (Mp, lv) with the transposed state, (dv + 1, ld) */
     float *ref, *fresh, *factor, *offset;   /* (Mp) */
     float *row, *top, *sums;                /* (CHUNK) offsets, maxima and sums of the tokens of a chunk */
+    float *dW, *db;                         /* of a map that learns: (d, ld) and (Mp) */
     float *pieces;                          /* of the chunks of a segment, in the causal backward pass */
     int bad;
 } Head;
@@ -60,7 +62,7 @@ static int open_head(Head *e, const Call *c, int64_t index) {
     set_sizes(e, c);
     e->b = index / c->H, e->h = index % c->H;
     int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
-    const int sweeps = c->levels && c->dx.data;
+    const int sweeps = c->levels && c->dx.data, learns = c->dweights.data != NULL;
     const Scratch parts[] = {
         {&e->w, (size_t)Mp * dp}, {&e->w2, (size_t)Mp * dp}, {&e->wt, (size_t)e->d * ld}, {&e->bias, Mp},
         {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp}, {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->dx, CHUNK * dp},
@@ -69,10 +71,15 @@ static int open_head(Head *e, const Call *c, int64_t index) {
         {&e->D, (size_t)CHUNK * ld}, {&e->S, (size_t)(e->dv + 1) * ld}, {&e->St, (size_t)Mp * lv},
         {&e->dS, (size_t)(e->dv + 1) * ld}, {&e->ref, Mp}, {&e->fresh, Mp}, {&e->factor, Mp}, {&e->offset, Mp},
         {&e->row, CHUNK}, {&e->top, CHUNK}, {&e->sums, CHUNK},
+        {&e->dW, learns ? (size_t)e->d * ld : 0}, {&e->db, learns ? Mp : 0},
         {&e->pieces, sweeps ? piece_size(e, CHUNK) * (c->segment / CHUNK) : 0}};
     if (!take_scratch(parts, sizeof parts / sizeof *parts)) return 0;
     float scale = *of(c->scale, e->b, e->h), *bias = of(c->bias, e->b, e->h);
     memset(e->wt, 0, sizeof(float) * e->d * ld);
+    if (learns) {
+        memset(e->dW, 0, sizeof(float) * e->d * ld);
+        memset(e->db, 0, sizeof(float) * Mp);
+    }
     memset(e->w, 0, sizeof(float) * Mp * dp);
     memset(e->X, 0, sizeof(float) * CHUNK * dp);
     memset(e->Y, 0, sizeof(float) * CHUNK * dp);
@@ -204,6 +211,26 @@ static void query_features(Head *e, int n, const float *offset, const float *wei
     }
 }
 
+/* Adds the gradients to the directions and the bias that come through n tokens t (n, dp), from D, those to their logs. */
+static void learn(Head *e, int n, const float *t) {
+    if (!e->c->dweights.data) return;
+    product(ALL, e->d, e->Mp, n, t, 1, e->dp, e->D, e->ld, e->dW, e->ld, 1);
+    for (int i = 0; i < n; i++)
+        for (int m = 0; m < e->Mp; m += LANES) AT(e->db + m) += AT(e->D + (int64_t)i * e->ld + m);
+}
+
+/* Adds them to those of this part of the tokens. */
+static void save_learned(const Head *e, int64_t part) {
+    const Call *c = e->c;
+    if (!c->dweights.data) return;
+    float *dW = of(c->dweights, e->b, e->h) + part * c->B * c->H * e->M * e->d;
+    float *db = of(c->dbias, e->b, e->h) + part * c->B * c->H * e->M;
+    for (int m = 0; m < e->M; m++) {
+        for (int p = 0; p < e->d; p++) dW[m * e->d + p] += e->dW[(int64_t)p * e->ld + m];
+        db[m] += e->db[m];
+    }
+}
+
 /* Writes the gradients to n keys, from D, those to their features, and those to n values. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const float twice = 2 * (float)e->c->norm_weight;
@@ -213,6 +240,7 @@ static void finish_keys(Head *e, int64_t start, int n) {
         for (int m = 0; m < e->Mp; m += LANES) sum += AT(D + m) *= AT(K + m);
         e->sums[j] = total(sum);
     }
+    learn(e, n, e->Y);
     product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
     for (int j = 0; j < n; j++)
         for (int p = 0; p < e->dp; p += LANES) AT(e->dx + j * e->dp + p) -= twice * e->sums[j] * AT(e->Y + j * e->dp + p);
@@ -224,6 +252,7 @@ static void finish_keys(Head *e, int64_t start, int n) {
 static void finish_queries(Head *e, int64_t start, int n) {
     for (int i = 0; i < n; i++)
         for (int m = 0; m < e->Mp; m += LANES) AT(e->D + (int64_t)i * e->ld + m) *= AT(e->Q + (int64_t)i * e->ld + m);
+    learn(e, n, e->X);
     product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
     save(e, e->c->dx, start, n, e->d, e->dx, e->dp);
 }
@@ -345,6 +374,7 @@ static int run(const Call *c, int64_t parts, float *memory, Body body) {
         Head e;
         if (open_head(&e, c, job / parts)) {
             body(&e, job % parts, parts, memory);
+            save_learned(&e, job % parts);
             if (e.bad > bad) bad = e.bad;
         } else
             bad = NO_MEMORY;

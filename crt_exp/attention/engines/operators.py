@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_result, compute_dtype, transformed
+from crt_exp.attention.checks import check_result, compute_dtype, learning, transformed
 from crt_exp.attention.engines import closed_form, flash, fused_causal, native
 from crt_exp.attention.engines.at_once import attend_at_once
 from crt_exp.attention.engines.chunks import Call, BatchPart, plain_attention
 from crt_exp.attention.engines.generic import plain_gradients
-from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
+from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients
 from crt_exp.attention.partials import Partial, finish, normalised
 from crt_exp.features.base import ONE, BoundMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
@@ -25,7 +25,7 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return finish(_in_plain_operations(x, y, v, form, causal)).to(v.dtype)
-    return _operator(causal)(x, y, v, *form, _engine(x, y, v, form.rows, causal))[0]
+    return _operator(causal)(x, y, v, *form, _engine(x, y, v, form, causal))[0]
 
 
 def positive_partial(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
@@ -38,7 +38,7 @@ def form_partial(x: Tensor, y: Tensor, form: Form, v: Tensor, causal: bool) -> P
     """That of vectors which have entered a form."""
     if torch.compiler.is_exporting() or transformed(x, y, v):
         return _in_plain_operations(x, y, v, form, causal)
-    engine = _engine(x, y, v, form.rows, causal)
+    engine = _engine(x, y, v, form, causal)
     out, logsum, *_ = _operator(causal)(x, y, v, *form, engine)
     logsum = ENGINES[engine].unit * logsum + form.shared_logs(x)
     if (keep := form.keep) is not None:
@@ -50,7 +50,7 @@ def form_partial(x: Tensor, y: Tensor, form: Form, v: Tensor, causal: bool) -> P
 def entered(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
             factor: float = 1.0) -> tuple[Tensor, Tensor, Form]:
     """Queries and keys as they enter the formula of the map, and that formula."""
-    fused = flash.applies(x, y, v)  # in half precision, for which these must come in half precision
+    fused = flash.applies(x, y, v) and not learning(noise, params)  # for which these must come in half precision
     (to_x, left), (to_y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
     x, y = (to_x.to(x.dtype), to_y.to(y.dtype)) if fused else (to_x, to_y)
     return x, y, form_of(x, y, v, phi, noise, params, keep, left)
@@ -62,8 +62,8 @@ def form_of(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, pa
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
     dtype = compute_dtype(x, y, v)
-    rows, scale, bias = (t.detach().to(x.device, dtype)[(None,) * (4 - t.ndim)] for t in (rows, scale, bias))
-    return Form(rows, scale, bias.squeeze(-2), phi.norm_weight * factor**2, keep)
+    rows, scale, bias = (t.to(x.device, dtype)[(None,) * (4 - t.ndim)] for t in (rows, scale, bias))
+    return Form(rows, scale, bias.squeeze(-2), phi.norm_weight * factor**2, keep, learning(noise, params))
 
 
 def part_of(form: Form, causal: bool) -> BatchPart:
@@ -92,7 +92,7 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
     """
     y, _ = phi.enter(y, params, key=True)
     form = form_of(y, y, v, phi, noise, params, keep)
-    engine = ENGINES[_engine(y, y, v, form.rows, causal=False, fused=False)]
+    engine = ENGINES[_engine(y, y, v, form, causal=False, fused=False)]
     kept = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
     top = kept.log_z + form.bias
     return kept.state, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
@@ -102,13 +102,14 @@ ENGINES = {"native": native.bidirectional, "native causal": native.causal, "flas
            "fused causal": fused_causal, "products": closed_form.bidirectional, "products causal": closed_form.causal}
 
 
-def _engine(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, causal: bool, fused: bool = True) -> str:
+def _engine(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool, fused: bool = True) -> str:
     """The name of the engine for a call, chosen once: the operators and their backward passes are given it."""
+    fused = fused and not form.learned
     if fused and not causal and flash.applies(x, y, v):
         return "flash"
     if fused and causal and fused_causal.applies(x, y, v):
         return "fused causal"
-    return ("native" if native.applies(x, y, v, rows) else "products") + " causal" * causal
+    return ("native" if native.applies(x, y, v, form.rows) else "products") + " causal" * causal
 
 
 def _operator(causal: bool):
@@ -116,32 +117,34 @@ def _operator(causal: bool):
 
 
 FORM = ("Tensor x, Tensor y, Tensor v, Tensor rows, Tensor scale, Tensor bias, float norm_weight, Tensor? keep, "
-        "str engine")
+        "bool learned, str engine")
 
 
 def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
     """The operators crt_exp::<name>, which returns the record of an engine, and crt_exp::<name>_backward."""
     tensors = ", ".join(["Tensor"] * len(record._fields))
     kept_arguments = ", ".join(f"Tensor {field}" for field in record._fields)
+    gradients_given = ", ".join(["Tensor"] * len(Gradients._fields))
 
-    def forward(x, y, v, rows, scale, bias, norm_weight, keep, engine):
+    def forward(x, y, v, rows, scale, bias, norm_weight, keep, learned, engine):
         with as_given(x):
-            kept = ENGINES[engine].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep))
+            kept = ENGINES[engine].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))
         check_result(kept.logsum)
         return tuple(kept)
 
-    def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, engine, *kept):
-        form = Form(rows, scale, bias, norm_weight, keep)
+    def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, learned, engine, *kept):
+        form = Form(rows, scale, bias, norm_weight, keep, learned)
         with as_given(x):
-            return ENGINES[engine].backward(x, y, v, form, record(*kept), grad, grad_logsum)
+            grads = ENGINES[engine].backward(x, y, v, form, record(*kept), grad, grad_logsum)
+        return *grads, *(rows.new_empty(0) for _ in Gradients._fields[len(grads):])
 
     ours = torch.library.custom_op(f"crt_exp::{name}", forward, mutates_args=(), schema=f"({FORM}) -> ({tensors})")
     theirs = torch.library.custom_op(
         f"crt_exp::{name}_backward", backward, mutates_args=(),
-        schema=f"(Tensor grad, Tensor? grad_logsum, {FORM}, {kept_arguments}) -> (Tensor, Tensor, Tensor)")
+        schema=f"(Tensor grad, Tensor? grad_logsum, {FORM}, {kept_arguments}) -> ({gradients_given})")
 
     def keep_for_backward(ctx, inputs, output):
-        x, y, v, rows, scale, bias, ctx.norm_weight, keep, ctx.engine = inputs
+        x, y, v, rows, scale, bias, ctx.norm_weight, keep, ctx.learned, ctx.engine = inputs
         ctx.save_for_backward(x, y, v, rows, scale, bias, keep, *output)
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)
@@ -149,28 +152,30 @@ def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
     def gradients(ctx, grad, grad_logsum, *_):
         x, y, v, rows, scale, bias, keep, *kept = ctx.saved_tensors
         grad = torch.zeros_like(kept[0]) if grad is None else grad
-        form = Form(rows, scale, bias, ctx.norm_weight, keep)
+        form = Form(rows, scale, bias, ctx.norm_weight, keep, ctx.learned)
         if torch.is_grad_enabled() or transformed(grad):
-            return *_plain_gradients((x, y, v), form, ctx.engine, grad, grad_logsum), *(None,) * 6
-        return *theirs(grad, grad_logsum, x, y, v, *form, ctx.engine, *kept), *(None,) * 6
+            return *_plain_gradients((x, y, v), form, ctx.engine, grad, grad_logsum), *(None,) * 4
+        grads = Gradients(*theirs(grad, grad_logsum, x, y, v, *form, ctx.engine, *kept))
+        return *grads[:3], *(grads.of_map(form) if form.learned else (None,) * 3), *(None,) * 4
 
-    ours.register_fake(lambda x, y, v, rows, scale, bias, norm_weight, keep, engine: tuple(
+    ours.register_fake(lambda x, y, v, rows, scale, bias, norm_weight, keep, learned, engine: tuple(
         ENGINES[engine].empty(x, v, rows)))
-    theirs.register_fake(lambda grad, grad_logsum, x, y, v, *rest: tuple(
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, y, v)))
+    theirs.register_fake(lambda grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, learned, *rest: tuple(
+        Gradients.empty(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))))
     ours.register_autograd(gradients, setup_context=keep_for_backward)
 
 
 def _plain_gradients(inputs: tuple[Tensor, ...], form: Form, engine: str, grad: Tensor, grad_logsum: Tensor | None):
-    """Those of the operator's first two results, which can be differentiated themselves."""
-    unit, part = ENGINES[engine].unit, part_of(form, engine.endswith("causal"))
+    """Those of the operator's first two results to vectors, rows, scale and bias, which can be differentiated
+    themselves."""
+    unit, causal = ENGINES[engine].unit, engine.endswith("causal")
 
-    def results(x, y, v):
-        rows = plain_attention(x, y, v, part)
+    def results(x, y, v, *of_map):
+        rows = plain_attention(x, y, v, part_of(Form(*of_map, *form[3:]), causal))
         out = finish(rows).to(v.dtype)
         return (out,) if grad_logsum is None else (out, (rows.logsum.squeeze(-1) - form.shared_logs(x)) / unit)
 
-    return plain_gradients(results, inputs, (grad,) if grad_logsum is None else (grad, grad_logsum))
+    return plain_gradients(results, (*inputs, *form[:3]), (grad,) if grad_logsum is None else (grad, grad_logsum))
 
 
 _define("bidirectional_attention", Bidirectional)

@@ -6,11 +6,15 @@ three functions:
     empty(x, v, rows)           a record like that of `forward`, of which only sizes and types count
     forward(x, y, v, form)      the record: out, logsum, and what else the engine wants for its backward pass
     backward(x, y, v, form, kept, grad, grad_logsum)
-                                dx, dy, dv, of the record and the gradients to out and logsum
+                                Gradients, of the record and the gradients to out and logsum; dx, dy and dv alone where
+                                the engine cannot train the map, and is not chosen for one that learns
 
 x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit * logsum is the log of a row's denominator in nats, up to
 -norm_weight |x|^2, which all features of a row share and the caller adds (`Form.shared_logs`). An engine that works in
 binary logarithms has the unit log 2: its backward pass needs the very numbers of the forward pass.
+
+With da and db those to the log features of queries and keys, the gradients to the directions W = scale rows and to the
+bias are da^T x + db^T y and the sums of both over the tokens.
 
 The gradient to the log-sum enters where the denominator's own does: with G = [g, gradient to the log-sum - g.output] as
 that to [output, 1], every formula of the engines stays as it is. What stands in `logsum` for a row that sees no key
@@ -48,6 +52,7 @@ class Form(NamedTuple):
     bias: Tensor                # (B or 1, H or 1, M)
     norm_weight: float
     keep: Tensor | None         # (B, S)
+    learned: bool = False       # whether rows, scale or bias get a gradient
 
     @property
     def width(self) -> int:
@@ -65,6 +70,29 @@ class Form(NamedTuple):
         check_result(squares)
         offsets = squares.mul_(-self.norm_weight)
         return offsets if self.keep is None else offsets.masked_fill_(~self.keep[:, None], -torch.inf)
+
+
+class Gradients(NamedTuple):
+    """What the backward pass gives: to queries, keys, values and, of a map that learns, what it is made of."""
+
+    x: Tensor
+    y: Tensor
+    v: Tensor
+    weights: Tensor  # (B,H,M,d), to scale rows of each batch entry and head; empty for a map that does not learn
+    bias: Tensor     # (B,H,M); empty as well
+
+    @classmethod
+    def empty(cls, x: Tensor, y: Tensor, v: Tensor, form: Form) -> "Gradients":
+        B, H, d = *x.shape[:2], x.shape[-1]
+        sizes = [(B, H, form.width, d), (B, H, form.width)] if form.learned else [(0,), (0,)]
+        return cls(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v)),
+                   *(form.rows.new_empty(size) for size in sizes))
+
+    def of_map(self, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+        """To rows, scale and bias, which may serve several batch entries and heads."""
+        scale = (self.weights * form.rows).sum((-2, -1), keepdim=True)
+        return ((self.weights * form.scale).sum_to_size(form.rows.shape), scale.sum_to_size(form.scale.shape),
+                self.bias.sum_to_size(form.bias.shape))
 
 
 def denominator_gradients(grad: Tensor, out: Tensor, grad_logsum: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result
 from crt_exp.attention.engines.constants import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native_library import library
-from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form
+from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients
 from crt_exp.nonfinite import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass keeps
@@ -27,7 +27,7 @@ class View(ctypes.Structure):
 
 SIZES = ("B", "H", "L", "S", "d", "dv", "M", "splits", "segment", "threads")
 VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dlogsum", "dx", "dy",
-         "dvalues")
+         "dvalues", "dweights", "dbias")
 
 
 class AttentionCall(ctypes.Structure):
@@ -66,16 +66,20 @@ class Engine:
         return kept
 
     def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal, grad: Tensor,
-                 grad_logsum: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
-        of_logsum = {} if grad_logsum is None else {"dlogsum": grad_logsum / self.unit}
-        self._call("backward", x, y, v, form, kept, grad=grad, dx=dx, dy=dy, dvalues=dv, **of_logsum)
-        return dx, dy, dv
+                 grad_logsum: Tensor | None = None) -> Gradients:
+        grads, optional = Gradients.empty(x, y, v, form), {}
+        if grad_logsum is not None:
+            optional["dlogsum"] = grad_logsum / self.unit
+        of_map = [t.new_zeros(_splits(x), *t.shape) for t in grads[3:]]  # of each part of the tokens
+        if form.learned:
+            optional |= {"dweights": of_map[0][0], "dbias": of_map[1][0].unsqueeze(-2)}
+        self._call("backward", x, y, v, form, kept, grad=grad, dx=grads.x, dy=grads.y, dvalues=grads.v, **optional)
+        return Gradients(*grads[:3], *(t.sum(0) if len(t) > 1 else t[0] for t in of_map))
 
     def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal,
               **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=-(-threads // max(1, B * H)),
+        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=_splits(x),
                      segment=SEGMENT, threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
@@ -92,6 +96,11 @@ class Engine:
             raise NotFinite("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf, device="cpu"))
+
+
+def _splits(x: Tensor) -> int:
+    """Parts of the tokens of a head, which threads share where there are more of them than heads."""
+    return -(-torch.get_num_threads() // max(1, x.shape[0] * x.shape[1]))
 
 
 def _view(t: Tensor) -> View:
