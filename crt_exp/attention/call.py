@@ -29,9 +29,10 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     head. `noise` is a Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from
     `phi.fit` of the scaled vectors, with leading dimensions that broadcast to (B, H). Differentiable in x, y and v, and
     in rows and parameters that require a gradient. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and
-    outputs, in the backward pass too, and with gradients to rows and parameters, for which autograd computes each chunk
-    again where the features are many. Forward-mode and second derivatives, the transforms of torch.func (grad, vmap,
-    jvp, ...) and torch.export go through plain operations: O(L M) memory.
+    outputs, in the backward pass too, and with gradients to rows and parameters: in closed form for positive
+    exponential maps, while autograd computes each chunk of the others again where the features are many. Forward-mode
+    and second derivatives, the transforms of torch.func (grad, vmap, jvp, ...) and torch.export go through plain
+    operations: O(L M) memory.
 
     `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query
     that sees no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.

@@ -91,9 +91,13 @@ def test_gradients_of_log_sums():
 
 
 def test_is_chosen():
+    """Of causal calls, unless the map learns."""
     case = Case(OPRF(), **SMALL)
-    assert operators._engine(case.x, case.y, case.v, case.x, causal=True) == "fused causal"
-    assert operators._engine(case.x, case.y, case.v, case.x, causal=False) != "fused causal"
+    form = operators.form_of(case.x, case.y, case.v, case.phi, case.noise, case.params, None)
+    given = case.x, case.y, case.v
+    assert operators._engine(*given, form, causal=True) == "fused causal"
+    assert operators._engine(*given, form, causal=False) != "fused causal"
+    assert operators._engine(*given, form._replace(learned=True), causal=True) != "fused causal"
 
 
 @pytest.mark.slow
