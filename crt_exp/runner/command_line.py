@@ -1,7 +1,6 @@
 """The command line, checked before Hydra acts on it: what does not exist is named with the nearest thing that does."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
@@ -10,6 +9,7 @@ from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known,
 from crt_exp.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, plain
 from crt_exp.runner.help import help_text
+from crt_exp.runner.processes import take_away
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
 from crt_exp.runner.written import check_values
 from crt_exp.schema import names_code
@@ -274,13 +274,6 @@ def check_writable(directory: Path) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)
     except OSError as error:
-        take_away(made)
+        take_away(reversed(made))
         raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another hydra.run.dir") from None
     take_away(made[-1:])
-
-
-def take_away(folders: list[Path]) -> None:
-    """Those that are empty, the innermost first."""
-    for path in reversed(folders):
-        with suppress(OSError):
-            path.rmdir()

@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
 from crt_exp.ranks import rank
 from crt_exp.runner.configuration import in_sweep, output_directory, override, place
-from crt_exp.runner.processes import Preempted, clear_when_early, lost_process
+from crt_exp.runner.processes import Preempted, clear_when_early, lost_process, take_away
 from crt_exp.whole_files import FULL, reason
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
@@ -53,7 +52,7 @@ def mistakes_said() -> Iterator[None]:
     try:
         yield
     except (Preempted, KeyboardInterrupt) as error:
-        remove_empty(output_directory())
+        take_away([output_directory()])
         stopped = interrupted(error)
         end_run(stopped, stopped.code)
     except Stopped as stopped:
@@ -62,7 +61,7 @@ def mistakes_said() -> Iterator[None]:
         shown = out_of_memory(error) if isinstance(error, (RuntimeError, MemoryError)) else placed(error)
         if shown is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        remove_empty(output_directory())
+        take_away([output_directory()])
         end_run(shown, ERROR_CODE)
 
 
@@ -98,7 +97,7 @@ def refuse_together(problem: str, world) -> None:
     """Ends all processes with what the first one could not do."""
     refused = Stopped(f"error: {problem}", ERROR_CODE)
     tell(refused)
-    remove_empty(output_directory())
+    take_away([output_directory()])
     world.barrier()
     raise refused
 
@@ -125,12 +124,6 @@ def interrupted(error: Preempted | KeyboardInterrupt) -> Stopped:
     """What ends a run that was asked to stop, with the words that continue it, as a shell takes them."""
     name, code = (str(error), error.code) if isinstance(error, Preempted) else ("SIGINT", 128 + signal.SIGINT)
     return Stopped(f"stopped by {name}; continue with resume=auto {shlex.quote(override(*place()))}", code)
-
-
-def remove_empty(directory: Path) -> None:
-    """Takes away what Hydra made before a run that never began."""
-    if rank() == 0 and directory.is_dir() and not any(directory.iterdir()):
-        directory.rmdir()
 
 
 # ---- from a message to the end ---------------------------------------------------------------------------------------

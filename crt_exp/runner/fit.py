@@ -18,8 +18,8 @@ from crt_exp.runner.configuration import (check_composed, choice, folders, in_sw
                                           overrides)
 from crt_exp.runner.curves import CURVES
 from crt_exp.runner.curves import draw as draw_curves
-from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together, remove_empty
-from crt_exp.runner.processes import ProcessesFailed, World, raise_interrupts, torchrun
+from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together
+from crt_exp.runner.processes import ProcessesFailed, World, raise_interrupts, take_away, torchrun
 from crt_exp.runner.run import Run, read_records
 from crt_exp.runner.sweep import check_direction, direction
 
@@ -166,7 +166,7 @@ def fit_on_processes(cfg) -> float:
     try:
         torchrun(cfg.trainer.processes, arguments)
     except ProcessesFailed as error:
-        remove_empty(output_directory())
+        take_away([output_directory()])
         raise Stopped(str(error), error.code, said=error.code in (ERROR_CODE, DIVERGED_CODE)) from None
     last = read_records(output_directory() / "metrics.jsonl")[-1]
     return last[last["metric"]]

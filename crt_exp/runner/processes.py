@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -233,10 +233,15 @@ def clear_when_early(directory: Path) -> None:
     _made.append(directory)
 
 
-def end_early(*unused: Any) -> None:
-    for directory in _made if rank() == 0 else ():
-        with suppress(OSError):  # not empty
+def take_away(directories: Iterable[Path]) -> None:
+    """Removes those that are empty; the first process alone does."""
+    for directory in directories if rank() == 0 else ():
+        with suppress(OSError):  # not empty, or not there
             directory.rmdir()
+
+
+def end_early(*unused: Any) -> None:
+    take_away(_made)
     if rank() == 0:
         os.write(2, b"crt_exp: stopped by SIGINT before the run began\n")
     os._exit(128 + signal.SIGINT)
