@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from crt_exp.attention import attention, attention_reference, partial_attention
 from crt_exp.attention.engines import chunks
-from crt_exp.features import OPRF, SDERF, HypRF, PosRF, Statistics, TrigRF
+from crt_exp.features import GERF, OPRF, SDERF, Hedgehog, HypRF, PosRF, Statistics
 from crt_exp.nested import leaves, mapped
 from crt_exp.samplers import iid
 from crt_exp.samplers.noise import DenseNoise
@@ -16,34 +16,49 @@ B, H, L, d, m = 2, 2, 300, 4, 8
 
 
 class Learned:
-    """Queries, keys, values, rows and parameters that are all to get a gradient. heads: of rows; 0 is one for all."""
+    """Queries, keys, values, rows and parameters that are all to get a gradient. heads: of rows; 0 is one for all.
+    masked: with NaN in the padding."""
 
-    def __init__(self, phi, length=L, heads=0, dtype=torch.float64):
+    def __init__(self, phi, length=L, heads=0, dtype=torch.float64, masked=False):
         g = torch.Generator().manual_seed(0)
         x, y, v = (torch.randn(B, H, length, d, generator=g, dtype=torch.float64).mul_(0.5) for _ in range(3))
-        params = phi.fit(Statistics.of(x, y))
+        params, self.mask = phi.fit(Statistics.of(x, y)), None
+        noise = phi.noise(m, lambda p: iid(p.m, d, g, (heads,) if heads else ()))
+        if masked:
+            self.mask = torch.rand(B, length, generator=g) < 0.7
+            y, v = (t.masked_fill(~self.mask[:, None, :, None], torch.nan) for t in (y, v))
         self.x, self.y, self.v = (t.to(dtype).requires_grad_() for t in (x, y, v))
-        self.phi, self.rows = phi, iid(m, d, g, (heads,) if heads else ()).rows().to(dtype).requires_grad_()
-        self.params = mapped(lambda t: t.detach().clone().requires_grad_(), params)
-        self.mask = torch.rand(B, length, generator=g) < 0.7
+        self.phi, self.noise = phi, mapped(lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(), True),
+                                           noise)
+        self.params = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), params)
 
     def of(self, function=attention, **options):
-        return function(self.x, self.y, self.v, self.phi, DenseNoise(self.rows, True), self.params, **options)
+        return function(self.x, self.y, self.v, self.phi, self.noise, self.params, key_mask=self.mask, **options)
 
     @property
     def wanted(self):
-        return [self.x, self.y, self.v, self.rows, *leaves(self.params)]
+        given = [self.x, self.y, self.v, *(n.rows() for n in leaves(self.noise)), *leaves(self.params)]
+        return [t for t in given if t.requires_grad]
+
+
+@pytest.fixture
+def keep_at_most(monkeypatch):
+    """Sets how many numbers autograd keeps of a call at most."""
+    def at_most(numbers):
+        monkeypatch.setattr(chunks, "ELEMENTS", numbers)
+    return at_most
 
 
 @pytest.mark.parametrize("phi, causal, masked, heads", in_turn(
-    [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF()], [False, True], [False, True], [0, H], each=2), ids=repr)
+    [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF(), Hedgehog()], [False, True], [False, True], [0, H],
+    each=2), ids=repr)
 def test_gradients_are_those_of_the_reference(phi, causal, masked, heads):
     """Of float64 and, in C where there is a compiler, of float32; and the second derivatives."""
     found = []
     for function, dtype in ((attention_reference, torch.float64), (attention, torch.float64),
                             (attention, torch.float32)):
-        case = Learned(phi, heads=heads, dtype=dtype)
-        out = case.of(function, causal=causal, key_mask=case.mask if masked else None)
+        case = Learned(phi, heads=heads, dtype=dtype, masked=masked)
+        out = case.of(function, causal=causal)
         gradients = torch.autograd.grad(out.square().sum(), case.wanted, create_graph=dtype == torch.float64)
         found.append([out, *gradients])
         if dtype == torch.float64:
@@ -53,19 +68,18 @@ def test_gradients_are_those_of_the_reference(phi, causal, masked, heads):
         assert (ours - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), Hedgehog(), GERF(s=1, A=-0.05)], ids=repr)
 @pytest.mark.parametrize("causal", [False, True])
-def test_of_log_sums(phi, causal, monkeypatch):
+def test_of_log_sums(phi, causal, keep_at_most):
     """Those of partials, by features that are computed again and by features that are kept."""
     found = []
     for most in (2**30, 0):
-        monkeypatch.setattr(chunks, "ELEMENTS", most)
+        keep_at_most(most)
         case = Learned(phi)
         rows = case.of(partial_attention, causal=causal)
         found.append(torch.autograd.grad(rows.output.square().sum() + rows.logsum.sum(), case.wanted))
     case = Learned(phi)
-    keys = case.phi.phi_k(case.y, DenseNoise(case.rows, True), case.params).exp()
-    pairs = case.phi.phi_q(case.x, DenseNoise(case.rows, True), case.params).exp() @ keys.mT
+    pairs = phi.phi_q(case.x, case.noise, case.params).exp() @ phi.phi_k(case.y, case.noise, case.params).exp().mT
     pairs = pairs.tril() if causal else pairs
     sums = pairs.sum(-1, keepdim=True)
     found.append(torch.autograd.grad((pairs @ case.v / sums).square().sum() + sums.log().sum(), case.wanted))
@@ -76,28 +90,29 @@ def test_of_log_sums(phi, causal, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 def test_compiled_and_by_transforms(causal):
     case = Learned(OPRF())
+    rows = case.noise.rows()
 
     def loss(rows, A):
         noise = DenseNoise(rows, True)
         return attention(case.x, case.y, case.v, case.phi, noise, type(case.params)(A), causal=causal).square().sum()
 
-    expected = torch.autograd.grad(loss(case.rows, *case.params), [case.rows, *case.params])
-    assert_close(torch.func.grad(loss, (0, 1))(case.rows.detach(), case.params.A.detach()), expected)
+    expected = torch.autograd.grad(loss(rows, *case.params), [rows, *case.params])
+    assert_close(torch.func.grad(loss, (0, 1))(rows.detach(), case.params.A.detach()), expected)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    assert_close(torch.autograd.grad(compiled(case.rows, *case.params), [case.rows, *case.params]), expected)
+    assert_close(torch.autograd.grad(compiled(rows, *case.params), [rows, *case.params]), expected)
 
 
 def test_of_a_parameter_alone():
     """As learn=parameters has it: the rows stay."""
     case = Learned(OPRF())
     expected = torch.autograd.grad(case.of(attention_reference).square().sum(), case.params.A)
-    case.rows.requires_grad_(False)
+    case.noise.rows().requires_grad_(False)
     assert_close(torch.autograd.grad(case.of().square().sum(), case.params.A), expected)
 
 
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), Hedgehog()], ids=repr)
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_features_are_kept(phi, causal, monkeypatch):
+def test_no_features_are_kept(phi, causal, keep_at_most):
     """Twice the tokens cost no more than their own inputs and outputs, and a state for each chunk."""
     def kept(length):
         case, held = Learned(phi, length), {}
@@ -108,6 +123,6 @@ def test_no_features_are_kept(phi, causal, monkeypatch):
 
     features = 8 * B * H * L * m
     assert phi == OPRF() or kept(2 * L) - kept(L) > features     # few features: autograd keeps them
-    monkeypatch.setattr(chunks, "ELEMENTS", 0)
+    keep_at_most(0)
     token = 8 * B * H * L
     assert kept(2 * L) - kept(L) < 6 * d * token

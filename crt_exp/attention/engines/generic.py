@@ -14,6 +14,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_gradient, check_result, learning, transformed
 from crt_exp.attention.engines.chunks import Call, KeptStates, BatchPart, Rows, chunks, plain_attention, write_rows
 from crt_exp.attention.partials import Partial
+from crt_exp.nested import leaves
 from crt_exp.precision import as_given
 
 
@@ -22,7 +23,7 @@ def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:
     if _plain(x, y, v, call):
         return call.result.of(plain_attention(x, y, v, call.whole()))[0].to(v.dtype)
     if learning(call.noise, call.params):
-        return call.result.of(plain_attention(x, y, v, call.whole(call.large(x, y))))[0].to(v.dtype)
+        return call.result.of(_learned(x, y, v, call))[0].to(v.dtype)
     return _Chunked.apply(x, y, v, call)[0]
 
 
@@ -31,8 +32,15 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Partial:
     if _plain(x, y, v, call):
         return plain_attention(x, y, v, call.whole())
     if learning(call.noise, call.params):
-        return plain_attention(x, y, v, call.whole(call.large(x, y)))
+        return _learned(x, y, v, call)
     return Partial(*_Chunked.apply(x, y, v, call))
+
+
+def _learned(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Partial:
+    """Of a map that is trained. What its noise keeps is computed before: chunks that are computed again find it."""
+    for noise in leaves(call.noise):
+        noise.sq_norm  # noqa: B018 (a property that is kept)
+    return plain_attention(x, y, v, call.whole(call.large(x, y)))
 
 
 def _plain(x: Tensor, y: Tensor, v: Tensor, call: Call) -> bool:

@@ -50,7 +50,10 @@ def form_partial(x: Tensor, y: Tensor, form: Form, v: Tensor, causal: bool) -> P
 def entered(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
             factor: float = 1.0) -> tuple[Tensor, Tensor, Form]:
     """Queries and keys as they enter the formula of the map, and that formula."""
-    fused = flash.applies(x, y, v) and not learning(noise, params)  # for which these must come in half precision
+    trained = learning(noise, params)
+    if trained and keep is not None:  # padding may hold NaN, of which no gradient to parameters is to come
+        y = y.masked_fill(~keep[:, None, :, None], 0)
+    fused = flash.applies(x, y, v) and not trained  # for which these must come in half precision
     (to_x, left), (to_y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
     x, y = (to_x.to(x.dtype), to_y.to(y.dtype)) if fused else (to_x, to_y)
     return x, y, form_of(x, y, v, phi, noise, params, keep, left)
