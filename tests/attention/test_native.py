@@ -60,7 +60,8 @@ def test_equals_float64(phi, shape, causal):
     for learned in (False, True)[:1 + phi.trainable]:
         case = Case(phi, **SHAPES[shape], learned=learned)
         assert native.applies(case.x, case.y, case.v)
-        assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
+        # gradients to rows sum over all tokens: of long vectors PyTorch's float32 products are 1.2e-5 off as well
+        assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal), 2e-5 if learned else 1e-5)
 
 
 @pytest.mark.slow
