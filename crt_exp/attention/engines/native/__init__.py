@@ -70,11 +70,13 @@ class Engine:
         grads, optional = Gradients.empty(x, y, v, form), {}
         if grad_logsum is not None:
             optional["dlogsum"] = grad_logsum / self.unit
-        of_map = [t.new_zeros(_splits(x), *t.shape) for t in grads[3:]]  # of each part of the tokens
+        parts = [t.new_zeros(_splits(x), *t.shape) for t in grads[3:]] if form.learned else []  # of the tokens
         if form.learned:
-            optional |= {"dweights": of_map[0][0], "dbias": of_map[1][0].unsqueeze(-2)}
+            optional |= {"dweights": parts[0][0], "dbias": parts[1][0].unsqueeze(-2)}
         self._call("backward", x, y, v, form, kept, grad=grad, dx=grads.x, dy=grads.y, dvalues=grads.v, **optional)
-        return Gradients(*grads[:3], *(t.sum(0) if len(t) > 1 else t[0] for t in of_map))
+        for to, each in zip(grads[3:], parts):
+            torch.sum(each, 0, out=to)
+        return grads
 
     def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal,
               **others: Tensor) -> None:
