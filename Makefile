@@ -30,7 +30,7 @@ PAGES   := $(basename $(notdir $(wildcard conf/report/*.yaml)))
 REPORTS := $(sort $(filter-out demo report,$(PAGES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all gpu lint docs plan board sweep-example report $(REPORTS)
+.PHONY: help setup demo test test-all golden gpu lint docs plan board sweep-example report $(REPORTS)
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -69,6 +69,9 @@ gpu: $(STAMP)  ## on a machine with a GPU: its tests and its reports, 8 minutes 
 
 test-all: $(STAMP)  ## every test
 	@$(PYTEST) $(FILES)
+
+golden: $(STAMP)  ## the golden suite: outputs, gradients, metrics and configurations are those of tests/golden/*.json
+	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal tests/golden/compare.py
 
 lint: $(STAMP)  ## ruff
 	@$(PY) -m ruff check crt_exp tests

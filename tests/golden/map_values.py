@@ -1,0 +1,97 @@
+"""Features, kernel estimates and closed-form variances of every map x sampler, and what the estimators give."""
+
+import warnings
+
+import numpy as np
+import torch
+from sklearn.datasets import load_diabetes, load_wine
+from sklearn.preprocessing import StandardScaler
+
+from crt_exp import KernelRegressionClassifier, RandomFeatures
+from crt_exp.config import choices
+from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.ridge import RandomFeatureClassifier, RandomFeatureRidge
+from values import attempt, numbers
+
+D, M = 8, 16
+ESTIMATORS = "estimators"
+
+
+def groups() -> list[str]:
+    return [*choices("features"), ESTIMATORS]
+
+
+def cases(name: str) -> dict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name == ESTIMATORS:
+            return {label: attempt(make) for label, make in _estimators().items()}
+        return {
+            f"{sampler} {kernel}": attempt(_features, name, sampler, kernel)
+            for sampler in choices("sampler")
+            for kernel in ("softmax", "gaussian")
+        }
+
+
+def _features(name: str, sampler: str, kernel: str) -> dict:
+    mechanism = Mechanism.of(features=name, sampler=sampler, m=M)
+    phi = mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
+    g = torch.Generator().manual_seed(0)
+    x, y = (0.4 * torch.randn(2, n, D, generator=g, dtype=torch.float64) + 0.1 for n in (5, 7))
+    noise = mechanism.noise(D, torch.Generator().manual_seed(1))
+    params = phi.fit(Statistics.of(x, y))
+    fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
+    found = {"width": phi.width(M), "estimate": numbers(fx.exp() @ fy.exp().mT)}
+    for side, features in (("q", fx), ("k", fy)):
+        found |= {
+            f"{side} value": numbers(torch.as_tensor(features.value)),
+            f"{side} log_scale": numbers(features.log_scale),
+        }
+    variance = attempt(phi.log_variance, x[:, :5], y[:, :5], params)
+    return found | {"log_variance": variance if isinstance(variance, str) else numbers(variance)}
+
+
+def _estimators() -> dict:
+    X, labels = load_wine(return_X_y=True)
+    X = StandardScaler().fit_transform(X)
+    A, y = load_diabetes(return_X_y=True)
+    A = StandardScaler().fit_transform(A)
+    values = lambda *arrays: [numbers(torch.as_tensor(np.asarray(a))) for a in arrays]
+    made = {}
+    for name in ("trig", "oprf", "pos", "geom", "angular"):
+        made[f"RandomFeatures {name}"] = lambda name=name: values(
+            RandomFeatures(name, n_components=64, gamma=0.05, random_state=0).fit_transform(X)
+        )
+    for kernel in ("matern32", "laplace", "rational_quadratic", "arccos1", "softmax"):
+        made[f"RandomFeatures kernel={kernel}"] = lambda kernel=kernel: values(
+            RandomFeatures(kernel=kernel, n_components=32, gamma=0.05, random_state=0).fit_transform(X)
+        )
+    for name in ("trig", "oprf", "pos", "geom", "gerf", "angular", "exact"):
+        made[f"KernelRegressionClassifier {name}"] = lambda name=name: _classified(
+            KernelRegressionClassifier(name, random_state=0), X, labels, values
+        )
+    for label, kind in {"trig": {}, "oprf": {"mechanism": "oprf"}, "matern32": {"kernel": "matern32"}}.items():
+        options = kind | {"n_components": 48, "gamma": 0.1, "random_state": 0}
+        for alpha in ("gcv", "evidence", 0.5):
+            made[f"RandomFeatureRidge {label} {alpha}"] = lambda options=options, alpha=alpha: values(
+                *RandomFeatureRidge(alpha=alpha, **options).fit(A, y).predict(A[:50], return_std=True)
+            )
+        made[f"RandomFeatureRidge {label} partial_fit"] = lambda options=options: values(
+            _in_parts(RandomFeatureRidge(**options), A, y).predict(A[:50])
+        )
+        made[f"RandomFeatureClassifier {label}"] = lambda options=options: _classified(
+            RandomFeatureClassifier(**options), X, labels, values
+        )
+    return made
+
+
+def _in_parts(model, X, y):
+    for part in (slice(0, 200), slice(200, None)):
+        model.partial_fit(X[part], y[part])
+    return model
+
+
+def _classified(model, X, y, values) -> list:
+    model.fit(X[::2], y[::2])
+    return values(model.predict(X[1::2]), model.predict_proba(X[1::2]))
