@@ -14,7 +14,6 @@ OPTIONS ?=
 ARMS    ?=
 SEEDS   ?=
 DISCARD ?=
-CHECK   ?=
 LAUNCHER ?=
 FILES  ?=
 PYTHON ?= python3
