@@ -5,7 +5,6 @@
 # FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
 # ARMS=, SEEDS=   of reports: some of their arms, ARMS="exact favorp", and so many seeds; the page goes to outputs/report/part
 # LAUNCHER=...    of reports: each run is a job of a queue, LAUNCHER="slurm partition=gpu" (docs/training.md, Many machines)
-# CHECK=1         of board: measure its rows again
 # DISCARD=1       of reports: delete their runs once the draws are written (they stay in outputs/runs otherwise)
 # OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
@@ -15,7 +14,6 @@ OPTIONS ?=
 ARMS    ?=
 SEEDS   ?=
 DISCARD ?=
-CHECK   ?=
 LAUNCHER ?=
 FILES  ?=
 PYTHON ?= python3
@@ -30,7 +28,8 @@ PAGES   := $(basename $(notdir $(wildcard conf/report/*.yaml)))
 REPORTS := $(sort $(filter-out demo report,$(PAGES)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all golden gpu lint docs plan board sweep-example report $(REPORTS)
+
+.PHONY: help setup demo test test-all golden gpu lint docs plan sweep-example report $(REPORTS)
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -90,9 +89,6 @@ $(REPORTS): $(STAMP)
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report --all --size $(SIZE)
-
-board: $(STAMP)  ## the rows of outputs/board as one page; CHECK=1 measures them again, where their models are here
-	@$(PY) -m crt_exp.probes.board_check $(if $(CHECK),--check)
 
 plan: $(STAMP)  ## what the papers' experiments at full size take: runs, steps, parameters, tokens, GPU hours, disk
 	@$(PY) -m crt_exp.recipes

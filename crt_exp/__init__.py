@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "crt_exp.estimators": ("RandomFeatures",),
     "crt_exp.regression": ("KernelRegressionClassifier", "KernelRegressionRegressor"),
-    "crt_exp.ridge": ("RandomFeatureClassifier", "RandomFeatureRidge", "fit_length_scales"),
+    "crt_exp.ridge": ("RandomFeatureClassifier", "RandomFeatureRidge"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
     "crt_exp.swap.calibration": ("calibrate_attention",),
     "crt_exp.swap.swap": ("unswap_attention", "describe_attention"),

@@ -306,9 +306,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 def check_lengths(length_scale, d: int) -> np.ndarray:
     """(d,) float64. Raises ValueError where they are not positive, or not one or d of them."""
     if isinstance(length_scale, str):
-        raise ValueError(f"length_scale = {length_scale!r}: it takes one number, or one for each of the {d} columns"
-                         + ("; 'fit' needs targets: RandomFeatureRidge and RandomFeatureClassifier take it, and "
-                            "fit_length_scales gives the numbers" if length_scale == "fit" else ""))
+        raise ValueError(f"length_scale = {length_scale!r}: it takes one number, or one for each of the {d} columns")
     lengths = np.asarray(length_scale, dtype=np.float64)
     if lengths.shape not in ((), (d,)):
         raise ValueError(f"length_scale has shape {lengths.shape}: it must be one number, or one for each of the {d} "

@@ -192,7 +192,7 @@ class Mechanism:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
         if self.own_kernel:
             raise ConfigError(f"features={self.features.name} has a kernel of its own, which is not {kernel}: it "
-                              "serves kernel machines (task=kernel, task=uci), and no attention")
+                              "serves kernel machines (task=uci), and no attention")
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:

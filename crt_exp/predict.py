@@ -1,8 +1,6 @@
-"""python -m crt_exp.predict run=DIR input=IMAGE_OR_FOLDER [--maps out.png]: classes of images, by a run of imagenet;
-python -m crt_exp.predict run=DIR input=TABLE [output=out.csv]: predictions for rows, by a run of kernel.
+"""python -m crt_exp.predict run=DIR input=IMAGE_OR_FOLDER [--maps out.png]: classes of images, by a run of imagenet.
 
-Of rows it writes a line each, to the terminal or a csv file: the prediction and the ends of its 95% interval, or the
-likeliest class and the probability of each. Of images it prints the likeliest five classes with their probabilities.
+It prints the likeliest five classes of each image with their probabilities.
 --maps draws where the model looks, by attention rollout: exact attention next to the linear one that the run was
 trained with; for a run with exact attention next to FAVOR++, or what attention=... m=... name.
 """
@@ -26,7 +24,6 @@ from crt_exp.hints import at_least, at_most
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.nonfinite import NotFinite
-from crt_exp.probes import kernel_predict
 from crt_exp.stored import yaml_object
 from crt_exp import drawing
 from crt_exp.drawing import markdown, new_figure, save_figure
@@ -34,8 +31,7 @@ from crt_exp.swap.rollout import rollout
 
 NAMED, BATCH, DRAWN = 5, 16, 6     # classes of an image; images at once; images in the picture
 OTHER = "favorpp"                 # what exact attention is drawn next to
-IMAGES, ROWS = "crt_exp.tasks.imagenet.ImageNet", "crt_exp.probes.kernel_machine.KernelMachine"
-OF_IMAGES = ("maps", "attention", "m", "size")
+IMAGES = "crt_exp.tasks.imagenet.ImageNet"
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,6 @@ class PredictOptions:
     m: Annotated[int, at_least(1), at_most(2**16)] | None = None     # beyond, noise and positions fill the memory
     size: Annotated[int, at_least(1), at_most(2**12)] | None = None
     names: str | None = None
-    output: str | None = None
 
 
 class Read(NamedTuple):
@@ -80,28 +75,14 @@ def parser() -> argparse.ArgumentParser:
                       help="run: its directory; input: an image, or a folder of images; maps: as --maps; size: "
                            "pixels of a side, where they are to be others than the run's; attention, m: what exact "
                            f"attention is drawn next to, of a run that has no other (default {OTHER}); names: a "
-                           "folder of your own names, the --config-dir of that run; output: a csv file, of a run of "
-                           "kernel")
+                           "folder of your own names, the --config-dir of that run")
     made.add_argument("--maps", metavar="FILE.png", action="append", default=[],
                       help=f"draw the attention rollout of the first {DRAWN} images")
     return made
 
 
 def predict(options: PredictOptions) -> None:
-    if (run := Path(options.run).expanduser()) and check_run(run) == ROWS:
-        check_unused(options, OF_IMAGES, "of a run of task=imagenet, and this is one of task=kernel")
-        kernel_predict.predict(run, options.input, options.output)
-        return
-    check_unused(options, ("output",), "of a run of task=kernel")
-    classify(options)
-
-
-def check_unused(options: PredictOptions, names: Sequence[str], why: str) -> None:
-    if unused := [name for name in names if getattr(options, name) is not None]:
-        raise ConfigError(f"{unused[0]}=...: it is {why}: leave it out")
-
-
-def classify(options: PredictOptions) -> None:
+    check_run(Path(options.run).expanduser())
     check_maps(options)
     with own_names([options.names] if options.names else []):
         kept = vision.load(options.run, options.size)
@@ -131,18 +112,15 @@ def check_maps(options: PredictOptions) -> None:
                           "--maps out.png, or leave it out")
 
 
-def check_run(run: Path) -> str | None:
-    """Its task. Raises DataError for a directory that is not there, and for a run of another task."""
+def check_run(run: Path) -> None:
+    """Raises DataError for a directory that is not there, and for a run of another task."""
     if not run.is_dir():
-        raise DataError(f"run={run}: there is no such directory. Give that of a run of task=imagenet or task=kernel")
-    target = None
+        raise DataError(f"run={run}: there is no such directory. Give that of a run of task=imagenet")
     if (run / "config.yaml").is_file():
         task = yaml_object(run / "config.yaml").get("task")
         target = task.get("_target_") if isinstance(task, dict) else None
-        if target not in (IMAGES, ROWS):
-            raise DataError(f"run={run} is a run of {target}, which classifies no images and predicts for no rows: "
-                            "give one of task=imagenet or task=kernel")
-    return target
+        if target != IMAGES:
+            raise DataError(f"run={run} is a run of {target}, which classifies no images: give one of task=imagenet")
 
 
 def files_of(place: Path) -> list[Path]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
-from threading import Event, Thread
 from typing import Any, Self, TypeVar
 
 import torch
@@ -186,42 +185,12 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    return in_status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def in_status(name: str) -> int | None:
-    """Bytes that the system says of this process; None where it does not. Raises OSError where it says nothing."""
+    """Bytes. Raises OSError where the system does not say what a process holds."""
     with open("/proc/self/status") as f:
         lines = dict(line.split(":", 1) for line in f)
-    return int(lines[name].split()[0]) * 1024 if name in lines else None
-
-
-class Anonymous:
-    """Within it `most` are the bytes at the peak that belong to no file (Linux): what the process holds beyond
-    libraries and data that is mapped. None where the system does not say. A thread looks every LOOK seconds, for
-    systems keep the peak of all memory alone."""
-
-    LOOK = 0.05
-
-    def __enter__(self) -> Self:
-        self.most, self._ended = self._now(), Event()
-        if self.most is not None:
-            self._thread = Thread(target=self._watch, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self.most is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(self.LOOK):
-            self.most = max(self.most, self._now() or 0)
-
-    def _now(self) -> int | None:
-        with suppress(OSError):
-            return in_status("RssAnon")
+    if "VmHWM" in lines:
+        return int(lines["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 # ---- training steps

@@ -63,7 +63,7 @@ def run(cfg) -> float | None:
     """One run of the composed configuration; returns the task's metric for sweeps (None on processes but the first)."""
     with mistakes_said(), own_names(local(folders())):
         task, mechanism = build(cfg)
-        if starts_processes(cfg, task):
+        if starts_processes(cfg):
             del task, mechanism  # each process builds its own
             return fit_on_processes(cfg)
         return fit(cfg, task, mechanism)

@@ -13,18 +13,17 @@ REPORTS = Path("outputs/report")
 
 
 def on_files(files, config):
-    """Adds the committed reports and the board to the site, as report/."""
+    """Adds the committed reports to the site, as report/."""
     root = Path(config.config_file_path).parent / REPORTS
     for path in sorted(root.iterdir()):
         files.append(File.generated(config, f"report/{path.name}", abs_src_path=str(path)))
-    files.append(File.generated(config, "report/board.md", abs_src_path=str(root.parent / "board" / "board.md")))
     return files
 
 
 def on_page_markdown(markdown, page, config, files):
     """Links to outputs/report/ become links to the site's copies."""
     inner = markdown.replace(f"](../../{REPORTS}/", "](../report/")  # of pages in a folder, such as the gallery's
-    inner = inner.replace("](../outputs/board/", "](report/").replace("](../../docs/", "](../")
+    inner = inner.replace("](../../docs/", "](../")
     return inner.replace(f"](../{REPORTS}/", "](report/")
 
 

@@ -1,5 +1,5 @@
-"""What `make families` measures: every model type that builds small, with its attention swapped: exact, refused at the
-swap with the reason, or wrong.
+"""Verdicts on model types that build small, with their attention swapped: exact, refused at the swap with the reason,
+or wrong.
 
 A model is judged in float64 by laws that hold whatever its attention: `exact` in place of its own changes nothing, with
 and without padding, and unswapping gives every bit back; random features change it, let no token see the future where
@@ -7,17 +7,13 @@ the model's own attention does not, and keep padding out.
 """
 
 import copy
-import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from crt_exp.mechanism import swap_attention
-from crt_exp.probes.cells import Cells, Draw
 from crt_exp.swap.families import family
 from crt_exp.swap.swap import unswap_attention
 from tests import tiny_models
@@ -31,35 +27,6 @@ EXACT = 1e-6       # relative difference in float64 that counts as none: some mo
 LEAK = 1e-12       # of the future, in float64: rounding, since sums are scaled by what a chunk holds
 AS_EAGER = "equals its eager attention; its fused one drops the causal order where there is no padding"
 FEATURES = {"m": 16}
-SECONDS = 120      # for one model
-
-
-def measure(name: str, sources: Sequence[str], size: Mapping[str, Any], keep: bool = False) -> Iterator[Draw]:
-    """A library is a setting, a model an arm; metrics: outcome, why (both text) and worst."""
-    keys = [{"library": library, "name": model, "version": metadata.version(library)}
-            for library, (names, _) in LIBRARIES.items() for model in names()]
-    cells = Cells(name, sources, keep).fill(keys, verdict, name, size.get("workers"))
-    for key in keys:
-        outcome, why, worst = cells[key]
-        for metric, value in (("outcome", outcome), ("why", why), ("worst", worst)):
-            if value != "":
-                yield cells.draw(key, key["library"], key["name"], metric, value, key["version"])
-
-
-def verdict(library: str, name: str, version: str) -> list:
-    """`judge` in a process that must not hang."""
-    def late(*_):
-        raise TimeoutError(f"more than {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    torch.set_num_threads(1)
-    try:
-        return list(judge(library, name))
-    except TimeoutError as error:
-        return list(Verdict("not tried", str(error)))
-    finally:
-        signal.alarm(0)
 
 
 class Verdict(NamedTuple):

@@ -28,7 +28,6 @@ from crt_exp.pretrained import published
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import page as pages
 from crt_exp.runner.command_line import Shown, check_command_line
-from crt_exp.probes import print_times
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "toml"}  # toml: of a plugin, by test_plugins.py
 # by the recipes' tests below, and on two processes by test_sequence.py
@@ -290,8 +289,6 @@ def test_command_exists(words, recipes):
             check_run(arguments)
         case ("torchrun", *_, "split.py"):
             assert any(block.page.name == "sequence_parallel.md" for block in BLOCKS)  # run by test_sequence.py
-        case ("python", "-m", "crt_exp.probes.print_times", *arguments):
-            assert print_times.parser().parse_args(arguments).run
         case ("python", "-m", module):
             importlib.invalidate_caches()
             assert find_spec(module)

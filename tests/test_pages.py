@@ -285,7 +285,7 @@ def test_what_is_too_long_for_a_page_is_a_csv_that_the_site_filters():
     for path in (ROOT / "outputs/report").glob("*-tables.csv"):
         page = path.with_name(path.name.replace("-tables.csv", ".md"))
         assert f"]({path.name})" in page.read_text()
-    table = site.long_tables(ROOT / "outputs/report/families-tables.csv")
+    table = site.long_tables(ROOT / "outputs/report/hadamard-tables.csv")
     assert '<select data-column="0">' in table and table.count("<tr>") > 300 and 'data-name="row"' in table
 
 

@@ -127,7 +127,6 @@ def test_a_folder_with_a_file_that_is_no_image(trained, tmp_path, capsys, one_th
     (["run={exact}", "input={empty}"], "this folder holds no image"),
     (["run={uci}", "input={digit}"], "is a run of crt_exp.probes.uci.UCI, which classifies no images"),
     (["run={empty}", "input={digit}"], "task=imagenet"),
-    (["run={exact}", "input={digit}", "output=o.csv"], "output=...: it is of a run of task=kernel"),
     (["run={exact}"], "input=... is missing"),
     (["run={exact}", "inptu={digit}"], "did you mean input?"),
     (["run={exact}", "input={digit}", "input={digit}"], "input=... comes twice"),

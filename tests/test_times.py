@@ -5,7 +5,6 @@ import time
 from functools import partial
 from itertools import count
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -104,20 +103,6 @@ def test_peaks_count_what_is_added():
     kept = torch.ones(2**20)                                        # 4 MiB, held before
     times.give_back()
     assert 60 < times.added(lambda: torch.ones(2**24).sum()) < 100 and kept.sum() == 2**20      # 64 MiB
-
-
-def test_anonymous_memory_leaves_out_files_that_are_mapped(tmp_path):
-    np.save(tmp_path / "x.npy", np.ones(2**23))                     # 64 MiB
-    times.give_back()
-    with times.Anonymous() as memory:
-        before, mapped = memory.most, np.load(tmp_path / "x.npy", mmap_mode="r")
-        assert mapped.sum() == 2**23
-        time.sleep(3 * memory.LOOK)
-        read = memory.most - before
-        kept = np.ones(2**24)                                       # 128 MiB
-        time.sleep(3 * memory.LOOK)
-        assert kept.sum() == 2**24
-    assert read < 2**24 and 2**26 < memory.most - before < 2**28
 
 
 def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):

@@ -11,8 +11,7 @@ class Probe(Protocol):
 
     It may have `uses` and `inputs()`, as tasks that train do; `keep(records, directory)`, which leaves tables and
     pictures in the run directory at the end; `directory`, which is set to the run directory, for a state that records
-    go on from; `of_rows`, true where it takes maps with a kernel of their own; and `several`, true where it runs on
-    several processes, whose `world` (runner/processes.py) is set then.
+    go on from; and `of_rows`, true where it takes maps with a kernel of their own.
     """
 
     metric: str  # the key of the final record that a sweep optimises

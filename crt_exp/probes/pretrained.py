@@ -52,12 +52,10 @@ class Opened(NamedTuple):
 
 
 class Row(NamedTuple):
-    """ids (1, L); asked: a place on the page's axis -> the answers that are judged there, (n, w) indices of ids;
-    context: how many of ids a reader has before what is asked for is known."""
+    """ids (1, L); asked: a place on the page's axis -> the answers that are judged there, (n, w) indices of ids."""
 
     ids: Tensor
     asked: dict[float | str, Tensor]
-    context: int = 0
 
     @property
     def places(self) -> Tensor:
@@ -120,17 +118,11 @@ def plain(model: str, length: int, seed: int) -> Row:
     return Row(passage(model, "valid", seed, length)[None], {"": torch.arange(1, length).unsqueeze(1)})
 
 
-def continued(model: str, length: int, seed: int) -> Row:
-    """The second half is judged, as that of `repeated`, of which the first is the context."""
-    half, ids = length // 2, passage(model, "valid", seed, length)
-    return Row(ids[None], {"": torch.arange(half + UNSURE, length).unsqueeze(1)}, half)
-
-
 def repeated(model: str, length: int, seed: int) -> Row:
     """The second half is the first again, and judged but for its beginning."""
     half = length // 2
     ids = passage(model, "valid", seed, half).repeat(2)
-    return Row(ids[None], {"": torch.arange(half + UNSURE, 2 * half).unsqueeze(1)}, half)
+    return Row(ids[None], {"": torch.arange(half + UNSURE, 2 * half).unsqueeze(1)})
 
 
 def distances(model: str, length: int, seed: int) -> Row:
@@ -176,8 +168,7 @@ def keys(model: str, length: int, seed: int, count: int) -> Row:
         raise ValueError(f"{count} pass keys and their questions take {length - room} tokens, and rows have {length}")
     text = hidden_in(passage(model, "valid", seed, room), facts, sorted(draw.sample(range(room), count)))
     ids = torch.cat([head, text, *tail])
-    context = len(head) + len(text)
-    return Row(ids[None], {"": torch.stack(answers) + context}, context)
+    return Row(ids[None], {"": torch.stack(answers) + len(head) + len(text)})
 
 
 def hidden_in(text: Tensor, facts: Sequence[Tensor], places: Sequence[int]) -> Tensor:
@@ -202,7 +193,7 @@ def answer(model: str, length: int, seed: int) -> Row:
     return Row(ids, {"": torch.arange(length - ANSWER, length).unsqueeze(0)})
 
 
-ROWS = {made.__name__: made for made in (plain, continued, repeated, distances, needle, pairs, answer)}
+ROWS = {made.__name__: made for made in (plain, repeated, distances, needle, pairs, answer)}
 
 
 # ---- what is measured
@@ -217,12 +208,7 @@ def exact_of(model: str, row: str, length: int, seed: int) -> tuple[Row, Reading
 
 @torch.no_grad()
 def read(model: nn.Module, row: Row) -> Reading:
-    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state
-    return judged(model, row, states[0, row.places - 1])
-
-
-def judged(model: nn.Module, row: Row, states: Tensor) -> Reading:
-    """What states (n, h), each of the token before a place, say of it."""
+    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state[0, row.places - 1]
     head, wanted, nats, best = model.get_output_embeddings(), row.ids[0, row.places], [], []
     for part, labels in zip(states.split(AT_ONCE), wanted.split(AT_ONCE)):
         logits = head(part).float()

@@ -31,7 +31,6 @@ from crt_exp.nearfar.engine.reads import rows
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.probes.bench import Layers, Swap, fitted
 from crt_exp.probes.bench_pieces import UNSURE, TextBench, following
-from crt_exp.probes.called import Called, function_of, is_function
 from crt_exp.probes.dense_peers import PEERS, cells_at
 from crt_exp.probes.texts import FOLDER
 from crt_exp.tasks.objectives import repeated
@@ -236,12 +235,8 @@ def times(arm: Mapping[str, str], start: str, length: int, rounds: int, seed: in
 
 
 def attention_of(text: str, **given: Any) -> Swap | None:
-    """None for "exact"; one of PEERS ("pages keys=64"), a function of one's own ("topk.py:topk k=64"), or one as
-    `Mechanism.parse` reads it with what is given."""
+    """None for "exact"; one of PEERS ("pages keys=64"), or one as `Mechanism.parse` reads it with what is given."""
     name, options = mechanism_text.read(text)
-    if is_function(name):
-        function_of(name)
-        return Layers(partial(Called, name, options), text)
     if name in PEERS:
         return Layers(partial(Peer, partial(PEERS[name], **options)), name)
     return None if text == "exact" else Mechanism.parse(text, **given)

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 
 from crt_exp import _HOME_OF, plugins
-from crt_exp.config import CONF, NAMED, ConfigError, own_folders
+from crt_exp.config import CONF, NAMED, own_folders
 
 PACKAGE = Path(__file__).parent.parent
-DRIVER = "crt_exp.probes.grid.measure"    # of pages that name no other
+DRIVER = "crt_exp.probes.grid"            # of all pages
 TRAINING = "crt_exp.probes.training"      # and this, of those with `starts` or `runs`
 KEEPING = [Path(__file__).relative_to(PACKAGE).with_name(name) for name in ("cells.py", "sources.py")]
 WORD = re.compile(r"[\w+#-]+")
@@ -33,15 +33,10 @@ READ = {MECHANISM: ("conf/config.yaml", "conf/features", "conf/sampler"),
 
 
 def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the walk of a page begins: the module of its `measure`, that of runs, what its sizes name, and the names of
-    one's own that it may name; sorted, so that no order of paragraphs measures anew.
-    Raises ConfigError for a measurement that has no file here: a user's own elsewhere, tests/ without a checkout."""
-    module = spec.get("measure", DRIVER).rpartition(".")[0]
-    if (begin := file_of(module)) is None:
-        raise ConfigError(f"measure: {spec['measure']}: {module} is no file of crt_exp or of this directory; run the "
-                          "command in the folder that holds it")
+    """Where the walk of a page begins: the driver, that of runs, what its sizes name, and the names of one's own that
+    it may name; sorted, so that no order of paragraphs measures anew."""
     trained = {"starts", "runs"} & {key for size in spec.get("sizes", {}).values() for key in size}
-    return tuple(sorted({*map(name_of, (begin, *([file_of(TRAINING)] if trained else ()),
+    return tuple(sorted({*map(name_of, (file_of(DRIVER), *([file_of(TRAINING)] if trained else ()),
                                         *named(spec.get("sizes")), *own_files(spec)))}))
 
 

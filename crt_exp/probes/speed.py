@@ -304,11 +304,6 @@ def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *(t.requires_grad_() for t in (q, k, v)), grad
 
 
-def forward(method: Method, tensors) -> None:
-    with torch.no_grad():
-        method(*(t.detach() for t in tensors[:3]))
-
-
 def forward_backward(method: Method, tensors) -> None:
     out = method(*tensors[:3])
     out.backward(tensors[3])

@@ -1,13 +1,10 @@
-"""Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables; and the time that
-estimators of features take.
+"""Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables.
 
 For each random split the bandwidth sigma is tuned on the validation part; the test part is read once, with the best
 one. A unit of Table 1 is a split, whose value is the mean over draws of the noise.
 """
 
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from sklearn.dummy import DummyClassifier, DummyRegressor
-from sklearn.exceptions import DataDimensionalityWarning
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from tqdm import tqdm
 
-from crt_exp.config import choices, construct
+from crt_exp.config import choices
 from crt_exp.data import own_table
 from crt_exp.data.own_table import Kind
 from crt_exp.data.tabular import file_of, load
@@ -33,7 +29,6 @@ from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegre
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
 from crt_exp.schema import checked
-from crt_exp.times import by_part, geometric_mean, in_turns, milliseconds
 
 CONSTANT = "constant"  # the key of records for the score without a fit
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
@@ -288,38 +283,3 @@ def averages(draws: Sequence[Draw]) -> Iterator[Draw]:
     for each in of.values():
         if len(each) == most:
             yield replace(each[0], setting=AVERAGE, value=float(np.mean([draw.value for draw in each])), seconds="")
-
-
-# ---- times of estimators of features
-
-
-def estimators(arms: Mapping[str, Mapping[str, Any]], rows: int, columns: int, dtype: str, rounds: int, rest: float,
-               seed: int) -> Iterator[dict[str, Any]]:
-    """arm, fit, transform: the geometric means over rounds, which go on where those of the seed before ended.
-
-    arms: of scikit-learn's estimators, `_target_` and arguments; "features" is the mechanism of RandomFeatures. rest:
-    seconds between timings, in which the threads of the library before stop spinning.
-    """
-    warnings.filterwarnings("ignore", category=DataDimensionalityWarning)  # a projection may widen its input as maps do
-    X = np.random.default_rng(0).normal(size=(rows, columns)).astype(dtype)
-    models = {name: estimator(**given) for name, given in arms.items()}
-    for model in models.values():
-        model.fit(X[:1000]).transform(X[:1000])
-
-    def steps(model: Any) -> dict[str, float]:
-        spent = {}
-        for step in ("fit", "transform"):
-            time.sleep(rest)
-            spent[step] = milliseconds(getattr(model, step), X)
-        return spent
-
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in models}
-    for turn in range(seed * rounds, (seed + 1) * rounds):  # another arm is first in every round
-        for name, values in in_turns(models, 1, steps, warm=0, turn=turn).items():
-            taken[name] += values
-    for name, each in taken.items():
-        yield {"arm": name} | {step: geometric_mean(times) for step, times in by_part(each).items()}
-
-
-def estimator(features: str | None = None, **given: Any) -> Any:
-    return construct(given | ({} if features is None else {"mechanism": features}), random_state=0)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from crt_exp.config import ConfigError, located, own_names, unknown
+from crt_exp.config import ConfigError, own_names, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
 from crt_exp.probes import chosen as choice
@@ -52,8 +52,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
     begin = sources.of_page(spec)
-    name, measured = Path(name).stem, located("measure", spec.get("measure", sources.DRIVER))
-    known, chosen = spec.get("options", {}), spec["sizes"][size]
+    name, known, chosen = Path(name).stem, spec.get("options", {}), spec["sizes"][size]
     given = options_of(name, known, options)
     for option in given:
         chosen = chosen | (known[option] or {})
@@ -64,7 +63,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
         cells.forget(name)
         training.set_aside(chosen, begin)
     with one_group(name):
-        written = draws.write(name, measured(name, begin, chosen, keep), folder)
+        written = draws.write(name, grid.measure(name, begin, chosen, keep), folder)
     if discard:
         print(f"deleted: {training.discard(chosen, begin)} runs; the models that runs begin with stay")
     return written

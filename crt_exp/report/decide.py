@@ -23,7 +23,6 @@ from crt_exp.report.verdicts import details
 from crt_exp.runner.run import write_atomic
 
 NAME = "decide"
-DECIDED = ("holds", "fails")
 
 
 class ClaimRow(NamedTuple):
@@ -36,7 +35,6 @@ class ClaimRow(NamedTuple):
     word: str
     page: str
     why: str
-    superseded: str = ""                     # the page of a real model that decides it
 
 
 class Decision:
@@ -127,14 +125,7 @@ class Decision:
             why = f"{gate.text} is {gate.value:.3g}" if gate else claim.why or entry.get("why", "")
             yield ClaimRow(entry["paper"], entry["said"], claim.paper,
                            f"{text}: {claim.value} (bar: {claim.against.said})",
-                           verdict.word, page.name, why or getattr(verdict, "power", ""), self.superseded(entry))
-
-    def superseded(self, entry: dict[str, Any]) -> str:
-        """The page of a real model that an entry names, where the claim that begins so holds or fails there."""
-        real = entry.get("superseded", {})
-        verdicts = self.pages[real["page"]].families["claims"] if real.get("page") in self.pages else ()
-        decided = any(verdict.word in DECIDED and verdict.claim.text.startswith(real["begins"]) for verdict in verdicts)
-        return real["page"] if decided else ""
+                           verdict.word, page.name, why)
 
     def sentence(self) -> str:
         """What to take; empty without settings."""
@@ -205,14 +196,8 @@ def write(folder: Path = draws.FOLDER) -> Path:
     return folder / f"{NAME}.md"
 
 
-def worded(row: ClaimRow) -> str:
-    """The verdict, and what has superseded it."""
-    after = f", superseded by [{row.superseded}]({row.superseded}.md)" if row.superseded else ""
-    return f"**{row.word}**{after}"
-
-
 def text(decision: Decision) -> str:
-    rows = [[row.paper, row.said, row.number, row.ours, worded(row), row.page and f"[{row.page}]({row.page}.md)",
+    rows = [[row.paper, row.said, row.number, row.ours, f"**{row.word}**", row.page and f"[{row.page}]({row.page}.md)",
              row.why] for row in decision.rows]
     header = ["paper", "it says", "its number", "ours", "verdict", "page", "why"]
     forest = [[entry["name"], WHEN[entry["when"]], f"{100 * interval.mean:+.1f} ± {100 * interval.half:.1f}",

@@ -13,7 +13,6 @@ from scipy.special import bdtr, stdtr, stdtrit
 
 LEVEL = 0.05  # of all verdicts of a family together
 LOOKS = {1: LEVEL, 2: 0.029, 3: 0.022}  # of each look, where all looks together keep LEVEL (Pocock, 1977)
-POWER = 0.8
 Word = Literal["holds", "fails", "conflict", "not comparable", "cannot tell here"]
 WORDS: tuple[Word, ...] = ("holds", "fails", "conflict", "not comparable", "cannot tell here")
 NAMED = 4     # arms of one place that a first line names
@@ -233,12 +232,11 @@ def stated(**texts: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim judged; p is corrected for the number of claims judged together, `among`."""
+    """A claim judged; p is corrected for the number of claims judged together."""
 
     claim: Claim
     p: float
     level: float = LEVEL
-    among: int = 1
 
     @property
     def word(self) -> Word:
@@ -248,23 +246,9 @@ class Verdict:
         word: Word = "holds" if self.claim.difference.positive else "fails"
         return "conflict" if (self.claim.closed or 0) * self.claim.difference.mean < 0 else word
 
-    @property
-    def power(self) -> str:
-        """Where the draws leave it open: what so many could tell, and how many would tell the difference they show."""
-        interval = self.claim.difference
-        if self.word != "cannot tell here" or interval.n < 2 or not interval.half > 0:
-            return ""
-        error, level = interval.half / float(stdtrit(interval.n - 1, 1 - LEVEL / 2)), self.level / self.among
-        least = error * float(stdtrit(interval.n - 1, 1 - level / 2) + stdtrit(interval.n - 1, POWER))
-        needed = interval.n * (least / interval.mean)**2 if interval.mean else math.inf
-        more = f"; about {needed:.2g} would show the difference seen" if interval.n < needed < 1000 else ""
-        seen = f"a factor of {math.exp(least):.2g}" if self.claim.against.log else with_unit(
-            f"{least:.2g}", self.claim.unit)
-        return f"{interval.n} can show {seen}{more}"
-
     def row(self) -> dict[str, float | int | str]:
         """For the index of all verdicts."""
-        return {**self.claim.row(self.word), "p_holm": self.p, **stated(power=self.power)}
+        return {**self.claim.row(self.word), "p_holm": self.p}
 
     def __str__(self) -> str:
         """A line of a list in Markdown; n, p and what else it rests on stand in the table of all verdicts."""
@@ -301,7 +285,7 @@ def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
 def judged(claims: Sequence[Claim]) -> list[Verdict]:
     """All verdicts of a family, with Holm's correction over them, each at the level that its looks leave."""
     corrected = holm([claim.difference.p for claim in claims])
-    return [Verdict(claim, p, LOOKS[claim.looks], len(claims)) for claim, p in zip(claims, corrected)]
+    return [Verdict(claim, p, LOOKS[claim.looks]) for claim, p in zip(claims, corrected)]
 
 
 @dataclass(frozen=True)

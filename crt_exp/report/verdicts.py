@@ -64,9 +64,9 @@ def table(page: Page, judged: Sequence[Judged]) -> str:
 
 
 def row(verdict: Judged) -> dict[str, str]:
-    """p is corrected by Holm; more: a failed gate, what the draws could show, and the page's own sentence."""
+    """p is corrected by Holm; more: a failed gate and the page's own sentence."""
     given = {key: str(value) for key, value in verdict.row().items()}
-    more = [given.get(key, "") for key in ("not_judged", "power", "why")]
+    more = [given.get(key, "") for key in ("not_judged", "why")]
     units = "exact" if given.get("n") == "0" else given.get("n", "")
     chance = f"{float(given['p_holm']):.2g}" if "p_holm" in given and units not in ("exact", "1") else ""
     return given | {"n": units, "p": chance, "more": "; ".join(filter(None, more))}

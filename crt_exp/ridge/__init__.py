@@ -1,12 +1,10 @@
 """Bayesian ridge regression and classification in random features: rows in any number, columns of features in memory.
 
-What is kept of rows are sums in float64 (`sums.py`), so that they come as arrays, memory maps or batches
-(`batches.py`); what is made of the sums are coefficients, their ridge and their uncertainty (`solve.py`).
+What is kept of rows are sums in float64 (`sums.py`), so that they come at once or in batches (`batches.py`); what is
+made of the sums are coefficients, their ridge and their uncertainty (`solve.py`).
 """
 
 from crt_exp.ridge.classifier import RandomFeatureClassifier
-from crt_exp.ridge.landmarks import NystroemRidge
-from crt_exp.ridge.lengths import fit_length_scales
 from crt_exp.ridge.regressor import RandomFeatureRidge
 
-__all__ = ["NystroemRidge", "RandomFeatureClassifier", "RandomFeatureRidge", "fit_length_scales"]
+__all__ = ["RandomFeatureClassifier", "RandomFeatureRidge"]

@@ -3,7 +3,7 @@
 Legend: M features z, C classes, W the sum of weights, pi_c the share of a class in it.
 """
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from crt_exp.ridge.base import RidgeOfFeatures
 from crt_exp.ridge.batches import Batch, Spread
 from crt_exp.ridge.calibration import calibrated
 from crt_exp.ridge.solve import Solution
-from crt_exp.ridge.sums import Sums
 
 LEAST = 1e-4  # variance of a score, which is 1 for its class and 0 for others
 
@@ -32,10 +31,6 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     Attributes: features_, classes_, coef_ (C, n_components) and intercept_ (C,) of the log probabilities up to a
     constant (one row for two classes), alpha_, rows_.
     """
-
-    def fit(self, X, y=None, sample_weight=None):
-        """X (n, d), y (n,) labels; or an iterator of batches (X, y) or (X, y, weights) in the place of X."""
-        return self._fit(X, y, sample_weight)
 
     def partial_fit(self, X, y, classes=None, sample_weight=None):
         """Adds rows. classes: labels that may come later; others are added as they come."""
@@ -77,14 +72,8 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         super()._begin(batch)
         self._spread = Spread()
 
-    def _note(self, batch: Batch, places: np.ndarray | None) -> None:
-        self._spread.add(batch, places)
-
-    def _merge(self, other: Self, sums: Sums) -> None:
-        self._know(other.classes_)
-        sums.place(np.searchsorted(self.classes_, other.classes_).tolist(), len(self.classes_))
-        self._spread.merge(other._spread)
-        super()._merge(other, sums)
+    def _note(self, batch: Batch) -> None:
+        self._spread.add(batch)
 
     def _know(self, labels: np.ndarray) -> None:
         """That there are these classes too."""
@@ -92,17 +81,6 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         if len(known) > len(self.classes_):
             self.sums_.place(np.searchsorted(known, self.classes_).tolist(), len(known))
         self.classes_ = known
-
-    def _state(self) -> dict[str, np.ndarray]:
-        spread = {f"spread.{name}": part for name, part in self._spread.state().items()}
-        return super()._state() | {"classes_": self.classes_} | spread
-
-    def _restore(self, state: dict[str, np.ndarray]) -> None:
-        spread = {name.removeprefix("spread."): part for name, part in state.items() if name.startswith("spread.")}
-        self._spread = Spread().restored(spread)
-        self.classes_ = state["classes_"]
-        super()._restore({name: part for name, part in state.items()
-                          if name != "classes_" and not name.startswith("spread.")})
 
     def _made_of(self, ridge: Solution) -> "Solved":
         """Raises ValueError where only one class has rows."""

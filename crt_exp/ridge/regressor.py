@@ -14,22 +14,16 @@ class RandomFeatureRidge(RegressorMixin, RidgeOfFeatures):
     """Ridge regression in random features: kernel ridge regression, or the mean of a Gaussian process, in time O(n M^2)
     and memory O(M^2), whatever n is.
 
-    `fit(X, y)` takes arrays, sparse matrices and memory maps, or an iterator of batches (X, y) or (X, y, weights) in
-    the place of X; `partial_fit` goes on from what was fitted before, and `merge` adds the rows of another model.
+    `fit(X, y)` takes arrays and sparse matrices; `partial_fit` goes on from what was fitted before.
     mechanism, sampler, n_components, kernel, gamma, length_scale: as of RandomFeatures, with trig in the place of oprf
     where mechanism is None and the kernel gaussian: it is bounded, so that no row weighs too much. alpha: the ridge, a
     number, or chosen by generalised cross-validation ('gcv') or by the evidence of the Bayesian model ('evidence'), for
-    each target by itself. length_scale="fit" takes lengths, one for each column, from the first rows by their marginal
-    likelihood (`fit_length_scales`). sample_weight counts as repetitions of a row.
+    each target by itself. sample_weight counts as repetitions of a row.
 
     Attributes: features_ (a RandomFeatures), coef_ (n_components,) or (targets, n_components), intercept_, alpha_,
     noise_variance_ of a row of weight 1, degrees_ of freedom, rows_ taken; all follow `partial_fit`, and a change of
     `alpha` after a fit.
     """
-
-    def fit(self, X, y=None, sample_weight=None):
-        """X (n, d), y (n,) or (n, T); or an iterator of batches in the place of X."""
-        return self._fit(X, y, sample_weight)
 
     def partial_fit(self, X, y, sample_weight=None):
         """Adds rows; coefficients are computed when next asked for."""
@@ -77,10 +71,7 @@ class RandomFeatureRidge(RegressorMixin, RidgeOfFeatures):
         if y.shape[1:] != self._shape:
             raise ValueError(f"y has {math.prod(y.shape[1:])} targets, and that of the first batch was of shape "
                              f"{('n', *self._shape)}")
-        return y.reshape(len(y), -1).astype(np.float64, copy=False)
-
-    def _columns_of(self, y: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(y)
+        return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
     def _origin(self, batch: Batch) -> torch.Tensor:
         return torch.from_numpy(batch.y[0].copy())

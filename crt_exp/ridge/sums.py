@@ -3,7 +3,7 @@
 Legend: n rows, M features z, T targets y, w weights, W their sum.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from crt_exp.estimators import blocks
 from crt_exp.samplers.draws import free_memory
 
-SUMMED = "gram", "right", "features", "targets", "squares"
 AT_ONCE = 128  # rows
 
 
@@ -53,24 +52,6 @@ class Sums:
         self.squares += y.square().sum(0)
         self.weight += float(w.sum())
         self.rows += int((w > 0).sum())
-
-    def merge(self, other: "Sums") -> None:
-        """Adds the sums of other rows, such as those of another process, over the same features."""
-        if self.gram.shape != other.gram.shape or self.origin.shape != other.origin.shape:
-            raise ValueError(f"sums over {len(other.gram)} features and {len(other.origin)} targets cannot be added to "
-                             f"those over {len(self.gram)} and {len(self.origin)}")
-        other = other.counted_from(self.origin)
-        for name in SUMMED:
-            getattr(self, name).add_(getattr(other, name))
-        self.weight += other.weight
-        self.rows += other.rows
-
-    def counted_from(self, origin: Tensor) -> "Sums":
-        """The same with another origin of the targets."""
-        apart = self.origin - origin
-        return replace(self, right=self.right + self.features[:, None] * apart,
-                       targets=self.targets + self.weight * apart,
-                       squares=self.squares + 2 * apart * self.targets + self.weight * apart.square(), origin=origin)
 
     def copy(self) -> "Sums":
         return Sums(*(part.clone() if isinstance(part, Tensor) else part for part in vars(self).values()))
@@ -128,9 +109,9 @@ def double_product(z: Tensor, y: Tensor) -> Tensor:
     return total
 
 
-def check_memory(columns: int, rows: int, name: str) -> None:
+def check_memory(columns: int, rows: int) -> None:
     """Raises ValueError where sums of so many columns, and what is solved with them, do not fit the free memory."""
     need = 32 * columns**2 + 12 * rows * columns
     if need > 2**28 and need > (free := free_memory(torch.device("cpu"))):
-        raise ValueError(f"{name} = {columns}: sums over that many columns and their solution take "
+        raise ValueError(f"n_components = {columns}: sums over that many columns and their solution take "
                          f"{need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free; choose fewer")

@@ -19,7 +19,7 @@ from crt_exp.runner.configuration import (check_composed, choice, folders, in_sw
 from crt_exp.runner.curves import CURVES
 from crt_exp.runner.curves import draw as draw_curves
 from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together
-from crt_exp.runner.processes import ProcessesFailed, World, raise_interrupts, take_away, torchrun
+from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, take_away, torchrun
 from crt_exp.runner.run import Run, read_records
 from crt_exp.runner.sweep import check_direction, direction
 
@@ -107,10 +107,9 @@ def check_sweeper(cfg) -> None:
 
 def check_probe(cfg, task, mechanism) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
-    several = getattr(task, "several", False)
-    if not several and (world_size() > 1 or cfg.trainer.processes):
+    if world_size() > 1 or cfg.trainer.processes:
         raise ConfigError(f"task={choice('task')} runs on one process: leave torchrun and trainer.processes out")
-    if unused := [each for each in given("trainer") if not (several and each.startswith("trainer.processes="))]:
+    if unused := given("trainer"):
         raise ConfigError(f"task={choice('task')}, which has no use for the trainer, does not use {' '.join(unused)}: "
                           "leave that out")
     if hasattr(task, "uses"):
@@ -155,7 +154,7 @@ def check_training(cfg, task, mechanism) -> None:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-def starts_processes(cfg, task: Any) -> bool:
+def starts_processes(cfg) -> bool:
     """Whether the run is that of processes which are still to be started."""
     return bool(cfg.trainer.processes) and not inside_torchrun()
 
@@ -183,22 +182,16 @@ def fit(cfg, task, mechanism) -> float | None:
 
 
 def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
-    """The records of a task that only measures; none on processes but the first."""
+    """The records of a task that only measures."""
     raise_interrupts()
-    if world_size() == 1:
-        with Run(cfg, task, output_directory()) as current:
-            recorded(cfg, task, mechanism, current)
-        return current.records, current.directory
-    task.world = world = World(cpu=True)
-    with ending_together(world), open_run(cfg, task, world) as current:
-        recorded(cfg, task, mechanism, current, world.broadcast(finished(current.records)))
+    with Run(cfg, task, output_directory()) as current:
+        if not finished(current.records):
+            log_records(cfg, task, mechanism, current)
     return current.records, current.directory
 
 
-def recorded(cfg, task, mechanism, current: Run, ended: bool | None = None) -> None:
-    """Logs what a run lacks. ended: whether it lacks nothing, where this process has no records."""
-    if finished(current.records) if ended is None else ended:
-        return
+def log_records(cfg, task, mechanism, current: Run) -> None:
+    """Logs the records that a run lacks."""
     if hasattr(task, "directory"):  # of probes that go on from a state of their own
         task.directory = current.directory
     for record in task.records(mechanism, cfg.seed, done=list(current.records)):

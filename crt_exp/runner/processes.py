@@ -125,21 +125,6 @@ class World:
         GradientState._reset_state()
 
 
-class Alone:
-    """The World of a run on one process, without what several need."""
-
-    rank, size, main = 0, 1, True
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def sum(self, tensor):
-        return tensor
-
-
 def lost_process(error: RuntimeError) -> bool:
     """Whether gloo or NCCL says that another process ended in the middle of an exchange."""
     return any(words in str(error) for words in ("closed by peer", "Connection reset", "remote process exited"))

@@ -13,7 +13,7 @@ from crt_exp.probes.grid import Part, arm_of, expanded
 from crt_exp.probes.training import Grid
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
-DRIVEN = [name for name in page.names() if "measure" not in page.load(name) and draws.there(name, COMMITTED)
+DRIVEN = [name for name in page.names() if draws.there(name, COMMITTED)
           and "sizes" in page.load(name)]
 PLACE = ("setting", "arm", "metric", "table", "x", "unit")
 # Rows of earlier measurements, whose draws are not left.

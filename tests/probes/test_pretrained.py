@@ -1,9 +1,6 @@
 """The probes of the page pretrained, on tiny models of the same classes with weights that are drawn here."""
 
-import logging
-import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.nearfar import PRESETS
 from crt_exp.probes import dense_peers, pretrained
 from crt_exp.probes import pretrained_encoders as encoders
-from crt_exp.probes import pretrained_presses as presses
 from crt_exp.probes.recall import Peer, attention_of
 from crt_exp.probes.grid import Part
 from crt_exp.report import page
@@ -69,8 +65,7 @@ class Symbols(Letters):
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    for each in (pretrained.exact_of, pretrained.tokens, encoders.blocks, encoders.paragraphs, encoders.utterances,
-                 presses.package):
+    for each in (pretrained.exact_of, pretrained.tokens, encoders.blocks, encoders.paragraphs, encoders.utterances):
         each.cache_clear()
 
 
@@ -200,59 +195,6 @@ def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
     (tmp_path / "wiki.valid.tokens").write_text(" one @-@ way , ( 24 @.@ 5 in ) of <unk> . \n \n")
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: tmp_path / "wiki.valid.tokens")
     assert pretrained.plain_text("valid").strip() == "one-way, (24.5 in) of <unk>."
-
-
-# ---- presses
-
-
-class LastPress:
-    """Of the API of kvpress: the last keys stay."""
-
-    def __init__(self, compression_ratio):
-        self.share = 1 - compression_ratio
-
-    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
-        first = keys.shape[2] - int(keys.shape[2] * self.share)
-        return keys[:, :, first:], values[:, :, first:]
-
-
-@pytest.fixture
-def press(monkeypatch):
-    package = ModuleType("kvpress")
-    package.LastPress, package.__spec__ = LastPress, ModuleSpec("kvpress", None)
-    monkeypatch.setitem(sys.modules, "kvpress", package)
-
-
-@pytest.mark.parametrize("row, length", [("repeated", 512), ("needle", 512), ("pairs", 1024)])
-def test_a_press_that_keeps_all_loses_nothing(reader, press, row, length):
-    [exact] = read("exact", row, length)
-    [found] = presses.pressed("LastPress keys=1024", "", row, length, 0)
-    assert found["above"] == pytest.approx(0, abs=1e-5) and found["agrees"] == 1
-    assert found["right"] == exact["right"]
-
-
-def test_what_a_press_drops_is_not_seen(reader, press):
-    """By one layer, whose keys are of single tokens: other tokens in the place of those that are dropped change
-    nothing, and one in the place of the first that stays does."""
-    row = pretrained.repeated("", 512, 0)
-
-    def nats(changed):
-        ids = row.ids.clone()
-        ids[0, :changed] = 1 + ids[0, :changed] % 96
-        return presses.read(reader, row._replace(ids=ids), "LastPress", 100).nats
-    assert torch.equal(nats(0), nats(256 - 100)) and not torch.equal(nats(0), nats(256 - 99))
-
-
-def test_presses_are_of_what_is_read_before_the_question(reader, press):
-    with pytest.raises(ValueError, match="row plain has no context"):
-        list(presses.pressed("LastPress keys=16", "", "plain", 512, 0))
-
-
-def test_presses_that_are_not_installed_are_left_out_with_the_command(reader, monkeypatch, caplog):
-    monkeypatch.setattr(presses, "find_spec", lambda name: None)
-    with caplog.at_level(logging.WARNING):
-        assert not [*presses.pressed("SnapKVPress keys=16", "", "repeated", 512, 0)]
-    assert "SnapKVPress keys=16 is not measured, since kvpress is not installed: pip install" in caplog.text
 
 
 # ---- encoders
@@ -404,11 +346,9 @@ def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(m
         probe(f"models/{model}")
 
 
-def known(part, text):
-    """Whether an arm is one that its probe knows."""
+def known(text):
+    """Whether an arm is one that the probes know."""
     name, options = mechanism_text.read(text)
-    if part.probe["_target_"] == "crt_exp.probes.pretrained_presses.pressed":
-        return name.endswith("Press") and [*options] == ["keys"]
     if name == "exact":
         return {*options.values()} <= {*pretrained.DTYPES}
     options.pop("budget", None)
@@ -423,7 +363,7 @@ def test_the_page_names_rows_arms_and_settings_that_exist(size):
     parts = [Part.read(part) for part in spec["sizes"][size]["parts"]]
     for part in parts:
         assert {given["row"] for given in part.settings.values() if "row" in given} <= {*pretrained.ROWS}
-        assert all(known(part, text) for text in part.arms.values())
+        assert all(known(text) for text in part.arms.values())
         assert {*part.arms} <= {*spec["arms"]} and {*part.seeds_of} <= {*part.arms}
     settings = {setting for part in parts for setting in part.settings}
     for entry in (*spec["gates"], *spec["bars"], *spec["tables"], *spec["panels"]):

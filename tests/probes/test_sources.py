@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crt_exp.config import CONF, ConfigError
+from crt_exp.config import CONF
 from crt_exp.report import page
 from crt_exp.probes import runs, sources
 
@@ -14,7 +14,7 @@ TRAINING = {"lra": "tasks/lra.py", "kernels": "tasks/trembl.py", "books": "tasks
             "recall": "tasks/recall.py", "hrf-lm": "tasks/ptb.py", "fig3": "tasks/librispeech.py",
             "table2": "tasks/glue.py", "encoders": "tasks/mlm.py", "fig4-left": "tasks/mae.py",
             "fidelity": "tasks/mlm.py", "hrf-robotics": "probes/robotics.py"}
-MAPS = ("bench-estimators", "fig2", "hrf-clusters", "hrf-pointwise", "hrf-qmc", "performers-fig2", "table1")
+MAPS = ("fig2", "hrf-clusters", "hrf-pointwise", "hrf-qmc", "performers-fig2", "table1")
 TRAINER = {"train.py", "runner/trainer.py", "runner/fit.py", "runner/optim.py", "mechanism.py", "attention/layer.py",
            "attention/engines/native.c", "conf/trainer/default.yaml", "conf/attention/favorp.yaml",
            "conf/features/pos.yaml"}
@@ -31,8 +31,7 @@ def of_page(name):
 @pytest.mark.parametrize("name", page.names())
 def test_every_page_has_its_files_and_none_of_reports(name):
     found = of_page(name)
-    module = page.load(name).get("measure", sources.DRIVER).rpartition(".")[0]
-    assert sources.name_of(sources.file_of(module)) in found and {"kernels.py", "features/exponential.py"} <= found
+    assert {"probes/grid.py", "kernels.py", "features/exponential.py"} <= found
     assert not [file for file in found if file.startswith(("report/", "conf/report", "probes/cells.py"))]
 
 
@@ -116,11 +115,9 @@ def test_a_measurement_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/gain.py").write_text("def measure():\n    from mine import more\n    return more\n")
     (tmp_path / "mine/more.py").write_text("import torch\nfrom crt_exp import calibrate_attention\n")
-    begin = sources.of_page({"measure": "mine.gain.measure"})
-    assert begin == ("mine/gain.py",)
+    begin = sources.of_page({"sizes": {"small": {"parts": [{"probe": {"_target_": "mine.gain.measure"}}]}}})
+    assert "mine/gain.py" in begin
     assert {"mine/gain.py", "mine/more.py", "swap/calibration.py", "attention/layer.py"} <= files(begin)
-    with pytest.raises(ConfigError, match="measure: mine.other.measure: mine.other is no file"):
-        sources.of_page({"measure": "mine.other.measure"})
 
 
 def test_the_order_of_paragraphs_of_a_page_measures_nothing_anew():

@@ -32,13 +32,6 @@ def test_attention_of_every_kind_of_rows_is_timed():
     assert [row["arm"] for row in rows] == [*arms] and "exact" in arms and all(row["ms"] > 0 for row in rows)
 
 
-@pytest.mark.slow
-def test_every_map_transforms():
-    rows, arms = cell("bench-estimators", rows=20, columns=4, rounds=2, rest=0)
-    assert [row["arm"] for row in rows] == [*arms] and all(row["fit"] > 0 < row["transform"] for row in rows)
-    assert {"RBFSampler", "GaussianRandomProjection", "trig, 512 columns"} < {*arms} and "gerf" not in arms
-
-
 # ---- vision transformers
 
 

@@ -14,8 +14,8 @@ import pandas as pd
 import yaml
 
 from crt_exp import recipe_words
-from crt_exp.config import CONF, located
-from crt_exp.probes import grid, sources, training
+from crt_exp.config import CONF
+from crt_exp.probes import grid, training
 from crt_exp.probes.cells import Cells
 from crt_exp.report import draws, page
 
@@ -186,5 +186,5 @@ def frame_of(name, size, monkeypatch, seed=0, choose=None):
     monkeypatch.setattr(training, "folder", lambda key: "outputs/runs/a")
     chosen = grid.unconditional(grid.given(spec["sizes"][size], {}))
     chosen = choose(chosen) if choose else chosen
-    made = [*located("measure", spec.get("measure", sources.DRIVER))(name, ("tasks/lra.py",), chosen)]
+    made = [*grid.measure(name, ("tasks/lra.py",), chosen)]
     return pd.DataFrame([vars(draw) for draw in made], columns=draws.COLUMNS)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from crt_exp.report import decide, draws, page
+from crt_exp.report import decide, draws
 from crt_exp.report.decide import Decision
 from crt_exp.report.evidence import independent
-from crt_exp.report.page import Metric, Page
+from crt_exp.report.page import Metric
 from crt_exp.probes.cells import Draw
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
@@ -28,14 +28,6 @@ def test_every_row_finds_its_claim(committed):
             assert [*committed.judged(entry)], f"{entry['page']}: no claim begins with {entry['begins']}"
     assert all(row.why for row in committed.rows), "a row without its sentence"
     assert 15 <= len(committed.rows) <= 22, "the page that decides shows about 20; the index has the others"
-
-
-def test_what_supersedes_is_a_claim_of_its_page(committed):
-    real = [entry["superseded"] for entry in committed.spec["claims"] if "superseded" in entry]
-    for each in real:
-        words = each["begins"].rpartition(": ")[2]                   # behind the setting, which the file leaves open
-        assert any(words in claim["text"] for claim in page.load(each["page"])["claims"]), each
-    assert real
 
 
 def losses(values, setting="A"):
@@ -66,24 +58,6 @@ def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_pa
     draws.write("copying", losses(values), tmp_path)
     assert Decision(tmp_path, SPEC).settings == []
     assert "- P: S. Not here, because of this." in decide.text(made)
-
-
-@pytest.mark.parametrize("real, expected", [(None, ""), ([1.0, 4.0, -2.0, 1.0], ""),
-                                            ([3.0, 3.1, 2.9, 3.0], "fidelity")])
-def test_a_verdict_of_a_toy_is_superseded_once_a_real_model_decides(real, expected, tmp_path, monkeypatch):
-    """And stays where there is no such page, or one that cannot tell."""
-    asked = {"text": "near-far is better", "better": "nearfar", "worse": "window"}
-    spec = Page("copying", COMMITTED).spec | {"gates": [], "claims": [asked], "bars": [], "metrics": {
-        "loss": {"better": "lower"}}, "main": "loss", "arms": {}, "controls": []}
-    monkeypatch.setattr(Page, "spec", spec)
-    for name, gains in {"copying": [2.0, 2.1, 1.9, 2.0], "fidelity": real}.items():
-        if gains:
-            draws.write(name, losses({"nearfar": [0.0] * 4, "window": gains}), tmp_path)
-    entry = {"paper": "P", "page": "copying", "begins": "near-far", "said": "S", "why": "W",
-             "superseded": {"page": "fidelity", "begins": "near-far is"}}
-    [row] = Decision(tmp_path, SPEC | {"claims": [entry]}).rows
-    assert (row.word, row.superseded) == ("holds", expected)
-    assert decide.worded(row) == "**holds**" + (", superseded by [fidelity](fidelity.md)" if expected else "")
 
 
 TIMED = {"nearfar": "nearfar", "nearfar bounded": "nearfar preset=bounded", "uniform": "uniform",

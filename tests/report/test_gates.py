@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from crt_exp.config import CONF
+from crt_exp.probes import grid
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, page
 from crt_exp.report.page import Page
@@ -34,7 +35,7 @@ def test_gates_say_where_their_bar_is_from(name):
 def test_no_condition_stops_a_run_at_full(size, stops, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
-    monkeypatch.setattr(command_line, "located", lambda *args: lambda name, begin, chosen, keep: asked.append(chosen))
+    monkeypatch.setattr(grid, "measure", lambda name, begin, chosen, keep: asked.append(chosen))
     monkeypatch.setattr(draws, "write", lambda name, made, folder: folder)
     command_line.measure("proteins", size, Path("out"), False, False)
     assert any("where" in each for each in asked[0]["runs"]) == stops

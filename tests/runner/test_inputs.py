@@ -29,9 +29,9 @@ augment.mix_mode subsets.train subsets.validation subsets.test held_out_speaker 
 hub.audio hub.text bad symbols environment looks scale softmax scaling what direction longer
 held_out held_out_families held_out_files target kind coding regime fit resize kernel pool examples length lengths
 samples layers turn evaluated tied workers size sizes.patch sizes.width sizes.depth sizes.heads
-hub.classes ema rate beam max_length channels budget columns weight alpha precision parts method folder onehot
+hub.classes ema rate beam max_length channels budget parts
 """))
-BY_THE_TASK = {"data_dir", "dataset", "corpus", "data"}  # of `task.inputs()`
+BY_THE_TASK = {"data_dir", "dataset", "corpus"}  # of `task.inputs()`
 
 
 def leaves(node, name=""):
@@ -56,7 +56,7 @@ def test_every_option_that_may_name_a_file_is_known(target, given):
     texts = {key for key, value in given.items() if value is None or isinstance(value, str)
              or (isinstance(value, list) and any(isinstance(each, str) for each in value))}
     assert not texts - set(OPTIONS) - NO_FILES - BY_THE_TASK
-    if texts & {"data_dir", "corpus", "data"}:
+    if texts & {"data_dir", "corpus"}:
         kind = located("task", target)
         assert any("inputs" in vars(base) for base in kind.__mro__ if base.__name__ != "Task"), kind
 

@@ -1,20 +1,12 @@
-"""A fixed sample of the models of `make families`: each is exact when swapped, or refused at the swap;
-none is wrong."""
-
-from pathlib import Path
+"""Model types of transformers, timm, torch and torchaudio: each is exact when swapped, or refused at the swap; none is
+wrong. A fixed sample is fast; the slow test tries all."""
 
 import pytest
 import torch
 
-from crt_exp.config import ConfigError
-from crt_exp.probes import sources
-from crt_exp.report.__main__ import measure
-from crt_exp.report.draws import read
-from tests import model_types, tiny_models
-from tests.model_types import judge, judge_model
+from tests.model_types import LIBRARIES, judge, judge_model
 from tests.tiny_models import spread
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {
     "transformers": ["bart", "beit", "bert", "clip", "detr", "gemma3_text", "gpt2", "gpt_neox", "llama", "llava",
@@ -48,26 +40,14 @@ def test_refused_at_the_swap_with_the_reason(library, name):
     assert verdict.outcome == "refused" and REFUSED[library][name] in verdict.why, verdict
 
 
-def test_the_page_is_measured_where_the_tests_are(tmp_path, monkeypatch, request):
-    """Its measurement is a helper of the tests, found in the folder of the command; elsewhere one line says so."""
-    monkeypatch.chdir(tmp_path)
-    request.addfinalizer(sources.closure.cache_clear)     # of files below this folder, which other tests do not run in
-    with pytest.raises(ConfigError, match="tests.model_types is no file of crt_exp or of this directory; run the comm"):
-        measure("families", "small", tmp_path, keep=False, again=False)
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    monkeypatch.setattr(model_types, "LIBRARIES", {"torch": (lambda: ["Transformer"], tiny_models.of_torch)})
-    measure("families", "small", tmp_path, keep=False, again=False)
-    new, = judged(tmp_path, "Transformer")
-    old, = judged(ROOT / "outputs/report", "Transformer")
-    assert new[:2] == old[:2] == ("exact", "causal") and max(new[2], old[2]) < 1e-12
-
-
-def judged(folder, model):
-    """(outcome, why, worst) of each draw of a model."""
-    frame = read("families", folder)
-    frame = frame[(frame["setting"] == "torch") & (frame["arm"] == model)]
-    outcome, why, worst = (frame.loc[frame["metric"] == metric, "value"] for metric in ("outcome", "why", "worst"))
-    return [*zip(outcome, why, map(float, worst))]
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_model_type_is_wrong(library):
+    names = LIBRARIES[library][0]()
+    found = {name: judge(library, name) for name in names}
+    assert not {name: verdict for name, verdict in found.items() if verdict.outcome == "wrong"}
+    assert any(verdict.outcome == "exact" for verdict in found.values())
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99,
