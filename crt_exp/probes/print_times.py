@@ -46,7 +46,7 @@ COLUMNS = ("near-far", "recurrent state", "all keys", OWN := "the model's own")
 
 def nearfar(args: argparse.Namespace) -> None:
     end = CAUSAL * args.causal
-    ours = NEAR_FAR + " bounded" * args.bounded + end
+    ours = NEAR_FAR + end
     others = [name + end for name in OTHERS if name not in args.without]
     if args.what == "memory":
         print_memory(args.lengths or [LONGEST], [ours, *others[-1:]])
@@ -193,7 +193,6 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument("--causal", action="store_true")
     ours.add_argument("--forward", action="store_true", help="no backward pass")
     ours.add_argument("--half", action="store_true", help="also of queries, keys and values in bfloat16")
-    ours.add_argument("--bounded", action="store_true", help="preset bounded in the place of default")
     ours.add_argument("--without", nargs="*", default=[], choices=OTHERS)
     tokens.add_argument("positions", type=int, nargs="*", default=POSITIONS)
     tokens.add_argument("--gguf", help="a file of the same model for llama.cpp, which then has a column")
