@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.mechanism import Mechanism
-from crt_exp.nearfar import NearFar
 from crt_exp.runner.adapters import Adapters
 from crt_exp.probes.bench import fitted
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
