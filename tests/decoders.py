@@ -21,8 +21,7 @@ def mechanisms() -> dict[str, tuple[str, dict]]:
     """Their names and options; of near-far attention, one for each way in which it takes keys."""
     small = {name: (name, SIZES.get(name, {"m": 8})) for name in choices("attention") if name != "nearfar"}
     opened = SMALL | {"open": 5}
-    return small | {"nearfar below": ("nearfar", opened | BELOW), "nearfar beyond": ("nearfar", opened | BEYOND),
-                    "nearfar bounded": ("nearfar", SMALL | {"preset": "bounded"})}
+    return small | {"nearfar below": ("nearfar", opened | BELOW), "nearfar beyond": ("nearfar", opened | BEYOND)}
 
 
 def layer(name, options, **sizes):
@@ -46,8 +45,7 @@ def llama(dtype=torch.float64, layers=2):
 
 
 def swapped(name, options, dtype=torch.float64, layers=2):
-    """Calibrated with as many vectors as a codebook is made of, so that no two centres are one; a copy that may be
-    changed."""
+    """Calibrated; a copy that may be changed."""
     return copy.deepcopy(calibrated(name, tuple(options.items()), dtype, layers))
 
 

@@ -142,7 +142,7 @@ BAD = {
 @pytest.mark.parametrize("options, words", [
     ({"block": 1.5}, "attention.block = 1.5: it takes a whole number"),
     ({"cells": True}, "attention.cells = true"),
-    ({"preset": "best"}, "attention.preset = best: it takes cheap, default, quality or bounded"),
+    ({"preset": "best"}, "attention.preset = best: it takes cheap, default or quality"),
 ], ids=str)
 def test_options_are_checked_as_on_the_command_line(options, words):
     """Whichever way they come; the layer itself knows nothing of configurations."""

@@ -148,8 +148,7 @@ CAUSAL = {"near-far": "nearfar", "window and first tokens": "window block=64 fir
           "FAVOR++, m = 256": "favorpp m=256", "uniform": "uniform", "exact": "exact"}
 BOTH = {"cosine": CAUSAL | {"near-far": "nearfar exact_until=0"}}
 KINDS = {"both directions": ("cosine", "nearfar exact_until=0", "nearfar", "exact"),
-         "causal": ("said again", "nearfar", "nearfar causal", "exact causal"),
-         "causal, `preset=bounded`": ("said again", "nearfar preset=bounded", "nearfar bounded causal", "exact causal")}
+         "causal": ("said again", "nearfar", "nearfar causal", "exact causal")}
 
 
 def tables_of(head):
@@ -175,7 +174,7 @@ def test_what_models_lose_is_that_of_the_page():
 
 
 def test_kinds_of_near_far_attention_are_told_apart():
-    """What each grows with, loses and takes: three rows."""
+    """What each grows with, loses and takes: two rows."""
     speed, pretrained, rows = Page("speed"), Page("pretrained"), [*tables_of("near-far attention")]
     assert [row["near-far attention"] for row in rows] == list(KINDS)
     for row in rows:
@@ -192,16 +191,15 @@ def test_what_is_linear_is_said_of_each():
     """Causal near-far attention looks at all keys: no page calls near-far attention linear without a word on that."""
     for page in ("README.md", "docs/attention.md", "conf/attention/nearfar.yaml", "conf/config.yaml"):
         text = " ".join((ROOT / page).read_text().replace("# ", "").split())
-        assert re.search(r"by a small constant", text) and "bounded" in text and "square" in text, page
+        assert re.search(r"by a small constant", text) and "square" in text, page
 
 
 @pytest.mark.parametrize("page", ["conf/attention/nearfar.yaml", "conf/config.yaml"])   # the latter: of --help
-def test_commands_say_the_three_kinds(page):
+def test_commands_say_both_kinds(page):
     rows = re.findall(r"^(?:#|     ) +((?:both|causal).*?) {2,}(.*)$", (ROOT / page).read_text(), re.M)
     kinds = {kind: growth for kind, growth in rows}
-    assert list(kinds) == [kind.replace("`", "") for kind in KINDS]
+    assert list(kinds) == list(KINDS)
     assert "linearly" in kinds["both directions"] and "square" in kinds["causal"]
-    assert "linearly" in kinds["causal, preset=bounded"] and "forgets" in kinds["causal, preset=bounded"]
 
 
 def test_words_of_reports_are_explained():

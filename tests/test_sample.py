@@ -115,18 +115,6 @@ def test_command(run, capsys, tmp_path):
     assert path.read_text().count(">sample-") == 2 and list(tmp_path.glob("*.part")) == []
 
 
-def test_a_model_that_was_kept_between_two_fits_of_its_codebook(tmp_path, capsys):
-    """It holds samples of some passes, as many rows as there were: what is drawn is what the model itself draws."""
-    task = TrEMBL(**OPTIONS)
-    model = task.build(mechanism("nearfar", preset="bounded")).train()
-    for _ in range(13):
-        model(PROMPT[None])
-    assert all(block.attention.clusters.queries.shape[1] > 1 for block in model.body.blocks)
-    task.export(model, model.state_dict(), tmp_path / "run")
-    code, out, err = called(capsys, f"run={tmp_path / 'run'}", "prompt=MK", "n=2")
-    assert (code, err) == (0, "") and len(out.splitlines()) == 2
-
-
 OWN = """
 import torch
 from crt_exp.samplers import DenseNoise, iid

@@ -31,8 +31,8 @@ class Arm:
         return f'swap_attention(model, "{self.name}"{options})'
 
 
-def candidates(causal: bool) -> list[Arm]:
+def candidates() -> list[Arm]:
     """What is tried where the caller does not say: the first is the model's own attention, the last the floor."""
-    presets = ("cheap", "default", "quality", *(["bounded"] if causal else []))
+    presets = ("cheap", "default", "quality")
     return [Arm(EXACT), *(Arm(NEAR_FAR, {"preset": preset}) for preset in presets), Arm("window"), Arm("favorsharp"),
             Arm("favorpp"), Arm(FLOOR)]

@@ -58,7 +58,7 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
             if length is not None:
                 raise ValueError(f"length = {length} is of texts: images and other pieces are as long as they are")
             bench = _of_batches(model, texts, labels, samples, calibration, seed)
-        trial = Trial(bench, arms_of(attentions, bench.causal), rounds, tolerance)
+        trial = Trial(bench, arms_of(attentions), rounds, tolerance)
         for _ in trial.measured(say):
             pass
         return trial.advice()
@@ -159,10 +159,10 @@ def spread(count: int, samples: int, calibration: int, noun: str, more: str = "m
     return chosen[:samples], chosen[samples:]
 
 
-def arms_of(attentions: Sequence[str | type | tuple[str | type, dict]] | None, causal: bool) -> list[Arm]:
+def arms_of(attentions: Sequence[str | type | tuple[str | type, dict]] | None) -> list[Arm]:
     """Exact attention first. Raises ConfigError for names and options that conf/attention does not have."""
     if attentions is None:
-        return candidates(causal)
+        return candidates()
     arms = [arm_of(each) for each in attentions]
     for arm in arms:
         arm.mechanism()

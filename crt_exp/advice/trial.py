@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from crt_exp.advice.arms import EXACT, NEAR_FAR, Arm
+from crt_exp.advice.arms import EXACT, Arm
 from crt_exp.advice.verdict import Advice, Row, is_beyond, is_within, rows_of, uses_memory
 from crt_exp.mechanism import Mechanism
 from crt_exp.probes.base import planned
@@ -146,7 +146,6 @@ class Trial:
                         {label: known.wants_fit for label, known in self.known.items()}, self.bench.noun,
                         self.bench.trained_on)
         advice.notes = [*self._of_layers(advice), *self._of_exact(advice), *self._of_few(advice)]
-        advice.stated_of, advice.stated = self._bounds(advice)
         if (block := self.bench.trained_on) is not None and advice.length > block:
             advice.notes.append(f"This run trained on blocks of {block} tokens: positions from {block} on were never "
                                 f"trained in it, and losses there say more of that than of attention. Without "
@@ -173,15 +172,6 @@ class Trial:
             notes.append(f"Layers {lost} are further from exact attention than uniform attention is: layers={kept} "
                          "leaves them as they are.")
         return notes
-
-    def _bounds(self, advice: Advice) -> tuple[str, dict[str, tuple]]:
-        """What queries of the attention that is advised may have missed, or else of the first that states it."""
-        first = [advice.chosen.arm.label] if advice.chosen is not None else []
-        others = [row.arm.label for row in advice.rows if row.arm.name == NEAR_FAR and row.exact_to < advice.length]
-        for label in dict.fromkeys(first + others):
-            if stated := self.bench.stated(self.attention[label]):
-                return label, stated
-        return "", {}
 
     def _of_exact(self, advice: Advice) -> list[str]:
         """What sees all keys at this length, which is no approximation."""

@@ -17,7 +17,6 @@ from crt_exp.advice.arms import EXACT, FLOOR, Arm
 from crt_exp.drawing import CONTROL, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.drawing import EXACT as BLACK
 from crt_exp.metrics import interval
-from crt_exp.swap.table import STATED
 from crt_exp.times import ratio
 from crt_exp.whole_files import whole, write_rows
 
@@ -27,9 +26,8 @@ TELLS = 5          # times what is allowed that uniform attention must cost, or 
 USES = 0.5         # nats by which repeated text must be easier for the model's own attention
 MARGIN = 1.05
 CLEARER = {"texts": "text that the model predicts well, or longer pieces"}
-SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66", "bounded": "#009E73"}
+SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66"}
 WINDOW = "#AA4499"   # the floor is grey
-BOUNDS = ["layer", *STATED]
 LONGER = {"texts": "a longer task.length", "images": "larger images"}
 
 
@@ -79,8 +77,6 @@ class Advice:
     noun: str = "texts"             # what was judged on
     trained_on: int | None = None   # tokens of the texts of the model's training, where they are known
     notes: list[str] = field(default_factory=list)
-    stated_of: str = ""             # the attention of `stated`
-    stated: dict[str, tuple] = field(default_factory=dict)  # path -> what its queries may have missed: STATED
 
     def __post_init__(self):
         self.chosen, self.sentence = decided(self)
@@ -106,26 +102,19 @@ class Advice:
         return RECALL
 
     def __str__(self) -> str:
-        bounds = ["", self._of_bounds, *aligned([BOUNDS, *bounds_of(self)])] if self.stated else []
         return "\n".join([*aligned([header(self), *(cells_of(self, row) for row in self.rows)]), "", self.sentence,
-                          *self.notes, *bounds, "", self.code])
+                          *self.notes, "", self.code])
 
     def markdown(self) -> str:
         return (f"{markdown(header(self), [cells_of(self, row) for row in self.rows])}\n{self.sentence} Measured on "
                 f"{self.texts} {self.noun} of {self.length} tokens, one draw of the noise.")
-
-    @property
-    def _of_bounds(self) -> str:
-        return (f"What queries of {self.stated_of} may have missed, by layer, on a piece of {self.length} tokens: "
-                "upper bounds of the weight of all keys that a query behind `exact_until` did not read.")
 
     def save(self, directory: str | Path) -> None:
         """advise.csv, advise.md and advise.png in a folder."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         with whole(folder / "advise.md") as part:
-            bounds = [self._of_bounds, markdown(BOUNDS, bounds_of(self))] if self.stated else []
-            part.write_text("\n\n".join([self.markdown(), *self.notes, *bounds, f"```python\n{self.code}\n```\n"]))
+            part.write_text("\n\n".join([self.markdown(), *self.notes, f"```python\n{self.code}\n```\n"]))
         head = ["attention", "pieces", "above", "above_ci95", "again", "again_ci95", "step_ms", "mib", "speedup",
                 "told_apart", "pays_from",
                 *(f"ms_{L}" for L in self.rows[0].ms)]
@@ -272,12 +261,6 @@ def header(advice: Advice) -> list[str]:
     mib = ["MiB"] if any(row.mib is not None for row in advice.rows) else []
     return ["attention", "nats above exact", *again, *([advice.noun] if in_part(advice) else []), "ms forward",
             "ms step", *mib, "speed-up", "pays from"]
-
-
-def bounds_of(advice: Advice) -> list[list[str]]:
-    """A row of BOUNDS for each layer that states some."""
-    return [[path, f"{median:.3f}", f"{largest:.3f}", f"{100 * exact:.1f}%", f"{read:.0f}"]
-            for path, (median, largest, exact, read) in advice.stated.items()]
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

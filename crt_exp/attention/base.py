@@ -3,7 +3,6 @@
 Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d.
 """
 
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -55,15 +54,3 @@ def in_backward() -> bool:
     torch says so in a private function alone; nothing public tells a recomputed pass from a first one.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def check_listed(layers: Iterable[nn.Module], count: int | None = None) -> None:
-    """Raises ValueError where one of these has a list of numbers of keys to open (`listed`) that is longer than the
-    model, of `count` layers (None: as many as are here)."""
-    listing = [layer for layer in layers if getattr(layer, "listed", None) is not None]
-    if not listing:
-        return
-    count = 1 + max(layer.number for layer in listing) if count is None else count
-    if listing[0].listed > count:
-        raise ValueError(f"open holds {listing[0].listed} numbers, and the model has {count} attention layers: it "
-                         "takes one for each layer, or one number for all")

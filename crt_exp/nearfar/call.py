@@ -5,7 +5,7 @@ blocks of b tokens, n heavy keys, K cells. A query of block t sees
 
 - the keys of blocks t - 1, t and t + 1 (causal: those of t - 1, and of its own up to itself) exactly: near;
 - the heavy keys, whose score is largest, exactly: causal, those among the blocks up to t - 2;
-- with `sizes.open` as many others exactly, those of the largest logits, each query its own: opened;
+- causal, `sizes.open` others exactly, those of the largest logits, each query its own: opened;
 - a cell's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
 
 Each unmasked key is in exactly one of these sets of each query. The choice of the sets, and what keys are measured
@@ -33,10 +33,10 @@ from crt_exp.attention.padding import Shift, first_kept
 from crt_exp.compiling import end_graph, left_open, outside_graphs
 from crt_exp.features.base import can_ask
 from crt_exp.nearfar.both import Both
-from crt_exp.nearfar.causal import CausalNearFar, Codebook
-from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.choice import KeyMetric, Sizes
+from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.exact import exactly
-from crt_exp.nearfar.recall import Bounds, RecallNearFar, renewals
+from crt_exp.nearfar.recall import RecallNearFar, renewals
 from crt_exp.precision import as_given
 from crt_exp.samplers.noise import transforming
 
@@ -44,8 +44,8 @@ PART = 2**15     # keys of the heads that are computed together: larger temporar
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
 # Blocks, renewals and parts are unrolled, and their numbers depend on the length: where it is left open, a graph takes
 # minutes for each.
-LEFT_OPEN = ("near-far attention that opens keys has no graph for lengths that are left open: compile it with "
-             "dynamic=False, or without fullgraph=True, or take preset=bounded")
+LEFT_OPEN = ("causal near-far attention has no graph for lengths that are left open: compile it with dynamic=False, or "
+             "without fullgraph=True, or take favorpp")
 
 
 class Result(NamedTuple):
@@ -54,84 +54,44 @@ class Result(NamedTuple):
 
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
-                       cross: bool = False, codebook: Codebook | None = None, key_mask: Tensor | None = None,
+                       cross: bool = False, metric: KeyMetric | None = None, key_mask: Tensor | None = None,
                        factor: float = 1.0) -> Result:
     """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated; of
     factor x and factor y, where a factor is given.
 
     Exact where no more than `sizes.exact_until` keys count. Else, in both directions: measure, heavy keys and cells of
     the sequence itself. `cross`: queries are of another sequence, so that none is near: heavy keys and cells alone,
-    with the queries' moments of `codebook`, or without one as if queries were as large as the keys. causal:
-    query i stands at i + S - L; what is known comes from the sequence's own past (recall.py) where `sizes.open` keys
-    are to be read, else from `codebook`, of earlier sequences. key_mask (B, S), True = keep; a query that sees no key
-    gets 0. No more heavy keys and cells than keys are taken, and a length that the block does not divide is padded;
-    blocks are counted from the first real token of each row. Also exact where block >= S, heavy >= S, or every key is
-    the only one of its cell. Differentiable in x, y and v, sets and measure constant.
+    with the moments of earlier queries in `metric` (B Hkv, ...), or without one as if queries were as large as the
+    keys. causal: query i stands at i + S - L; what is known comes from the sequence's own past (recall.py), of which
+    each query reads `sizes.open` keys. key_mask (B, S), True = keep; a query that sees no key gets 0. No more heavy
+    keys and cells than keys are taken, and a length that the block does not divide is padded; blocks are counted from
+    the first real token of each row. Also exact where block >= S, heavy >= S, or every key is the only one of its cell.
+    Differentiable in x, y and v, sets and measure constant.
 
-    Time O(L (b + n + K) (d + dv)), with `sizes.open` also O(L S d) in products of 8 bits; memory
+    Time O(L (b + n + K) (d + dv)), causal also O(L S d) in products of 8 bits; memory
     O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time: nothing of size L x S. Raises
     ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU).
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    check_sizes(sizes)
-    _check(x, y, sizes, causal, cross, codebook)
+    check_sizes(sizes, causal)
+    _check(x, y, causal, cross)
     own, until = not cross and x.shape[2] == y.shape[2], sizes.exact_until
-    exact, recalls = partial(_exactly, causal=causal, factor=factor, own=own), causal and sizes.open > 0
-    if y.shape[2] <= (renewals(sizes, 0)[0] if recalls else 0 if causal else until):
+    exact = partial(_exactly, causal=causal, factor=factor, own=own)
+    if y.shape[2] <= (renewals(sizes, 0)[0] if causal else until):
         return exact(x, y, v, key_mask)
-    if sizes.open and left_open(x, y):
+    if causal and left_open(x, y):
         end_graph(LEFT_OPEN)
-        return _outside(x, y, v, sizes, causal=causal, cross=cross, codebook=codebook, key_mask=key_mask,
-                        factor=factor)
+        return _outside(x, y, v, sizes, causal=causal, cross=cross, key_mask=key_mask, factor=factor)
     x = _clean(x, key_mask) if own else x
-    if recalls:
+    if causal:
         return _by_first_token(RecallNearFar(sizes), x, y, v, key_mask, factor)
-    call = CausalNearFar(sizes, codebook) if causal else Both(sizes, cross, codebook)
-    rest = partial(_from_first_token, call, factor=factor)
-    if causal or key_mask is None or not until:
+    rest = partial(_from_first_token, Both(sizes, cross, metric), factor=factor)
+    if key_mask is None or not until:
         return rest(x, y, v, key_mask)
     return by_rows(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
 
 
 _outside = outside_graphs(near_far_attention)
-
-
-class Stated(NamedTuple):
-    """Of each causal query (B, H, L), but for those that see all keys as they stand before the first renewal."""
-
-    bound: Tensor     # of the weight of the keys that it does not read (bound.py); 0 for the others
-    read: Tensor      # keys of cells that it reads: `Sizes.opens`, or all where its bound is above `error`; -1: others
-
-
-@torch.no_grad()
-def stated(x: Tensor, y: Tensor, sizes: Sizes, key_mask: Tensor | None = None, factor: float = 1.0) -> Stated:
-    """What causal near-far attention of these queries and keys, shaped as there, states of them. Raises as it does."""
-    asked = sizes if sizes.error is not None else sizes._replace(error=0.5)           # any: bounds do not depend on it
-    check_inputs(x, y, y, None, (), True, key_mask)
-    check_sizes(asked)
-    _check(x, y, asked, True, False, None)
-    bound = x.new_zeros(x.shape[:3], dtype=torch.float32)
-    if y.shape[2] > renewals(sizes, 0)[0]:
-        none = y.new_zeros(*y.shape[:3], 1, dtype=compute_dtype(x, y))
-        bound = _by_first_token(Bounds(asked), _clean(x, key_mask), y, none, key_mask, factor).out.squeeze(-1)
-    keep = torch.ones(len(y), y.shape[2], dtype=torch.bool, device=y.device) if key_mask is None else key_mask
-    return Stated(bound, _read(bound, keep, sizes))
-
-
-def _read(bound: Tensor, keep: Tensor, sizes: Sizes) -> Tensor:
-    """`Stated.read` of the bounds (B, H, L) of queries, the last ones of keys of which those of keep (B, S) count."""
-    S, L = keep.shape[1], bound.shape[2]
-    first = torch.where(keep.any(1), first_kept(keep), S).unsqueeze(1)
-    place = torch.arange(S - L, S, device=keep.device) - first                                          # (B, L)
-    far = ((place.div(sizes.block, rounding_mode="floor") - 1) * sizes.block + first).clamp(0, S - 1)
-    pool = ((keep.cumsum(1) - keep.long()).gather(1, far) - sizes.heavy).clamp(min=0).unsqueeze(1)
-    starts = renewals(sizes, S)
-    opens = torch.tensor([sizes.opens(start) for start in starts], device=keep.device)
-    last = torch.searchsorted(torch.tensor(starts, device=keep.device), place, right=True) - 1
-    read = torch.minimum(pool, opens[last.clamp(min=0)].unsqueeze(1)).expand(bound.shape)
-    read = read if sizes.error is None else torch.where(bound > sizes.error, pool, read)
-    there = keep[:, S - L:] & (place >= starts[0])
-    return torch.where(there.unsqueeze(1), read, -1)
 
 
 def by_rows(which: Tensor, first: Callable[..., Result], second: Callable[..., Result], *inputs: Tensor) -> Result:
@@ -182,11 +142,10 @@ def _fused(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: boo
     return out
 
 
-def _from_first_token(call: "Both | CausalNearFar", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+def _from_first_token(call: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
                       factor: float) -> Result:
     """Blocks are counted from the first real token of each row."""
-    cross, sizes = isinstance(call, Both) and call.cross, call.sizes
-    shift = None if cross else Shift.of(key_mask, sizes.block)
+    shift = None if call.cross else Shift.of(key_mask, call.sizes.block)
     if shift is None:
         return _result(call, x, y, v, key_mask, factor)
     out, predicted = _result(call, *map(shift.there, (x, y, v)), shift.mask(key_mask), factor)
@@ -199,9 +158,9 @@ def _by_first_token(call: RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_ma
     if key_mask is None:
         return _result(call, x, y, v, None, factor)
     if torch.compiler.is_compiling() or transforming():
-        raise ValueError("near-far attention with open > 0 counts its renewals from the first real token of each row, "
-                         "which torch.compile, torch.export and torch.func cannot follow: leave the mask out, or take "
-                         "preset=bounded")
+        raise ValueError("causal near-far attention counts its renewals from the first real token of each row, which "
+                         "torch.compile, torch.export and torch.func cannot follow: leave the mask out, or take "
+                         "favorpp")
     firsts, before = first_kept(key_mask), y.shape[2] - x.shape[2]
     if not bool(firsts.any()):
         return _result(call, x, y, v, key_mask, factor)
@@ -218,7 +177,7 @@ def _by_first_token(call: RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_ma
     return Result(*(torch.cat(both)[back] for both in zip(*parts)))
 
 
-def _result(call: "Both | CausalNearFar | RecallNearFar", x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
+def _result(call: Both | RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
             factor: float) -> Result:
     B, Hkv = y.shape[:2]
     x = x.unflatten(1, (Hkv, x.shape[1] // Hkv))
@@ -226,7 +185,7 @@ def _result(call: "Both | CausalNearFar | RecallNearFar", x: Tensor, y: Tensor, 
     if compute_dtype(*tensors) == torch.float64:
         tensors = tuple(t.double() for t in tensors)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
-    if call.in_c(*tensors):
+    if native.applies(*tensors):
         call = replace(call, factor=factor, native=True)
     elif factor != 1:
         tensors = tensors[0] * factor, tensors[1] * factor, tensors[2]
@@ -240,22 +199,13 @@ def _result(call: "Both | CausalNearFar | RecallNearFar", x: Tensor, y: Tensor, 
     return Result(out, predicted.view(B, Hkv))
 
 
-def check_sizes(sizes: Sizes) -> None:
-    for name, least in (("block", 1), ("heavy", 0), ("cells", 1), ("open", 0), ("exact_until", 0)):
+def check_sizes(sizes: Sizes, causal: bool) -> None:
+    for name, least in (("block", 1), ("heavy", 0), ("cells", 1), ("open", int(causal)), ("exact_until", 0)):
         if getattr(sizes, name) < least:
             raise ValueError(f"{name} = {getattr(sizes, name)}: it must be at least {least}")
 
 
-def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
-           codebook: Codebook | None) -> None:
-    if sizes.error is not None:
-        _check_error(sizes, causal)
-    if causal and codebook is None and not sizes.open:
-        raise ValueError("causal near-far attention that opens no keys (open = 0, preset bounded) needs a codebook: "
-                         "one of this sequence would tell of the future")
-    if causal and codebook is not None and sizes.open:
-        raise ValueError(f"open = {sizes.open} and a codebook: with keys to read, causal near-far attention takes what "
-                         "it knows from the sequence's own past; open=0 (preset bounded) is the one of codebooks")
+def _check(x: Tensor, y: Tensor, causal: bool, cross: bool) -> None:
     if isinstance(y.shape[2], torch.SymInt) and torch.compiler.is_exporting():
         raise ValueError("near-far attention cannot be exported with a length that is left open, on which its blocks, "
                          "heavy keys and cells depend: export it for each length, or take favorpp")
@@ -264,19 +214,10 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool,
                          "of both; give cross=True where queries and keys are of different ones")
 
 
-def _check_error(sizes: Sizes, causal: bool) -> None:
-    if not (sizes.error > 0 and sizes.error < 1):
-        raise ValueError(f"error = {sizes.error}: it takes a part of a query's weight, above 0 and below 1")
-    if not (causal and sizes.open):
-        kind = "causal attention with open = 0" if causal else "attention in both directions or across"
-        raise ValueError(f"error = {sizes.error}: what was not read is bounded in causal near-far attention that opens "
-                         f"keys, and this is {kind}: leave error out, or these layers, with layers=[...]")
-
-
 # ---- parts of the heads ----------------------------------------------------------------------------------------------
 
 
-def _computed(call: "Both | CausalNearFar", x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None
+def _computed(call: Both | RecallNearFar, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None
               ) -> tuple[Tensor, Tensor]:
     """A part of the heads at a time."""
     (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
@@ -323,7 +264,7 @@ class _InParts(torch.autograd.Function):
         return None, None, None, *grads
 
 
-def _write_gradients(call: "Both | CausalNearFar", inputs: list[Tensor], keep: Tensor | None, chosen, grad: Tensor,
+def _write_gradients(call: Both | RecallNearFar, inputs: list[Tensor], keep: Tensor | None, chosen, grad: Tensor,
                      totals: list[Tensor]) -> None:
     """Those of one part; what they need is gone before the next one."""
     with torch.enable_grad(), as_given(grad):

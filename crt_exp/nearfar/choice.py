@@ -15,13 +15,14 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.nearfar.engine.block_sums import one_hot
 from crt_exp.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.nearfar.engine.constants import AWAY, GROWS, LEAST, PICKS, RIDGE, SAME, SHARPEST, STEEPEST
+from crt_exp.nearfar.engine.constants import AWAY, GROWS, LEAST, PICKS, RIDGE, SAME, SHARPEST
+
 
 class Sizes(NamedTuple):
-    """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query; open: keys
-    of cells that each query reads exactly, a causal one those of its past, and `opens` of a long one; exact_until: the
-    place up to which causal queries see all keys exactly, and the number of keys up to which other ones do; error: the
-    `bound` (bound.py) of causal queries that open keys, above which they see all keys."""
+    """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query, if not
+    causal; open: keys of cells that each causal query reads exactly, and `opens` of a long past, at least 1;
+    exact_until: the place up to which causal queries see all keys exactly, and the number of keys up to which other
+    ones do."""
 
     block: int = 32
     heavy: int = 16
@@ -29,7 +30,6 @@ class Sizes(NamedTuple):
     first_order: bool = False
     open: int = 0
     exact_until: int = 0
-    error: float | None = None
 
     def opens(self, place: int) -> int:
         """Keys that causal queries behind a renewal at this place read: what a fixed number of them leaves out grows
@@ -55,40 +55,10 @@ class KeyMetric(NamedTuple):
         else:
             tilt, queries = mean_of(x, x_keep)
             moments = _second_moments(x - tilt, x_keep, queries)
-        return cls._of(shift, tilt, moments)
-
-    @classmethod
-    def _of(cls, shift: Tensor, tilt: Tensor, moments: Tensor) -> "KeyMetric":
         check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
         size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         ridge = RIDGE * size + torch.finfo(moments.dtype).tiny**0.5
         return cls(shift, tilt, _root(moments, ridge, size))
-
-    @classmethod
-    @torch.no_grad()
-    def about_zero(cls, x: Tensor, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None, factor: float = 1.0
-                   ) -> "KeyMetric":
-        """The same of queries factor x, by their second moments about 0: no key gains by their mean, which is one more
-        direction in which keys differ."""
-        count = x.new_full((1, 1, 1), x.shape[1]) if x_keep is None else x_keep.sum(1).clamp(min=1)[:, None, None]
-        shift, moments = mean_of(y, y_keep)[0], _second_moments(x, x_keep, count) * factor**2
-        return cls._of(shift, torch.zeros_like(shift), moments)
-
-    @torch.no_grad()
-    def untilted(self) -> "KeyMetric":
-        """`about_zero` of the same queries."""
-        moments = self.root @ self.root.mT + self.tilt.mT @ self.tilt
-        return self._of(self.shift, torch.zeros_like(self.tilt), moments)
-
-    @torch.no_grad()
-    def along(self) -> Tensor:
-        """(., d, d): |x along|^2 tau is the variance of the logits of a query x over a cell of spread tau that is as
-        wide in all directions of z."""
-        eye = torch.eye(self.root.shape[-1]).to(self.root) / self.root.shape[-1]**0.5
-        return torch.linalg.solve_triangular(self.root, eye, upper=False).mT
-
-    def at(self, rows: slice) -> "KeyMetric":
-        return KeyMetric(*(t if len(t) == 1 else t[rows] for t in self))
 
     def measured(self, y: Tensor, keep: Tensor) -> Tensor:
         """z (Z, S, d) of keys as they come; 0 for those that are not kept."""
@@ -171,7 +141,7 @@ def _squares(z: Tensor) -> Tensor:
 
 
 def nearest(z: Tensor, centres: Tensor) -> Tensor:
-    """Which of the centres (Z or 1, K, d) is nearest to each of z (Z, S, d): (Z, S)."""
+    """Which of the centres (Z, K, d) is nearest to each of z (Z, S, d): (Z, S)."""
     return (z @ centres.mT - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1)
 
 
@@ -214,9 +184,6 @@ class Choice(NamedTuple):
         pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, places, False)
         centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(cells, y.shape[1]))
         return cls(places, score > -torch.inf, pool, nearest(z, centres), centres)
-
-    def at(self, rows: slice) -> "Choice":
-        return Choice(*(t[rows] for t in self))
 
 
 # ---- what they amount to ---------------------------------------------------------------------------------------------
@@ -266,9 +233,8 @@ def left_in_cells(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cell: T
 
 
 def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:
-    """u_j = exp(w_j - level of its cell) (Z, S), 0 outside the pool. level (Z or 1, K)."""
-    w = metric.log_weights(y) - level.expand(len(y), -1).gather(1, cell)
-    return torch.where(pool, torch.exp(w.clamp(max=STEEPEST)), 0.0)
+    """u_j = exp(w_j - level of its cell) (Z, S), 0 outside the pool. level (Z, K)."""
+    return (metric.log_weights(y) - level.gather(1, cell)).masked_fill(~pool, -torch.inf).exp()
 
 
 @torch.no_grad()
@@ -281,7 +247,7 @@ def levels(y: Tensor, metric: KeyMetric, choice: Choice) -> Tensor:
 
 def moments(y: Tensor, u: Tensor, metric: KeyMetric, cell: Tensor, centres: Tensor) -> Tensor:
     """Of each key [u y, u |z - centre|^2, u] (Z, S, d + 2): what the sums over a cell are taken of."""
-    apart = y @ metric.root - centres.expand(len(y), -1, -1).gather(1, cell.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+    apart = y @ metric.root - centres.gather(1, cell.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
     u = u.unsqueeze(-1)
     return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
 
@@ -302,7 +268,7 @@ def sums_of_cells(y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, level
     """[u v, u] of each key (Z, S, dv + 1), and sums (Z, K, d + 2) of `moments` over the keys of each cell."""
     if not torch.compiler.is_compiling() and not transformed(y, v):
         constants = Constants(metric.tilt, metric.root, choice.centres, choice.cell, level, choice.pool)
-        return cell_sums(y, v, constants, STEEPEST)
+        return cell_sums(y, v, constants)
     u = weights(y, metric, choice.pool, choice.cell, level)
     members = one_hot(choice.cell, choice.centres.shape[1], y.dtype)
     sums = members.mT @ moments(y, u, metric, choice.cell, choice.centres)

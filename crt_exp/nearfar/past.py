@@ -6,7 +6,6 @@ Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
 
 import copy
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +85,8 @@ class RecallState:
     A copy, which costs nothing, is a point to come back to.
     """
 
-    def __init__(self, sizes: Sizes, heads: int, version: Hashable = None):
-        self.sizes, self.heads, self.version = sizes, heads, version
+    def __init__(self, sizes: Sizes, heads: int):
+        self.sizes, self.heads = sizes, heads
         self.length, self.buffers = 0, ()         # of the parts of `KeptKeys`
         self.firsts: list[int | None] = []        # of each row: the place of its first real token
         self.known: dict[int, Known | KeptInC] = {}         # by that place
@@ -101,12 +100,13 @@ class RecallState:
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
         """Takes T >= 1 new tokens x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv) and returns their outputs (B,H,T,dv), no
-        gradient. key_mask (B, T), True = keep. Raises ValueError as `near_far_attention` does."""
+        gradient. key_mask (B, T), True = keep; version: nothing of the layer changes. Raises ValueError as
+        `near_far_attention` does."""
         check_inputs(x, y, v, None, (), True, key_mask)
         if x.shape[2] != y.shape[2]:
             raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
         start = self.length
-        self._take(y, v, key_mask, version)
+        self._take(y, v, key_mask)
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
         check_entries(x)
         groups = {place for place in self.firsts if place is not None}
@@ -127,9 +127,7 @@ class RecallState:
         check_inputs(y, y, v, None, (), True, key_mask)
         self._take(y, v, key_mask)
 
-    def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None, version: Hashable = None) -> None:
-        if version is not None and version != self.version:
-            raise ValueError(f"the decoding state belongs to version {self.version} of the layer, now {version}")
+    def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
         if self.buffers and len(self.firsts) != B:
             raise ValueError(f"the decoding state holds {len(self.firsts)} sequences, got {B}")
@@ -207,8 +205,7 @@ class RecallState:
             y, v, keep = self._tokens(rows, first)
             b = self.sizes.block
             if (S - T) // b < (S - 1) // b or until > S - T:                # in parallel
-                call = RecallNearFar(self.sizes)
-                call = replace(call, native=call.in_c(x, y, v))
+                call = RecallNearFar(self.sizes, native=native.applies(x, y, v))
                 out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
             else:
                 out = self._within(first, x, y, v, keep)
@@ -234,14 +231,13 @@ class RecallState:
         seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
         lead = y.shape[1] - x.shape[2] - block * b
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
-        out, _, *bound = (t.squeeze(1).unflatten(1, (x.shape[1], -1)) for t in in_chunks(
-            known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own))
-        return RecallNearFar(self.sizes).bounded(out, *(t.squeeze(-1) for t in bound), x=x, y=y, v=v, keep=keep)
+        out, _ = in_chunks(known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
+        return out.squeeze(1).unflatten(1, (x.shape[1], -1))
 
     def _in_c(self, x: Tensor) -> bool:
         keys, values = (buffer.tensor for buffer in self.buffers[:2])
         whole = not (keys.shape[-1] % WHOLE or values.shape[-1] % WHOLE)
-        return whole and RecallNearFar(self.sizes).in_c(x, keys, values)
+        return whole and native.applies(x, keys, values)
 
     def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """The C engine takes a prompt at once, and goes on from what it knows after it."""
@@ -266,8 +262,7 @@ class RecallState:
             options = options_of(self.sizes, known.room)
             given = native.Given(keep, *(t[at] for t in (known.metric.shift, known.metric.root)), options)
             result = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
-            rest = RecallNearFar(self.sizes).bounded(result.out, result.bound, x=x[at, :, short:], y=y, v=v, keep=keep)
-            parts.append(_joined([*near, rest], 2))
+            parts.append(_joined([*near, result.out], 2))
         return _joined(parts, 0)
 
     def _known(self, first: int, start: int, stop: int, blocks: int, y: Tensor, v: Tensor, keep: Tensor) -> Known:

@@ -13,18 +13,15 @@ no sequence decides: outputs depend on places and past alone. Keys that come bet
 cells. Derived here.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, compute_dtype, transformed
-from crt_exp.nearfar.bound import bound_of, log_unread, reaches
 from crt_exp.nearfar.choice import (
     Cells,
     KeyMetric,
@@ -42,12 +39,11 @@ from crt_exp.nearfar.choice import (
     ungrouped,
     without,
 )
-from crt_exp.nearfar.engine import native, reads
+from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.block_sums import one_hot
-from crt_exp.nearfar.engine.sets import Gathered
-from crt_exp.nearfar.exact import exactly, seeing_all
-from crt_exp.nearfar.looks import opened
 from crt_exp.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
+from crt_exp.nearfar.exact import exactly
+from crt_exp.nearfar.looks import opened
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
@@ -70,7 +66,7 @@ def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """What the C engine is given for at most so many keys, which are more than a block."""
     most = {"heavy": sizes.heavy, "cells": sizes.cells, "open": sizes.opens(keys), "least": sizes.open}
     return {name: min(number, keys) for name, number in most.items()} | {
-        "block": sizes.block, "until": renewals(sizes, 0)[0], "bounds": int(sizes.error is not None)}
+        "block": sizes.block, "until": renewals(sizes, 0)[0]}
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
@@ -133,11 +129,7 @@ class Epoch(NamedTuple):
 class RecallNearFar:
     sizes: Sizes
     factor: float = 1.0             # in the C engine: of queries and keys as they are given
-    native: bool = False            # whether the C engine does it: `in_c`, asked once of all tensors of a call
-
-    def in_c(self, *tensors: Tensor) -> bool:
-        """Whether the C engine does it, all heads in one call."""
-        return native.applies(*tensors)
+    native: bool = False            # whether the C engine does it, all heads in one call
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenEpochs:
@@ -166,22 +158,12 @@ class RecallNearFar:
         if metric is not None and self.native:
             given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes, S), self.factor)
             result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
-            out = self.bounded(result.out, result.bound, x=x, y=y, v=v, keep=keep)
-            return out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
+            return result.out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
             out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
             parts.append(out)
         return torch.cat(parts, 2), predicted
-
-    def bounded(self, out: Tensor, bound: Tensor | None = None, *, x: Tensor, y: Tensor, v: Tensor,
-                keep: Tensor | None) -> Tensor:
-        """Outputs (Z, G, L, dv) of the last queries; of those whose bound (Z, G, l), l <= L, of the last ones is above
-        `error`, where there are bounds, the exact ones."""
-        if bound is None:
-            return out
-        above = F.pad(~(bound <= self.sizes.error), (x.shape[2] - bound.shape[2], 0))
-        return seeing_all(out, above, x, y, v, keep, self.factor**2)
 
     @torch.no_grad()
     def _deviation(self, x: Tensor, metric: KeyMetric, spread: Tensor) -> Tensor:
@@ -202,19 +184,10 @@ class RecallNearFar:
             member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
         far, cells = epoch_cells(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
         here = Seen(y, v, keep, member, cell, far, cells, first)
-        out, share, *bound = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:]
-                              for t in in_chunks(epoch, here, q, self.sizes))
-        out = self.bounded(out, *(t.squeeze(-1) for t in bound), x=x[:, :, lead:], y=y, v=v, keep=keep)
+        out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:]
+                      for t in in_chunks(epoch, here, q, self.sizes))
         spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
         return out, share.detach().mean((1, 2, 3)) * self._deviation(x, epoch.metric, spread)
-
-
-class Bounds(RecallNearFar):
-    """In the place of outputs the bounds of queries, (Z, G, L, 1), where values (Z, S, 1) are 0, as the bounds are of
-    queries that see all keys."""
-
-    def bounded(self, out: Tensor, bound: Tensor, **seen: Tensor | None) -> Tensor:
-        return F.pad(bound, (out.shape[2] - bound.shape[2], 0)).unsqueeze(-1)
 
 
 def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
@@ -270,89 +243,67 @@ def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
     return run * step + run * MIXED % step
 
 
-def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes,
-              own: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What queries (Z, N, r, d) gather (Z, N, r, dv), how much of their weight lies in cells (Z, N, r, 1), and where
-    `error` is given its bound (Z, N, r, 1). own (r,): their places within a block; None: the tokens of a whole block,
-    for each head of a group."""
+def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What queries (Z, N, r, d) gather (Z, N, r, dv), and how much of their weight lies in cells (Z, N, r, 1): some
+    blocks at a time, and again in the backward pass. own (r,): their places within a block; None: the tokens of a whole
+    block, for each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
-    open = sizes.opens(epoch.start)
-
-    def choose(q: Tensor, at: int) -> tuple[Tensor, Tensor | None]:
-        far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * sizes.block      # keys of each block
-        place = torch.arange(seen.member.shape[1], device=q.device)
-        member = seen.member[:, None, None] & (place < far[:, None, None])
-        y = seen.y[:, :len(place)]
-        places = opened(y, member, q, open)
-        return places, None if sizes.error is None else log_unread(q, y, unread(member, places))
-
-    def read(q: Tensor, chosen: tuple[Tensor, Tensor | None], far: Tensor, *cells: Tensor, at: int
-             ) -> tuple[Tensor, ...]:
-        here, (places, most) = seen._replace(far=far, cells=Cells(*cells), first=seen.first + at), chosen
-        result = gathered(epoch, here, q, places, own, sizes.block)
-        if most is None:
-            return result.out, result.share
-        with torch.no_grad():
-            place = (here.first + torch.arange(q.shape[1], device=q.device)).unsqueeze(1) * sizes.block + own
-            reach = reaches(q, seen.y, place)
-            return result.out, result.share, bound_of(most, result.logsum, result.share, reach, q.shape[-1])
-
-    return in_parts(choose, read, parts_of(q, seen.v, open), q, seen.far, *seen.cells)
-
-
-def parts_of(q: Tensor, v: Tensor, open: int) -> int:
-    """How many of the blocks of queries (Z, N, r, d) read `open` keys and values (Z, S, dv) at a time."""
-    read = min(open, v.shape[1])
-    return max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + v.shape[-1])))
-
-
-def in_parts(choose: Callable[..., Any], read: Callable[..., tuple[Tensor, ...]], size: int, q: Tensor,
-             *of_blocks: Tensor) -> tuple[Tensor, ...]:
-    """What `read` gives for queries (Z, N, r, d), the keys that `choose` gives for them, and what belongs
-    to their blocks (Z, N, ...): for `size` blocks from `at` on at a time, and again in the backward pass."""
-    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(q, *of_blocks)
+    open, of_blocks = sizes.opens(epoch.start), (q, seen.far, *seen.cells)
+    read = min(open, seen.v.shape[1])
+    size = max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + seen.v.shape[-1])))
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(*of_blocks)
     results = []
     for at in range(0, q.shape[1], size):
-        here, *given = (t[:, at:at + size] for t in (q, *of_blocks))
-        with torch.no_grad():
-            places = choose(here, at)
-        reading = partial(read, at=at)
-        results.append(checkpoint(reading, here, places, *given, use_reentrant=False) if again else
-                     reading(here, places, *given))
-    return tuple(torch.cat(t, 1) for t in zip(*results))
+        here = tuple(t[:, at:at + size] for t in of_blocks)
+        places = chosen_keys(seen, here[0], at, sizes.block, open)
+        reading = partial(gathered, epoch, seen, own, sizes.block, at, places)
+        results.append(checkpoint(reading, *here, use_reentrant=False) if again else reading(*here))
+    out, share = (torch.cat(t, 1) for t in zip(*results))
+    return out, share
 
 
-def unread(member: Tensor, places: Tensor) -> Tensor:
-    """Which keys that are `member` (Z, m, 1, far) lie at none of these places (Z, m, r, o), -1 for none."""
-    rest = torch.cat([member, member.new_zeros(*member.shape[:-1], 1)], -1).repeat(1, 1, places.shape[2], 1)
-    return rest.scatter(-1, places.where(places >= 0, member.shape[-1]), False)[..., :-1]
+@torch.no_grad()
+def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
+    """Places (Z, m, r, o) of the keys that queries (Z, m, r, d) of blocks from seen.first + at on read, -1 for none."""
+    far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * b                 # keys of each block
+    place = torch.arange(seen.member.shape[1], device=q.device)
+    member = seen.member[:, None, None] & (place < far[:, None, None])
+    return opened(seen.y[:, :len(place)], member, q, open)
 
 
-def gathered(epoch: Epoch, seen: Seen, q: Tensor, places: Tensor, own: Tensor, b: int) -> Gathered:
-    """What queries (Z, m, r, d) gather, and how much of their weight lies in cells: a softmax over near, heavy and read
-    keys and what is left in the cells."""
-    m = q.shape[1]
-    here = seen.first + torch.arange(m, device=q.device).unsqueeze(1)
+def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, places: Tensor, q: Tensor, far: Tensor,
+             *cells: Tensor) -> tuple[Tensor, Tensor]:
+    """What queries (Z, m, r, d) of the blocks from seen.first + at on gather, and how much of their weight lies in
+    cells: a softmax over near, heavy and read keys and what is left in the cells, (Z, m, K, .), of these blocks."""
+    cells, m = Cells(*cells), q.shape[1]
+    here = seen.first + at + torch.arange(m, device=q.device).unsqueeze(1)
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
-    at = near.clamp(max=seen.y.shape[1] - 1)
-    visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, at].unsqueeze(2)  # (Z, m, r, 2 b)
-    logits = [(q @ seen.y[:, at].mT).masked_fill(~visible, HIDDEN)]
-    values = [seen.v[:, at]]
+    held = near.clamp(max=seen.y.shape[1] - 1)
+    visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, held].unsqueeze(2)  # (Z, m, r, 2 b)
+    logits = [(q @ seen.y[:, held].mT).masked_fill(~visible, HIDDEN)]
+    values = [seen.v[:, held]]
     if epoch.heavy.shape[1]:
-        heavy = reads.rows(seen.y, epoch.heavy).unsqueeze(1)
+        heavy = rows_at(seen.y, epoch.heavy).unsqueeze(1)
         logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
-        values.append(reads.rows(seen.v, epoch.heavy).unsqueeze(1))
-    exact = reads.logits(q, seen.y, places)                                                     # (Z, m, r, o)
-    cell = seen.cell.gather(1, places.clamp(min=0).flatten(1)).view(places.shape)
+        values.append(rows_at(seen.v, epoch.heavy).unsqueeze(1))
+    there, places = places >= 0, places.clamp(min=0)
+    exact = (rows_at(seen.y, places) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, HIDDEN)  # (Z, m, r, o)
+    cell = seen.cell.gather(1, places.flatten(1)).view(places.shape)
     with torch.no_grad():    # a cell is shaped like all keys
-        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * seen.cells.spread.unsqueeze(-2)
-    left, each = left_in_cells(q @ seen.cells.mu.mT, variance.sqrt(), seen.far[..., -1].unsqueeze(-2),
-                               exact.masked_fill(places < 0, torch.inf), cell)
+        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * cells.spread.unsqueeze(-2)
+    left, each = left_in_cells(q @ cells.mu.mT, variance.sqrt(), far[..., -1].unsqueeze(-2),
+                               exact.masked_fill(~there, torch.inf), cell)
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
     shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)
-    far = (each * left).sum(-1, keepdim=True)
-    total = sum(t.sum(-1, keepdim=True) for t in (*shares, read)) + far
-    more = read - each.gather(-1, cell).masked_fill(places < 0, 0.0)      # than as one of those that are left
+    in_cells = (each * left).sum(-1, keepdim=True)
+    total = sum(t.sum(-1, keepdim=True) for t in (*shares, read)) + in_cells
+    more = read - each.gather(-1, cell).masked_fill(~there, 0.0)      # than as one of those that are left
     out = sum(share @ value for share, value in zip(shares, values))
-    out = out + each @ seen.far[..., :-1] + reads.sums(more, seen.v, places)
-    return Gathered(out / total, far / total, (top + total.log()).detach())
+    out = out + each @ far[..., :-1] + (more.unsqueeze(-2) @ rows_at(seen.v, places)).squeeze(-2)
+    return out / total, in_cells / total
+
+
+def rows_at(t: Tensor, index: Tensor) -> Tensor:
+    """Rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
+    gathered = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
+    return gathered.view(*index.shape, t.shape[-1])

@@ -20,7 +20,7 @@ FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revisio
 
 def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
     """The model that save_pretrained wrote to a folder (or to a repository of the hub) after `swap_attention`, with the
-    same attention in the same layers, bit for bit: noise, statistics and codebooks are those of its weights.
+    same attention in the same layers, bit for bit: noise and statistics are those of its weights.
 
     auto: the class to load, such as AutoModelForCausalLM, or a model of diffusers. options: what its from_pretrained
     takes. The noise has the number format of the saved weights where that is the model's. A fetched model, such as
@@ -84,8 +84,6 @@ def bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, **fe
                         record=saved["mechanisms"][number])
     states = [module.swapped for _, module in model.named_modules() if "swapped" in module._modules]
     restore(model, states, files, folder, strict=True)
-    for state in states:
-        _reopen(state, saved.get("open") or {})
     record.write(model)
     return model
 
@@ -120,13 +118,6 @@ def _chosen(model: nn.Module, saved: dict[str, Any], folder: str | Path) -> dict
                               f"names {', '.join(list(layers)[:3])}: it is of another model, or another version of it")
         chosen[path] = layers[max(same, key=len)]
     return chosen
-
-
-def _reopen(state: nn.Module, opens: dict[str, int]) -> None:
-    same = [open for path, open in opens.items()
-            if state.path == path or state.path.endswith(f".{path}") or path.endswith(f".{state.path}")]
-    if same and state.sizes.open != same[0]:
-        state.set_open(same[0])
 
 
 def _record_in(folder: Path) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.mechanism import Mechanism
-from crt_exp.nearfar import NearFar
 from crt_exp.runner.adapters import Adapters
 from crt_exp.probes.bench import fitted
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
@@ -189,8 +188,7 @@ def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
 @dataclass(frozen=True)
 class Adapted:
     """A model of SETTINGS that gets other attention. steps: of its own training; transfer, and lora beyond these: of
-    adaptation; *_lr: learning rates of all three. rank: of adapters. budget: keys that all causal layers of near-far
-    attention together read."""
+    adaptation; *_lr: learning rates of all three. rank: of adapters."""
 
     setting: str
     steps: int
@@ -200,7 +198,6 @@ class Adapted:
     transfer_lr: float
     lora_lr: float
     rank: int
-    budget: int
 
     def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         """Loss (nats) and CPU seconds at each place: swapped, transferred, after LoRA beyond it, and after as many
@@ -235,14 +232,12 @@ class Adapted:
 
     def taught(self, model: nn.Module, seed: int) -> float:
         """Attention transfer of those that have something to learn; CPU seconds."""
-        shares = has_budget(model)
-        if not (shares or learned(swapped_layers(model))):
+        if not learned(swapped_layers(model)):
             return 0.0
         with Watch(PROCESSOR) as watch:
             taught = Transferring(model)
-            calibrate(taught, calibration(self.setting, seed), self.budget if shares else None)
-            if learned(swapped_layers(model)):
-                trained(taught, self.setting, seed, self.transfer, self.transfer_lr, transfer_loss)
+            calibrate(taught, calibration(self.setting, seed))
+            trained(taught, self.setting, seed, self.transfer, self.transfer_lr, transfer_loss)
             release(taught)
         return watch.seconds
 
@@ -270,12 +265,6 @@ def adapts(mechanism: Mechanism) -> bool:
 
 def calibration(setting: str, seed: int) -> list[Tensor]:
     return [SETTINGS[setting].rows("train", 777 + 10 * seed + i, ROWS)[0] for i in range(2)]
-
-
-def has_budget(model: nn.Module) -> bool:
-    """Whether it is causal near-far attention, whose layers share the keys that they read."""
-    first = swapped_layers(model)[0]
-    return isinstance(first, NearFar) and first.causal
 
 
 def transfer_loss(taught: Transferring, rows: tuple[Tensor, Tensor]) -> Tensor:

@@ -47,7 +47,7 @@ class Advise:
         self.images, self.audio = images, audio
         self.attentions, self.samples, self.calibration = attentions, samples, calibration
         if attentions is not None:
-            arms_of(attentions, True)
+            arms_of(attentions)
         self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
         self.advice: Advice | None = None
 
@@ -76,7 +76,7 @@ class Advise:
         return of_rows(model, judged, training, tokenizer, seed)
 
     def arms(self, bench: Bench) -> list[Arm]:
-        return arms_of(self.attentions, bench.causal)
+        return arms_of(self.attentions)
 
     def final(self, advice: Advice) -> dict[str, Any]:
         chosen = advice.chosen or advice.rows[0]

@@ -26,7 +26,6 @@ from crt_exp.nearfar import NearFar
 from crt_exp.nested import Nested
 from crt_exp.probes.base import check_estimates, planned
 from crt_exp.probes.captured import LayerInputs, Pretrained, Synthetic, relative_error
-from crt_exp.probes.missed import STATEMENTS, statements
 from crt_exp.probes.kernel import drawn, drawn_ratios, generator, log_relative_mse
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import checked
@@ -285,14 +284,13 @@ def _shown(value: float | None) -> str:
 # ---- attention that is more than a feature map: near-far attention, with its sets of keys
 
 
-ERRORS = ("output_error", "uniform_error", "predicted_error", *STATEMENTS)
+ERRORS = ("output_error", "uniform_error", "predicted_error")
 
 
 def layer_records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, depth: bool, seed: int,
             done: list[dict]) -> Iterator[dict[str, Any]]:
-    """`layer`, one a layer: the error of its output, that of uniform attention, the one predicted from far weights and
-    spreads of cells, and what queries state (missed.py); `depth`: the error of the hidden states behind each layer; a
-    final one with the means."""
+    """`layer`, one a layer: the error of its output, that of uniform attention, and the one predicted from far weights
+    and spreads of cells; `depth`: the error of the hidden states behind each layer; a final one with the means."""
     rows, numbers = list(done), range(len(source.layers(0, seed)))
     plan = [("layer", layer_errors, (source, mechanism, samples, i, seed)) for i in numbers]
     plan += [("depth", depth_errors, (source, mechanism, samples, seed))] if depth else []
@@ -311,7 +309,7 @@ def layer_errors(source: Synthetic | Pretrained, mechanism: Mechanism, samples: 
 
 @torch.no_grad()
 def head_errors(layer: LayerInputs, mechanism: Mechanism) -> dict[str, Tensor]:
-    """(H,) each; a causal layer's codebook is of the same tensors."""
+    """(H,) each; the statistics of a causal layer are of the same tensors."""
     state = mechanism.layer(layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0).eval()
     with state.calibration():
         state(layer.x, layer.y, layer.v)
@@ -319,9 +317,7 @@ def head_errors(layer: LayerInputs, mechanism: Mechanism) -> dict[str, Tensor]:
     errors = {"output_error": relative_error(output, layer.output, (-2, -1))[0],
              "uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
     known = state.predicted is not None  # not of random features
-    errors |= {"predicted_error": torch.full((layer.heads,), state.predicted)} if known else {}
-    opens = layer.causal and isinstance(state, NearFar) and state.sizes.open > 0
-    return errors | (statements(state, layer.x, layer.y) if opens else {})
+    return errors | ({"predicted_error": torch.full((layer.heads,), state.predicted)} if known else {})
 
 
 def depth_errors(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, seed: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import NotFinite
 from crt_exp.times import LONG, Watch, added, again, give_back, in_turns
-from crt_exp.swap.calibration import asked_layers, calibrate_attention, call, fill_statistics, learns, swapped_states
+from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention
 
@@ -228,16 +228,6 @@ class Bench:
                 self.run(piece)
             return [{"path": state.path, "error": state.measured.relative_error,
                      "uniform": state.measured.relative_uniform} for state in states]
-
-    @torch.no_grad()
-    def stated(self, attention: Swap) -> dict[str, tuple[float | None, ...]]:
-        """By path of a layer what its queries may have missed, on a training piece: `table.STATED`. Empty for attention
-        that states nothing, and where no query was behind `exact_until`."""
-        with self.swapped(attention), asked_layers(self.model) as asked:
-            if asked:
-                self.run(self.training[0])
-        found = {path: each.summary() for path, each in asked.items()}
-        return {path: each for path, each in found.items() if each[0] is not None}
 
     # ---- costs
 

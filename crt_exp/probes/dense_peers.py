@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.nearfar.engine.reads import rows
+from crt_exp.nearfar.recall import rows_at
 
 NEAR, PAGE = 64, 16    # keys that are read around a query; keys of a page
 LLOYD = 10             # passes of k-means
@@ -81,12 +81,12 @@ def query_clusters(q: Tensor, k: Tensor, v: Tensor, keys: int) -> Tensor:
     weights = (centres @ k.mT).softmax(-1)                                                   # (1, H, C, L)
     mass, best = weights.topk(min(keys, k.shape[2]), -1)
     rest = weights.scatter(-1, best, 0.0) @ v                                                # (1, H, C, dv)
-    at, mass, rest = (rows(t.flatten(0, 1), cell.flatten(0, 1)).unsqueeze(0)                  # (1, H, L, .)
+    at, mass, rest = (rows_at(t.flatten(0, 1), cell.flatten(0, 1)).unsqueeze(0)                  # (1, H, L, .)
                       for t in (best, mass.sum(-1, keepdim=True), rest))
     own = torch.empty_like(v)
     for i in range(0, q.shape[2], NEAR):
         part = slice(i, i + NEAR)
-        near_k, near_v = (rows(t.flatten(0, 1), at[0, :, part]).unsqueeze(0) for t in (k, v))    # (1, H, n, keys, .)
+        near_k, near_v = (rows_at(t.flatten(0, 1), at[0, :, part]).unsqueeze(0) for t in (k, v))    # (1, H, n, keys, .)
         logits = (near_k @ q[:, :, part].unsqueeze(-1)).squeeze(-1)
         own[:, :, part] = (logits.softmax(-1).unsqueeze(-2) @ near_v).squeeze(-2)
     return mass * own + rest

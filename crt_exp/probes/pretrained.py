@@ -26,7 +26,6 @@ from crt_exp.pretrained.published import fetched
 from crt_exp.probes.bench import Bench, quiet
 from crt_exp.probes.bench_pieces import AT_ONCE, UNSURE, TextBench
 from crt_exp.probes.recall import attention_of
-from crt_exp.swap.calibration import calibrate_attention
 
 APART = 8192                  # tokens of the text between the beginnings of two rows, so that lengths share their texts
 CHARACTERS = 1_500_000        # of a split that are read
@@ -226,16 +225,12 @@ def bench_of(model: str, row: Row, length: int) -> TextBench:
 @contextmanager
 def arranged(arm: str, bench: Bench, whole: nn.Module, seed: int) -> Iterator[nn.Module]:
     """The whole model, of which the bench's has the arm's attention meanwhile; for "exact dtype=bfloat16" a copy that
-    computes in that type, which shows what else is accepted for speed. "nearfar budget=1440": its layers share so many
-    keys out, by their errors on the rows that attention is fitted to."""
+    computes in that type, which shows what else is accepted for speed."""
     name, options = mechanism_text.read(arm)
     if name == "exact" and options:
         yield in_type(whole, **options)
         return
-    budget = options.pop("budget", None)
-    with bench.swapped(attention_of(mechanism_text.write(name, options), seed=seed)), quiet():
-        if budget is not None:
-            calibrate_attention(bench.model, [{"input_ids": ids, "use_cache": False} for ids in bench.training], budget)
+    with bench.swapped(attention_of(arm, seed=seed)), quiet():
         yield whole
 
 

@@ -27,8 +27,7 @@ from crt_exp.models import language
 from crt_exp.models.language import LanguageModel
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.engine.reads import rows
-from crt_exp.nearfar.layer import NearFar
+from crt_exp.nearfar.recall import rows_at
 from crt_exp.probes.bench import Layers, Swap, fitted
 from crt_exp.probes.bench_pieces import UNSURE, TextBench, following
 from crt_exp.probes.dense_peers import PEERS, cells_at
@@ -37,9 +36,8 @@ from crt_exp.tasks.objectives import repeated
 from crt_exp.tasks.recall import drawn
 from crt_exp.times import Watch
 
-OWN = ("uniform", "window", "near_far", "bounded")  # what `Law` makes itself
-OTHER = 1000         # the seed of heads that codebooks are of is so much more
-CALIBRATION = 4      # rows that codebooks and statistics are made of
+OWN = ("uniform", "window", "near_far")  # what `Law` makes itself
+CALIBRATION = 4      # rows that statistics are made of
 
 
 # ---- heads
@@ -86,13 +84,13 @@ class Law:
         k = torch.randn(self.heads, self.length, self.d, generator=g)
         if self.clusters:
             at = torch.randint(self.clusters, (self.heads, self.length), generator=g)
-            k = 0.6 * k + 0.8 * rows(torch.randn(self.heads, self.clusters, self.d, generator=g), at)
+            k = 0.6 * k + 0.8 * rows_at(torch.randn(self.heads, self.clusters, self.d, generator=g), at)
         return k
 
     def towards(self, k: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
         """Queries (H, R, d) that point to keys k (H, L, d) at `target` (H, R), as long as gives these their weight
         among the keys that are not hidden (R, L); less where a longer key lies in that direction, as in clusters."""
-        unit = torch.nn.functional.normalize(rows(k, target), dim=-1)
+        unit = torch.nn.functional.normalize(rows_at(k, target), dim=-1)
         logits = unit @ k.mT
         logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
         low, high = torch.zeros(*target.shape, 1), torch.full((*target.shape, 1), 50.0)
@@ -104,14 +102,14 @@ class Law:
 
     # ---- what is compared; all but PEERS are causal where the law is
 
-    def output(self, arm: str, heads: Heads, seed: int) -> Tensor:
+    def output(self, arm: str, heads: Heads) -> Tensor:
         """Of an arm such as "near_far open=32": a function of this class, or one of PEERS."""
         name, options = mechanism_text.read(arm)
         if name in PEERS:
             return PEERS[name](*heads, **options)
         if name not in OWN:
             raise unknown("arm", name, [*OWN, *PEERS])
-        return getattr(self, name)(heads, **options | ({"seed": seed} if name == "bounded" else {}))
+        return getattr(self, name)(heads, **options)
 
     def exact(self, heads: Heads) -> Tensor:
         return exact_attention(*heads, causal=not self.both)
@@ -126,14 +124,6 @@ class Law:
         sizes = Sizes(block, heavy, cells_at(self.length), **options)
         return near_far_attention(*heads, sizes, causal=not self.both).out
 
-    def bounded(self, heads: Heads, seed: int) -> Tensor:
-        """With a codebook of other keys of the same law, and their queries."""
-        layer = NearFar(self.heads, self.d, preset="bounded", cells=cells_at(self.length), causal=not self.both,
-                        scaling=1.0).eval()
-        with layer.calibration():
-            layer(*self.draw(seed + OTHER))
-        return layer(*heads)
-
 
 @torch.no_grad()
 def errors(arm: Mapping[str, str], seed: int, **law: Any) -> list[dict[str, Any]]:
@@ -141,7 +131,7 @@ def errors(arm: Mapping[str, str], seed: int, **law: Any) -> list[dict[str, Any]
     law = Law(**law)
     heads = law.draw(seed)
     exact = law.exact(heads)
-    return [{"arm": name, "error": float((law.output(each, heads, seed) - exact).norm() / exact.norm())}
+    return [{"arm": name, "error": float((law.output(each, heads) - exact).norm() / exact.norm())}
             for name, each in arm.items()]
 
 
@@ -179,7 +169,7 @@ def swapped(start: str, length: int, pairs: int, arm: str) -> LanguageModel:
 # ---- a model that copies: passages that are said twice
 
 
-ROWS = 4    # of a draw, and of the training text that codebooks and statistics are made of
+ROWS = 4    # of a draw, and of the training text that statistics are made of
 
 
 # ---- its texts

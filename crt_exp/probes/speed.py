@@ -239,8 +239,7 @@ def makers(length: int) -> dict[str, Callable[[], Method]]:
         made |= {f"favorp{end}": partial(ours, PosRF(), noise, causal),
                   f"favorpp{end}": partial(ours, OPRF(), noise, causal),
                   f"favorsharp{end}": partial(mapped, "favorsharp", M, causal),
-                  f"nearfar{end}": partial(near_far, causal),
-                  f"nearfar bounded{end}": partial(near_far, causal, preset="bounded")}
+                  f"nearfar{end}": partial(near_far, causal)}
     made |= {f"favorsharp m={M // 2}": partial(mapped, "favorsharp", **half)}
     made |= {name: partial(mapped, name, m) for name, m in HYBRIDS.items()}
     if length == TWINS_AT:
@@ -278,13 +277,8 @@ def fitted(phi: FeatureMap, m: int, causal: bool = False) -> Method:
     return run
 
 
-def near_far(causal: bool, preset: str = "default") -> Method:
-    """Near-far attention with one of its presets; where that needs a codebook, of SAMPLE tokens."""
-    layer = Mechanism.of("nearfar", preset=preset).layer(HEADS, D, scaling=1.0, causal=causal).eval()
-    if layer.learns:
-        with layer.calibration(), torch.no_grad():
-            layer(*(t.detach() for t in inputs(SAMPLE)[:3]))
-    return layer
+def near_far(causal: bool) -> Method:
+    return Mechanism.of("nearfar").layer(HEADS, D, scaling=1.0, causal=causal).eval()
 
 
 def peers(length: int) -> dict[str, Callable[[], Method]]:

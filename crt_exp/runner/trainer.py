@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from crt_exp.attention.linear import same_step
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.attention.base import check_listed
 from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.ranks import whole
 from crt_exp.runner import checkpoint
@@ -79,7 +78,6 @@ class Trainer:
         """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
         config, accelerator = self.config, self.world.accelerator
         self.module = self.task.build(mechanism)
-        check_listed(part for part in self.module.modules() if not hasattr(part, "path"))  # else the swap has checked
         self.adapters = lightened(self.module, config)
         self.sharded = config.strategy == "fsdp" and self.world.size > 1
         self.module.to(self.world.device)

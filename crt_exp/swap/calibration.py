@@ -1,20 +1,17 @@
 """Calibration: passes over batches that fill the statistics of swapped layers, and measure their errors on the way."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.nearfar.layer import NearFar
-from crt_exp.swap import record as configured
-from crt_exp.swap.measured import OPENS, Asked, Priced, Watcher, shared_out
+from crt_exp.swap.measured import Watcher
 
 
-def calibrate_attention(model: nn.Module, batches: Iterable, budget: int | None = None) -> nn.Module:
+def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal
     layers are fitted to, and of the queries of cross-attention. Measures each layer's error on the way, for
     `describe_attention`.
@@ -27,40 +24,14 @@ def calibrate_attention(model: nn.Module, batches: Iterable, budget: int | None 
     4 sequences of each batch and at most 128 queries of each, 16 MB of the exact matrix at a time. Warns of layers that
     are further from exact attention than uniform attention is, the mean of the values that a query may see.
 
-    budget: keys that all causal layers of near-far attention together let each query read, shared out where they take
-    most of the error; `describe_attention` tells how many each has, and `swap_attention` takes them back as a list,
-    open=[...]. Sequences should be longer than `exact_until`, below which nothing is to be seen.
-
-    Returns the model. Raises ValueError where no layer has random features, for no batches, and for a budget that no
-    layer can use or that is too small.
+    Returns the model. Raises ValueError where no layer has random features, and for no batches.
     """
-    sharing = _sharing(model, budget)
     with ExitStack() as stack:
         for state in _states(model).values():
             stack.callback(state.register_forward_hook(Watcher(state), with_kwargs=True).remove)
-        for state in sharing:
-            stack.callback(state.register_forward_hook(Priced(state), with_kwargs=True).remove)
         fill_statistics(model, batches)
-    for state, open in zip(sharing, shared_out([state.prices for state in sharing], budget or 0) if sharing else ()):
-        state.set_open(open)
-    if sharing:
-        configured.write(model)
     _warn_of_errors(model)
     return model
-
-
-def _sharing(model: nn.Module, budget: int | None) -> list[NearFar]:
-    """The layers that share a budget of keys to open."""
-    if budget is None:
-        return []
-    sharing = [state for state in _states(model).values() if _opens(state)]
-    if not sharing:
-        raise ValueError(f"budget = {budget}: no layer of this {type(model).__name__} is causal near-far attention "
-                         "that reads keys")
-    if not isinstance(budget, Integral) or budget < OPENS[0] * len(sharing):
-        raise ValueError(f"budget = {budget}: it takes a whole number of at least {OPENS[0] * len(sharing)}, "
-                         f"{OPENS[0]} keys for each of {len(sharing)} layers")
-    return sharing
 
 
 @torch.no_grad()
@@ -75,38 +46,6 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
             count += 1
     if not count:
         raise ValueError("no batches to calibrate with")
-
-
-@torch.no_grad()
-def stated_by_layer(model: nn.Module, batches: Iterable) -> dict[str, tuple[float | None, ...]]:
-    """By path what `Asked` sums up of the layers of causal near-far attention that open keys. Raises ValueError where
-    there is none, and for no batches."""
-    count = 0
-    with eval_mode(model), asked_layers(model) as asked:
-        if not asked:
-            raise ValueError(f"batches: no layer of this {type(model).__name__} is causal near-far attention that "
-                             "reads keys, whose queries state what they may have missed: leave batches out")
-        for batch in batches:
-            call(model, batch)
-            count += 1
-    if not count:
-        raise ValueError("no batches to describe attention on")
-    return {path: each.summary() for path, each in asked.items()}
-
-
-@contextmanager
-def asked_layers(model: nn.Module) -> Iterator[dict[str, Asked]]:
-    """By path what layers of causal near-far attention that open keys state in the passes within."""
-    states = {part.path: part for part in model.modules() if _opens(part)}
-    asked = {path: Asked(state) for path, state in states.items()}
-    with ExitStack() as stack:
-        for path, state in states.items():
-            stack.callback(state.register_forward_hook(asked[path], with_kwargs=True).remove)
-        yield asked
-
-
-def _opens(part: nn.Module) -> bool:
-    return isinstance(part, NearFar) and part.causal and part.sizes.open > 0
 
 
 def swapped_states(model: nn.Module) -> list[nn.Module]:

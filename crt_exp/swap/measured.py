@@ -17,11 +17,9 @@ from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.nearfar.layer import NearFar
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
 QUERIES = 128   # of each of them, at random, that are compared with exact attention
-OPENS = (8, 16, 32, 64, 128, 256)  # keys that a layer of near-far attention may open
 LOGITS = 2**22  # numbers of an exact attention matrix that are held at a time
 
 
@@ -64,71 +62,10 @@ class Watcher:
         state.seen = Statistics(*(Moments.known(**new[side]) for side in "xy"))
 
 
-class Priced:
-    """A forward hook that measures a layer of near-far attention with each number of opened keys: `state.prices`."""
-
-    def __init__(self, state: NearFar):
-        state.prices = {open: Measured() for open in OPENS}
-
-    def __call__(self, state: NearFar, args: tuple, kwargs: dict, out: Tensor) -> None:
-        q, k, v, key_mask = _given(*args, **kwargs)
-        own = state.sizes
-        try:
-            for open, price in state.prices.items():
-                state.sizes = own._replace(open=open)
-                measure(state, q, k, v[..., :state.columns], key_mask, price)
-        finally:
-            state.sizes = own
-
-
-class Asked:
-    """A forward hook that keeps what the queries of a causal layer of near-far attention state: bounds, (n,), of those
-    behind `exact_until`, and how many keys each of them reads, (n,)."""
-
-    def __init__(self, state: NearFar):
-        self.error, self.bounds, self.reads = state.sizes.error, [], []
-
-    def __call__(self, state: NearFar, args: tuple, kwargs: dict, out: Tensor) -> None:
-        q, k, _, key_mask = _given(*args, **kwargs)
-        bound, read = state.stated(q, k, key_mask)
-        self.bounds.append(bound[read >= 0].float().cpu())
-        self.reads.append(read[read >= 0].float().cpu())
-
-    def summary(self) -> tuple[float | None, ...]:
-        """The median and the largest bound, the share of the queries that see all keys, and the mean of the keys that
-        are read; nothing where no query was behind `exact_until`."""
-        bounds, reads = torch.cat(self.bounds or [torch.empty(0)]), torch.cat(self.reads or [torch.empty(0)])
-        if not len(bounds):
-            return (None,) * 4
-        above = 0.0 if self.error is None else float((bounds > self.error).float().mean())
-        return float(bounds.median()), float(bounds.max()), above, float(reads.mean())
-
-
-def shared_out(layers: list[dict[int, Measured]], budget: int) -> list[int]:
-    """How many keys each layer opens, of OPENS, at most `budget` of all layers together, which is at least OPENS[0] for
-    each: the next step is always the one that takes most of the squared relative error for each key."""
-    at, left = [0] * len(layers), budget - OPENS[0] * len(layers)
-    while True:
-        steps = [(_gain(prices, i), n) for n, (prices, i) in enumerate(zip(layers, at))
-                 if i + 1 < len(OPENS) and OPENS[i + 1] - OPENS[i] <= left]
-        best, n = max(steps, default=(0.0, None))
-        if not best > 0:
-            return [OPENS[i] for i in at]
-        left -= OPENS[at[n] + 1] - OPENS[at[n]]
-        at[n] += 1
-
-
-def _gain(prices: dict[int, Measured], i: int) -> float:
-    """How much of the squared relative error each key more takes, from OPENS[i] to the next."""
-    fewer, more = OPENS[i:i + 2]
-    return (prices[fewer].relative_error**2 - prices[more].relative_error**2) / (more - fewer)
-
-
 @torch.no_grad()
-def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None,
-            into: Measured | None = None) -> None:
-    """Adds to `into`, by default `state.measured`, what a call of the layer as it now stands gives:
-    q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv).
+def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    """Adds to `state.measured` what a call of the layer as it now stands gives: q (B,H,L,d), k (B,Hkv,S,d),
+    v (B,Hkv,S,dv).
 
     The layer runs on the first SEQUENCES of the batch, with its own noise; QUERIES of each are compared. Queries at
     padded places of their own sequence do not count.
@@ -144,10 +81,9 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
     uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
     exact_square, error, distance = (float(torch.where(real, t.double(), 0.0).square().sum())
                                      for t in (exact, estimate.double() - exact, uniform.double() - exact))
-    into = state.measured if into is None else into
-    into.exact += exact_square
-    into.error += error
-    into.uniform += distance
+    state.measured.exact += exact_square
+    state.measured.error += error
+    state.measured.uniform += distance
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,

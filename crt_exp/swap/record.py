@@ -2,8 +2,8 @@
 
 `config.crt_exp` is a dictionary of plain values: `version`; `mechanisms`, each as `Mechanism.saved` gives it, with
 `causal` as the swap was given it; `layers`, the path of every attention module -> the number of its mechanism, null for
-one that kept its own; `open`, the keys that layers of causal near-far attention read. save_pretrained of transformers
-and of diffusers stores it. It is written again after each swap, calibration and unswap, and goes with the last swap.
+one that kept its own. save_pretrained of transformers and of diffusers stores it. It is written again after each swap
+and unswap, and goes with the last swap.
 """
 
 import sys
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from torch import nn
 
 from crt_exp import __version__
 from crt_exp.config import ConfigError
-from crt_exp.hints import Count, Whole, at_most, fits, shown
-from crt_exp.stored import SIZE, check_depth
+from crt_exp.hints import Whole, fits, shown
+from crt_exp.stored import check_depth
 
 KEY = "crt_exp"
 LIBRARIES = ("crt_exp", "transformers")
@@ -35,7 +35,7 @@ def write(model: nn.Module) -> None:
 
 
 def record_of(model: nn.Module) -> dict[str, Any]:
-    mechanisms, layers, opens = [], {}, {}
+    mechanisms, layers = [], {}
     for path, module in _attention(model):
         state = module._modules.get("swapped")
         if state is None:
@@ -44,9 +44,7 @@ def record_of(model: nn.Module) -> dict[str, Any]:
         if state.record not in mechanisms:
             mechanisms.append(state.record)
         layers[path] = mechanisms.index(state.record)
-        if getattr(state, "causal", False) and getattr(getattr(state, "sizes", None), "open", 0):
-            opens[path] = state.sizes.open
-    return {"version": __version__, "mechanisms": mechanisms, "layers": layers, "open": opens}
+    return {"version": __version__, "mechanisms": mechanisms, "layers": layers}
 
 
 def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -108,20 +106,17 @@ def check_form(record: Any) -> None:
     check_depth(record, KEY)
     if not isinstance(record, dict):
         raise ConfigError(f"{KEY} = {shown(record)}")
-    mechanisms, layers, opens = (record.get(key) for key in ("mechanisms", "layers", "open"))
+    mechanisms, layers = (record.get(key) for key in ("mechanisms", "layers"))
     if not isinstance(mechanisms, (list, tuple)) or not isinstance(layers, dict):
         raise ConfigError("it has no mechanisms and layers")
-    if not all(isinstance(each, dict) for each in mechanisms) or not isinstance(opens or {}, dict):
-        raise ConfigError("its mechanisms and open are no keys with values")
+    if not all(isinstance(each, dict) for each in mechanisms):
+        raise ConfigError("its mechanisms are no keys with values")
     for path, number in layers.items():
         if number is not None and not (fits(number, Whole) and number < len(mechanisms)):
             raise ConfigError(f"layers.{path} = {shown(number)}, which takes null or the number of one of its "
                               f"{len(mechanisms)} mechanisms, counted from 0")
     if all(number is None for number in layers.values()):
         raise ConfigError("none of its layers is swapped")
-    for path, count in (opens or {}).items():
-        if not fits(count, Annotated[Count, at_most(SIZE)]):
-            raise ConfigError(f"open.{path} = {shown(count)}, which takes a whole number from 1 to {SIZE}")
 
 
 def names(record: dict[str, Any]) -> list[str]:

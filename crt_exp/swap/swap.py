@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from crt_exp.attention.base import check_listed
 from crt_exp.swap import diffusion, families
 from crt_exp.swap import record as configured
 from crt_exp.swap.buffers import moved, place_of, restore
@@ -41,7 +40,6 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     _refuse(modules, reasons, chosen)
     states = {i: _state(maker, name, i, *modules[i], causal) for i in chosen}  # all before the first change
     _check_cross(model, modules, states)
-    check_listed(states.values(), len(modules))
     if saved:
         restore(model, list(states.values()), *own_weights(model))
     for i, state in states.items():
@@ -79,18 +77,13 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-def describe_attention(model: nn.Module, batches: Iterable | None = None):
+def describe_attention(model: nn.Module):
     """A DataFrame with one row for each attention module: see `table.COLUMNS`, some of which are of some kinds of
     attention alone. Nothing is printed.
-
-    batches: as `calibrate_attention` takes them. The model is run over them, in eval mode and without gradient, and
-    each layer of causal near-far attention that opens keys says what its queries may have missed: `table.STATED`.
     """
-    from crt_exp.swap.calibration import stated_by_layer
     from crt_exp.swap.table import table
 
-    stated = None if batches is None else stated_by_layer(model, batches)
-    return table(_modules(model), families.others(model), stated)
+    return table(_modules(model), families.others(model))
 
 
 # ---- finding and choosing

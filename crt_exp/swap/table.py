@@ -22,27 +22,15 @@ COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A
            "parameters", *ERRORS)
 
 
-# of causal near-far attention that opens keys, on batches that are given: `bound` (crt_exp/nearfar/bound.py) of the
-# queries behind `exact_until`, how many of them are sent to exact attention by `error`, and the keys of cells that they
-# read on average
-STATED = ("median bound", "largest bound", "sent to exact", "keys read")
-
-
-def table(modules: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = (),
-          stated: dict[str, tuple[float | None, ...]] | None = None):
-    """A DataFrame with COLUMNS, a row for each attention module; last those of other kinds, without a number. stated:
-    by path the values of STATED, which are then columns too."""
+def table(modules: list[tuple[str, nn.Module]], others: list[tuple[str, nn.Module]] = ()):
+    """A DataFrame with COLUMNS, a row for each attention module; last those of other kinds, without a number."""
     try:
         import pandas as pd
     except ImportError:
         raise ImportError("describe_attention returns a DataFrame: pip install pandas, or crt_exp[run]") from None
     rows = [_row(i, path, module) for i, (path, module) in enumerate(modules)]
     rows += [_row(None, path, module) for path, module in others]
-    found = pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})
-    if stated is None:
-        return found
-    more = [stated.get(path, (None,) * len(STATED)) for path in found["path"]]
-    return found.join(pd.DataFrame(more, columns=list(STATED), dtype=float))
+    return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})
 
 
 def _row(i: int | None, path: str, module: nn.Module) -> tuple[Any, ...]:

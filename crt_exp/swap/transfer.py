@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.swap.calibration import call, calibrate_attention, fill_statistics
+from crt_exp.swap.calibration import call, fill_statistics
 
 
 class Squares(NamedTuple):
@@ -120,20 +120,20 @@ class Lessons:
 
 
 def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2,
-                       budget: int | None = None, captured: bool = False) -> nn.Module:
+                       captured: bool = False) -> nn.Module:
     """Teaches the swapped layers of a model what exact attention gives, in place, and returns it.
 
-    Statistics, codebooks and budgets are taken from the exact model's queries and keys of all batches
-    (`calibrate_attention`); parameters of the layers are then trained by Adam for `steps` steps of the batches in turn,
-    all others staying as they are. Batches are as `calibrate_attention` takes them. captured: the model reads each
-    batch once and its layers learn from what `Lessons` keeps: the same steps, in less time and more memory. Raises
-    ValueError for no batches, and where no layer has anything to learn.
+    Statistics are taken from the exact model's queries and keys of all batches (`fill_statistics`); parameters of the
+    layers are then trained by Adam for `steps` steps of the batches in turn, all others staying as they are. Batches
+    are as `calibrate_attention` takes them. captured: the model reads each batch once and its layers learn from what
+    `Lessons` keeps: the same steps, in less time and more memory. Raises ValueError for no batches, and where no layer
+    has anything to learn.
     """
     batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
     if not batches:
         raise ValueError("no batches to transfer with")
     taught = Transferring(model)
-    calibrate(taught, batches, budget)
+    calibrate(taught, batches)
     parameters = [p for p in taught.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr) if parameters else None
     lessons = Lessons(taught, batches) if captured and parameters else None
@@ -152,18 +152,15 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
     return release(taught, wanted).train(training)
 
 
-def calibrate(taught: Transferring, batches: Iterable, budget: int | None = None) -> None:
+def calibrate(taught: Transferring, batches: Iterable) -> None:
     """Fills what the layers keep of earlier inputs, from the exact model's. Raises ValueError where they have nothing
     to learn, neither so nor by gradients."""
     states, batches = swapped_layers(taught.model), list(batches)
     kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
-    if not (kept or learned(states) or budget is not None):
+    if not (kept or learned(states)):
         raise ValueError(f"attention={states[0].mechanism} has nothing to learn from the exact layer: take hedgehog, "
-                         "random features with attention.learn=parameters or projections, or near-far with a budget or "
-                         "attention.preset=bounded")
-    if budget is not None:
-        calibrate_attention(taught.model, batches, budget)
-    elif kept:
+                         "or random features with attention.learn=parameters or projections")
+    if kept:
         fill_statistics(taught.model, batches)
 
 

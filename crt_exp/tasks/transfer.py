@@ -5,7 +5,7 @@ swap/transfer.py teaches the layers. Legend as there.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
-from crt_exp.hints import Count
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, vision
 from crt_exp.schema import checked
-from crt_exp.swap.transfer import Transferring, calibrate, swapped_layers
+from crt_exp.swap.transfer import Transferring, calibrate
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.mlm import MLM, MaskedModel
@@ -45,14 +44,14 @@ class Teaching(Task):
         raise ConfigError(f"task={self.name} trains what the layers learn and nothing else: trainer.adapt comes after "
                           f"it, task={self.later} task.init=<this run>")
 
-    def taught(self, model: nn.Module, mechanism: Mechanism, count: int, budget: int | None = None) -> Transferring:
+    def taught(self, model: nn.Module, mechanism: Mechanism, count: int) -> Transferring:
         """The swapped model, calibrated on as many batches of 8. Raises ConfigError for what has nothing to learn."""
         if mechanism.is_exact:
             raise ConfigError(f"attention=exact is what task={self.name} learns from: choose another, such as "
                               "attention=hedgehog")
         taught = Transferring(model)
         try:
-            calibrate(taught, map(self.given, islice(self.batches("train", Plan(8)), max(count, 1))), budget)
+            calibrate(taught, map(self.given, islice(self.batches("train", Plan(8)), max(count, 1))))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return taught
@@ -97,8 +96,6 @@ class Teaching(Task):
 class Transfer(Teaching, MLM):
     """See `conf/task/transfer.yaml` for the options. Raises ConfigError where there is no exact model to learn from."""
 
-    budget: Count | None = None
-
     name, later = "transfer", "mlm"
 
     def __post_init__(self):
@@ -117,14 +114,7 @@ class Transfer(Teaching, MLM):
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         model = encoders.load_model(self.objective.kind, self.config, self.origin, mechanism)
-        taught = self.taught(MaskedModel(model, self.objective.call), mechanism, self.calibration, self.budget)
-        if self.budget is not None:
-            states = swapped_layers(model)
-            opens = {"open": [state.sizes.open for state in states]}
-            shared = replace(mechanism, options=mechanism.options | opens).saved()
-            for state in states:
-                state.record = state.record | shared
-        return taught
+        return self.taught(MaskedModel(model, self.objective.call), mechanism, self.calibration)
 
 
 @checked("task")

@@ -42,10 +42,3 @@ MASKED = [("favorp", False, {}), ("favorpp", True, {}), ("nearfar", False, {"exa
 @pytest.mark.parametrize("name, causal, options", MASKED)
 def test_nor_with_a_padding_mask(name, causal, options):
     step(name, causal, masked=True, **options)
-
-
-@pytest.mark.filterwarnings("ignore:causal near-far attention has no codebook yet:UserWarning")
-def test_nor_do_codebooks_with_a_padding_mask():
-    layer = Mechanism.of("nearfar", preset="bounded").layer(4, 16, causal=True).to("meta").eval()
-    keep = torch.ones(2, FAR, dtype=torch.bool, device="meta")
-    assert layer(*torch.randn(3, 2, 4, FAR, 16, device="meta"), keep).is_meta

@@ -9,14 +9,14 @@ import pytest
 import torch
 from covering import in_turn
 from native_cases import Case, assert_near, needs_library
-from nearfar_cases import book, choices, codebook
+from nearfar_cases import choices
 
 from crt_exp.attention.engines import native, native_library
 from crt_exp.attention.engines.protocol import Form
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.recall import RecallNearFar
+from crt_exp.nearfar.engine import native as near_far
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
 SHAPES = {
@@ -79,7 +79,6 @@ def test_every_width_of_vectors(kind, built, monkeypatch):
             case = Case(OPRF(), **SHAPES[shape])
             assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))
     assert_near_far_is_near()
-    assert_bounded_is_near()
     assert_recall_is_its_twin(monkeypatch)
     assert_choices_are_those_of_pytorch()
 
@@ -105,22 +104,12 @@ def assert_near_far_is_near():
         assert_near(*found)
 
 
-def assert_bounded_is_near():
-    given = codebook(book(2, 5, 20, dtype=torch.float32), 1)
-    inputs, found = torch.randn(4, 1, 2, 150, 20, generator=torch.Generator().manual_seed(0)), []
-    for dtype in (torch.float32, torch.float64):
-        t = [t.to(dtype).requires_grad_() for t in inputs[:3]]
-        out = near_far_attention(*t, Sizes(8, 3, 5), causal=True, codebook=given.to(dtype)).out
-        found.append([out.detach(), *torch.autograd.grad(out, t, inputs[3].to(dtype))])
-    assert_near(*found)
-
-
 def assert_recall_is_its_twin(monkeypatch):
     x, y, v, grad = torch.randn(4, 1, 2, 600, 20, generator=torch.Generator().manual_seed(0))
     inputs, sizes, found = [t.requires_grad_() for t in (x, y, v)], Sizes(8, 3, 6, open=12, exact_until=60), []
     for in_c in (True, False):
         if not in_c:
-            monkeypatch.setattr(RecallNearFar, "in_c", lambda *tensors: False)
+            monkeypatch.setattr(near_far, "applies", lambda *tensors: False)
         out = near_far_attention(*inputs, sizes, causal=True).out
         found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
     assert_near(*found)

@@ -19,12 +19,12 @@ def drawn(batch, heads, seed):
 
 
 def made(name, causal):
-    """Calibrated; a codebook with as many vectors as it is made of, so that no two centres are one."""
+    """Calibrated."""
     kind, options = mechanisms()[name]
-    attention, batch = layer(kind, options, causal=causal).double().eval(), 80 if name == "nearfar bounded" else 4
+    attention = layer(kind, options, causal=causal).double().eval()
     if kind not in CONTROLS:
         with attention.calibration(), torch.no_grad():
-            attention(drawn(batch, 4, 6), drawn(batch, 2, 7), drawn(batch, 2, 8))
+            attention(drawn(4, 4, 6), drawn(4, 2, 7), drawn(4, 2, 8))
     return attention
 
 

@@ -1,12 +1,9 @@
-"""Tensors and codebooks for tests of near-far attention, and how results are compared."""
+"""Tensors for tests of near-far attention, and how results are compared."""
 
 from itertools import product
 
 import torch
 
-from crt_exp.nearfar.both import Both
-from crt_exp.nearfar.causal import Codebook
-from crt_exp.nearfar.choice import KeyMetric
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.constants import WIDEST
 from crt_exp.nearfar.looks import opened
@@ -20,18 +17,6 @@ def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.f
     keep = torch.rand(B, S or L, generator=g) < 0.7
     keep[:, -1] = True
     return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
-
-
-def book(kv_heads=2, cells=3, d=4, seed=1, dtype=torch.float64):
-    """c, tilt, root and centres of (kv_heads, ...)."""
-    g = torch.Generator().manual_seed(seed)
-    draw = lambda *size: torch.randn(kv_heads, *size, generator=g, dtype=dtype)
-    return 0.3 * draw(1, d) + 1, 0.4 * draw(1, d), 0.5 * draw(d, d).tril(), draw(cells, d) + 1
-
-
-def codebook(parts, batch):
-    shift, tilt, root, centres = (t.repeat(batch, 1, 1) for t in parts)
-    return Codebook(KeyMetric(shift, tilt, root), centres)
 
 
 def same(out, expected, inputs, seed=3, **close):
@@ -90,17 +75,4 @@ def choices(x, y, v, sizes, keep=None):
         member = torch.cat([epoch.pool, kept[:, epoch.pool.shape[1]:far]], 1)
         read = opened(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
         theirs[:, :, i - start, :read.shape[-1]] = read
-    return ours.sort(-1).values, theirs.sort(-1).values
-
-
-def choices_in_both(x, y, v, sizes, keep=None, cross=False):
-    """The same of all queries of a sequence in both directions, or of another one."""
-    metric, choice = Both(sizes, cross, None).choose(x, y, keep, slice(None))
-    sets = native.Sets(*metric, *choice)
-    ours = native.attend(x, y, v, sets, sizes.block, False, 1.0, cross, sizes.open, metric.along()).read.long()
-    places, block = torch.arange(y.shape[1]), torch.arange(x.shape[2]) // sizes.block
-    near = (block[:, None] - places // sizes.block).abs() <= 1 if not cross else torch.zeros(1, 1, dtype=torch.bool)
-    far = choice.pool[:, None, None] & ~near
-    kept = y - metric.shift if keep is None else torch.where(keep.unsqueeze(-1), y - metric.shift, 0.0)
-    theirs = opened(kept, far, x, sizes.open)
     return ours.sort(-1).values, theirs.sort(-1).values

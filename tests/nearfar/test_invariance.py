@@ -7,14 +7,10 @@ from native_cases import needs_library
 from nearfar_cases import read_in_c
 
 from crt_exp.attention import exact_attention
-from crt_exp.features.statistics import Statistics
 from crt_exp.nearfar import looks, near_far_attention, recall
-from crt_exp.nearfar.both import Both
-from crt_exp.nearfar.causal import CausalNearFar, Codebook
-from crt_exp.nearfar.choice import KeyMetric, Sizes, centres_of, largest
+from crt_exp.nearfar.choice import Sizes, centres_of, largest
 from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.decoding import NearFarState
-from crt_exp.nearfar.layer import PRESETS, CodebookMaker, NearFar
+from crt_exp.nearfar.layer import PRESETS
 from crt_exp.nearfar.past import RecallState
 from crt_exp.nonfinite import NotFinite
 
@@ -32,21 +28,12 @@ def drawn(seed=0, S=S):
 @pytest.fixture
 def engine(request, monkeypatch):
     if not request.param:
-        for call in (recall.RecallNearFar, CausalNearFar, Both):
-            monkeypatch.setattr(call, "in_c", lambda *_: False)
+        monkeypatch.setattr(native, "applies", lambda *_: False)
     return request.param
 
 
 def attend(x, y, v, sizes, causal=True):
-    return near_far_attention(x, y, v, sizes, causal=causal, codebook=book_of(x, y, sizes) if causal else None).out
-
-
-def book_of(x, y, sizes):
-    """A codebook of the sequence itself, where no keys are opened."""
-    if sizes.open:
-        return None
-    made = CodebookMaker(sizes.cells).fit(Statistics.of(x.detach(), y.detach()))
-    return Codebook(KeyMetric(*made[:3]), made[3])
+    return near_far_attention(x, y, v, sizes, causal=causal).out
 
 
 def gradients(x, y, v, sizes, scale, causal):
@@ -59,8 +46,8 @@ def gradients(x, y, v, sizes, scale, causal):
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
-@pytest.mark.parametrize("preset, causal", [   # the memory of bounded near-far attention is causal
-    (preset, causal) for preset in PRESETS for causal in (True, False) if causal or preset != "bounded"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("causal", [True, False])
 def test_keys_times_a_number_and_queries_over_it(engine, preset, causal):
     """Powers of 2 change no rounding, so that nothing may change at all but for what squares lose."""
     sizes = PRESETS[preset]._replace(**SMALL, exact_until=32, first_order=False)
@@ -88,18 +75,16 @@ def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
 
 @torch.no_grad()
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
-@pytest.mark.parametrize("sizes", [Sizes(**SMALL, open=16, exact_until=32), Sizes(**SMALL)], ids=["open", "bounded"])
-def test_with_few_different_keys_the_past_alone_decides(engine, sizes):
+def test_with_few_different_keys_the_past_alone_decides(engine):
     """20 different keys, each many times: looks tie, and so do scores and distances."""
-    g = torch.Generator().manual_seed(0)
+    g, sizes = torch.Generator().manual_seed(0), Sizes(**SMALL, open=16, exact_until=32)
     x, y, v = drawn()
     y = torch.randn(1, 2, 20, D, generator=g)[:, :, torch.randint(20, (S,), generator=g)]
-    book = book_of(x, y, sizes)
-    run = lambda n: near_far_attention(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes, causal=True, codebook=book).out
+    run = lambda n: attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes)
     whole = run(S)
     for n in (S // 2, S - 1, S - 37):
         assert (run(n) - whole[:, :, :n]).norm() < 1e-5 * whole.norm(), n
-    state = RecallState(sizes, 2) if sizes.open else NearFarState(sizes, book, 2)
+    state = RecallState(sizes, 2)
     spans = [slice(0, 150), *(slice(i, i + 1) for i in range(150, S))]
     parts = [state.step(x[:, :, at], y[:, :, at], v[:, :, at]) for at in spans]
     assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
@@ -120,7 +105,6 @@ def test_the_engines_choose_the_same_of_copies():
     g, sizes = torch.Generator().manual_seed(3), Sizes(**SMALL, open=16, exact_until=32)
     x = torch.randint(-3, 4, (2, 1, S, D), generator=g).float()          # exact in bfloat16, so that looks are equal
     y = torch.randint(-2, 3, (2, 30, D), generator=g).float()[:, torch.randint(30, (S,), generator=g)]
-    call = recall.RecallNearFar(sizes)
     metric = recall.metric_of(y, None, sizes)
     given = native.Given(None, metric.shift, metric.root, recall.options_of(sizes, S))
     places = read_in_c(x[:, :, 32:], y, y, given)
@@ -131,7 +115,7 @@ def test_the_engines_choose_the_same_of_copies():
     member[:, :, :88] = True
     member.scatter_(2, epoch.heavy.unsqueeze(1), False)
     read = looks.opened(y, member, x[:, 0, start:start + 1], sizes.open)
-    assert call.in_c(x, y)
+    assert native.applies(x, y)
     assert places[:, 0, start - 32].sort().values.tolist() == read[:, 0].sort().values.tolist()
 
 
@@ -159,17 +143,6 @@ def test_c_takes_no_copies_for_centres():
         assert len(head[head.abs().amax(-1) < 1e6].unique(dim=0)) == 40
 
 
-@torch.no_grad()
-def test_a_codebook_of_few_tokens_has_all_its_cells():
-    """256 tokens, of which a calibration takes samples with repeats: the error is that of 64 cells."""
-    layer = NearFar(2, D, causal=True, preset="bounded", scaling=1.0).eval()
-    x, y, v = drawn(S=256)
-    with layer.calibration():
-        layer(x, y, v)
-    z = layer.codebook().measured
-    assert all(len(head[head.abs().amax(-1) < 1e6].unique(dim=0)) == 64 for head in z)
-
-
 # ---- sizes and numbers
 
 
@@ -179,13 +152,9 @@ def test_a_codebook_of_few_tokens_has_all_its_cells():
 @pytest.mark.parametrize("size", [10**7, 2**32, 2**60])
 def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     x, y, v = drawn()
-    for sizes in (Sizes(**SMALL, open=16, exact_until=32), Sizes(**SMALL)):
-        if name == "open" and not sizes.open or name == "cells" and not sizes.open:
-            continue                                             # the codebook is as large as it was made
-        many, all_keys = (sizes._replace(**{name: n}) for n in (size, S))
-        assert (attend(x, y, v, many) - attend(x, y, v, all_keys)).abs().max() < 1e-5
-    state = RecallState(Sizes(**SMALL, open=16, exact_until=32)._replace(**{name: size}), 2)
-    whole = attend(x, y, v, state.sizes)
+    many, all_keys = (Sizes(**SMALL, open=16, exact_until=32)._replace(**{name: n}) for n in (size, S))
+    whole, state = attend(x, y, v, many), RecallState(many, 2)
+    assert (whole - attend(x, y, v, all_keys)).abs().max() < 1e-5
     parts = [state.step(*(t[:, :, at] for t in (x, y, v))) for at in (slice(0, 200), slice(200, 201), slice(201, S))]
     assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
 
@@ -207,11 +176,9 @@ def test_c_refuses_sizes_that_cannot_be(name, size):
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("part", ["x", "y"])
 def test_queries_and_keys_that_are_not_finite_are_named(engine, length, wrong, part):
-    for sizes in (Sizes(**SMALL, open=16, exact_until=32), Sizes(**SMALL)):
-        x, y, v = drawn(S=length)
-        book = book_of(x, y, sizes)
-        (x if part == "x" else y)[0, 0, length // 2, 0] = wrong
+    x, y, v = drawn(S=length)
+    (x if part == "x" else y)[0, 0, length // 2, 0] = wrong
+    for until in (32, 0):
         for causal in (True, False):
-            options = {"causal": causal, "codebook": book if causal else None}
             with pytest.raises(NotFinite, match="NaN or infinite"):
-                near_far_attention(x, y, v, sizes, **options)
+                attend(x, y, v, Sizes(**SMALL, open=16, exact_until=until), causal)

@@ -4,13 +4,12 @@ import pytest
 import torch
 from covering import in_turn
 from native_cases import needs_library
-from nearfar_cases import as_integers, choices, choices_in_both
+from nearfar_cases import as_integers, choices
 
 from crt_exp.nearfar import looks
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.past import RecallState
 from crt_exp.nearfar.recall import RecallNearFar
-from crt_exp.nonfinite import NotFinite
 
 
 @pytest.mark.parametrize("d", [1, 5, 16, 33, 64, 80, 96, 128])
@@ -84,21 +83,6 @@ def test_more_keys_are_read_of_a_longer_past():
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=2e-4)
 
 
-@needs_library
-@torch.no_grad()
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("kind", ["normal", "equal keys", "few different", "zeros", "one far"])
-def test_they_do_in_both_directions_and_across(kind, cross):
-    """Of many keys too, where a sample of them sets the first bar; the sequence is shifted by a common vector."""
-    for Z, G, S, d, open, heavy in ((2, 1, 700, 64, 9, 16), (1, 3, 230, 33, 30, 0)):
-        x, y, v = vectors(kind, Z, G, S, d, seed=S)
-        keep = torch.rand(Z, S, generator=torch.Generator().manual_seed(1)) < 0.8
-        x = x[:, :, :S // 3] if cross else x
-        for mask in (None, keep):
-            ours, theirs = choices_in_both(x, y + 3, v, Sizes(16, heavy, 7, open=open), mask, cross)
-            assert torch.equal(ours, theirs) and (ours >= 0).any()
-
-
 @pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("seed", range(60))
@@ -112,12 +96,6 @@ def test_they_do_at_any_shape(seed):
     keep = None if seed % 2 else torch.rand(len(y), S, generator=g) < 0.7
     ours, theirs = choices(x, y, v, sizes, keep)
     assert torch.equal(ours, theirs)
-    try:
-        ours, theirs = choices_in_both(x, y, v, sizes._replace(heavy=seed % 7), keep, cross=seed % 3 == 0)
-    except NotFinite:                                       # squares of such sizes overflow
-        assert kind == "huge and tiny"
-    else:
-        assert torch.equal(ours, theirs)
 
 
 @needs_library

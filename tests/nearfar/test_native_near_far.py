@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nearfar_cases import book, codebook
 
 from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.both import Both, ChosenSets
-from crt_exp.nearfar.causal import CausalNearFar
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root, mean_spread
 from crt_exp.nearfar.engine import native as near_far
 from crt_exp.nonfinite import NotFinite
@@ -33,11 +31,6 @@ CASES = {
     "of another sequence": (Sizes(32, 16, 64, True), dict(L=37, S=300, d=64, dv=64, scale=0.35)),
     "more queries than keys": (Sizes(5, 3, 7), dict(L=200, S=67, G=3, d=5, dv=17, masked=True)),
     "one query": (Sizes(4, 3, 9, True), dict(L=1, S=70, masked=True)),
-    "keys that are read": (Sizes(32, 16, 64, True, open=9), dict(S=300, d=64, dv=64, scale=0.35)),
-    "read by many queries of a block": (Sizes(50, 5, 7, open=12), dict(S=430, G=2, d=20)),
-    "read and masked": (Sizes(5, 0, 7, True, open=30), dict(S=151, G=3, d=33, dv=17, masked=True)),
-    "read by another sequence": (Sizes(5, 3, 7, True, open=4), dict(L=200, S=67, G=3, d=5, dv=17, masked=True)),
-    "all read": (Sizes(4, 0, 9, open=80), dict(L=9, S=70)),
 }
 
 
@@ -72,7 +65,7 @@ def test_equals_float64(name):
     call = Both(sizes, "L" in shape, None)
     exact = [t.double().requires_grad_() for t in inputs]
     chosen = call.choose(*exact[:2], keep, slice(None))
-    assert not call.in_c(*exact) and call.in_c(*inputs)
+    assert not near_far.applies(*exact) and near_far.applies(*inputs)
     single = lambda t: t.float() if t.is_floating_point() else t
     sets = near_far.Sets(*map(single, (*chosen.metric, *chosen.choice)))
     double = lambda t: t.double() if t.is_floating_point() else t
@@ -82,8 +75,7 @@ def test_equals_float64(name):
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
     inputs = [t.requires_grad_() for t in inputs]
-    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order, 1.0, call.cross, sizes.open,
-                            metric.along().float())
+    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order, 1.0, call.cross)
     if keep is not None and not call.cross:    # what padded queries see depends on no law
         grad = grad * keep[:, None, :, None]
     assert_near([found.out * (grad != 0)], [out * (grad != 0)])
@@ -99,7 +91,7 @@ def test_chooses_what_float64_does(name):
     sizes, shape = CASES[name]
     x, y, *_, keep = tensors(**shape)
     call = Both(sizes, "L" in shape, None)
-    metric, choice = replace(call, native=call.in_c(x, y)).choose(x, y, keep, slice(None))
+    metric, choice = replace(call, native=True).choose(x, y, keep, slice(None))
     exact, expected = call.choose(x.double(), y.double(), keep, slice(None))
     enough = (expected.pool.sum(1) >= expected.centres.shape[1]).all()      # or some centres are any keys
     for ours, theirs in zip((*metric, choice.centres), (*exact, expected.centres)):
@@ -196,7 +188,7 @@ def test_queries_and_keys_of_few_directions(side, rank, causal):
     few = draw(1, 2, 1, 48) + draw(1, 2, 1500, rank) @ draw(1, 2, rank, 48) / 48**0.5
     many = draw(1, 2, 1500, 48)
     x, y = (0.3 * few, many) if side == "queries" else (0.3 * many, 3 * few)
-    v, sizes = draw(1, 2, 1500, 48), Sizes(16, 24, 32, open=16 * causal, exact_until=256 * causal)
+    v, sizes = draw(1, 2, 1500, 48), Sizes(16, 24, 32, open=16, exact_until=256 * causal)
     ours, wide = (near_far_attention(x.to(t), y.to(t), v.to(t), sizes, causal=causal).out
                   for t in (torch.float32, torch.float64))
     exact = exact_attention(x.double(), y.double(), v.double(), causal=causal)
@@ -227,7 +219,6 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     torch.set_num_threads(9)
     assert not near_far.applies(x, y, v)       # two heads for nine threads
     torch.set_num_threads(1)
-    assert not CausalNearFar(Sizes(first_order=True), None).in_c(x, y, v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
         out = near_far_attention(x, y[None], v[None], Sizes(4, 2, 3)).out
@@ -242,62 +233,17 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
         near_far.choose(x.transpose(0, 1).detach(), y, 3, 9, None)
 
 
-def test_another_sequence_by_a_codebook():
+def test_another_sequence_by_known_moments():
     """What keys are measured by is known from other queries; rows that are masked whole give 0."""
     g = torch.Generator().manual_seed(0)
     x, y, v = (torch.randn(2, heads, n, 8, generator=g) for heads, n in ((4, 30), (2, 90), (2, 90)))
     keep = torch.rand(2, 90, generator=g) < 0.7
     keep[1] = False
+    metric = KeyMetric.of(torch.randn(4, 40, 8, generator=g) + 0.3, torch.randn(4, 40, 8, generator=g), None, None)
     found = []
     for dtype in (torch.float32, torch.float64):
-        given = codebook(book(2, 9, 8), 2).to(dtype)
         t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
-        assert Both(Sizes(8, 3, 9), True, given).in_c(*t) == (dtype == torch.float32)
-        out = near_far_attention(*t, Sizes(8, 3, 9, True), cross=True, codebook=given, key_mask=keep).out
+        out = near_far_attention(*t, Sizes(8, 3, 9, True), cross=True, metric=metric, key_mask=keep).out
         found.append([out, *torch.autograd.grad(out.square().sum(), t)])
     assert_near(*found, tolerance=5e-5)
     assert not found[0][0][1].any()
-
-
-# ---- bounded, causal
-
-
-def bounded(seed):
-    """float32 in C and float64 in PyTorch at a random shape: outputs and gradients."""
-    g = torch.Generator().manual_seed(seed)
-    whole = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
-    kv_heads, G, S, d, dv = whole(1, 3), whole(1, 3), whole(1, 300), whole(2, 40), whole(1, 40)
-    sizes, L = Sizes(whole(1, 40), whole(0, 12), whole(1, 20)), S if seed % 3 else whole(1, S + 1)
-    draw = lambda heads, n, k: torch.randn(2, heads, n, k, generator=g)
-    inputs = draw(kv_heads * G, L, d) / d**0.25, (draw(kv_heads, S, d) + 0.5) / d**0.25, draw(kv_heads, S, dv)
-    keep = torch.rand(2, S, generator=g) < (0.8 if seed % 2 else 2.0)
-    keep[:, -1] = True
-    given, weight = codebook(book(kv_heads, sizes.cells, d, dtype=torch.float32), 2), draw(kv_heads * G, L, dv)
-    weight = weight * keep[:, None, S - L:, None]              # what padded queries see depends on no law
-    for dtype in (torch.float32, torch.float64):
-        t = [a.to(dtype).requires_grad_() for a in inputs]
-        assert CausalNearFar(sizes, given.to(dtype)).in_c(*t) == (dtype == torch.float32)
-        out = near_far_attention(*t, sizes, causal=True, codebook=given.to(dtype), key_mask=keep).out
-        yield [out * (weight != 0), *torch.autograd.grad((out * weight.to(dtype)).sum(), t)]
-
-
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 60))])
-def test_bounded_is_the_twin_at_any_shape(seed):
-    ours, exact = bounded(seed)
-    for a, b in zip(ours, exact):
-        assert (a.double() - b).abs().amax() <= 5e-5 * b.abs().amax().clamp(min=1e-2)
-
-
-def test_bounded_keys_that_outweigh_all_others():
-    """Sums of cells are never a total less what is gone: weights of e^30 leave nothing behind."""
-    g = torch.Generator().manual_seed(0)
-    x, y, v = (torch.randn(1, 1, 200, 8, generator=g) for _ in range(3))
-    y[:, :, 60] = 12.0
-    given = codebook(book(1, 5, 8, dtype=torch.float32), 1)
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
-        out = near_far_attention(*t, Sizes(8, 0, 5), causal=True, codebook=given.to(dtype)).out
-        found.append([out, *torch.autograd.grad(out[:, :, 20:60].square().sum(), t)])
-    for a, b in zip(*found):
-        assert (a.double() - b).abs().amax() <= 1e-4 * b.abs().amax()

@@ -7,17 +7,13 @@ from native_cases import needs_library
 from nearfar_cases import as_integers, same
 from scipy.special import log_ndtr
 
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from crt_exp import calibrate_attention, describe_attention, swap_attention
 from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.nearfar import looks, near_far_attention, past, recall
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.engine import native, reads
+from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.nearfar.past import RecallState
 from crt_exp.nearfar.engine.constants import DRAWN, RIDGE
-from crt_exp.swap.measured import OPENS, Measured, shared_out
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
@@ -170,7 +166,7 @@ def test_c_is_the_twin(monkeypatch, seed, heads, kv_heads, S, L, d, dv, block, h
     for mask in (None, keep):
         ours = found(mask)
         with monkeypatch.context() as patched:
-            patched.setattr(recall.RecallNearFar, "in_c", lambda *tensors: False)
+            patched.setattr(native, "applies", lambda *tensors: False)
             theirs = found(mask)
         for one, other in zip(ours, theirs):
             assert (one - other).norm() < 1e-4 * other.norm()
@@ -190,7 +186,7 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
     keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
     for in_c in (True, False):
         if not in_c:
-            monkeypatch.setattr(recall.RecallNearFar, "in_c", lambda *tensors: False)
+            monkeypatch.setattr(native, "applies", lambda *tensors: False)
         out = attend(0.7 * x, y, v, sizes, keep)
         found.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
     for ours, theirs, most in zip(*found, (2e-4, *[5e-4] * 3)):
@@ -285,25 +281,6 @@ def test_centres_are_of_keys_from_everywhere():
             assert all(len((places % period).unique()) > 1 for period in (2, 3, 4))
 
 
-@needs_library
-def test_keys_are_read_in_c_as_in_torch(monkeypatch):
-    g = torch.Generator().manual_seed(0)
-    for d, shape, o in ((4, (3, 2), 1), (19, (2, 1, 5), 7), (64, (40,), 33)):
-        draw = lambda *size: torch.randn(2, *size, generator=g)
-        q, table = draw(*shape, d), draw(70, d)[:, :50]         # rows of a longer buffer
-        places = torch.randint(-1, 50, (2, *shape, o), generator=g)
-        weight = draw(*shape, o) * (places >= 0)
-        assert reads.in_c(q, table) and not reads.in_c(q.double(), table.double())
-        ours = reads.logits(q, table, places), reads.sums(weight, table, places)
-        with monkeypatch.context() as patched:
-            patched.setattr(reads, "in_c", lambda *tensors: False)
-            theirs = reads.logits(q, table, places), reads.sums(weight, table, places)
-        for one, other in zip(ours, theirs):
-            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
-        with pytest.raises(IndexError, match="place 50: there are 50 keys"):
-            reads.logits(q, table, torch.full_like(places, 50))
-
-
 # ---- layers and models ----
 
 
@@ -341,15 +318,14 @@ def test_a_layer_needs_no_calibration_and_holds_nothing():
     assert not layer.state_dict() and not layer.learns and layer.serves_causal
     out, sizes = layer(x, y, v), layer.sizes
     torch.testing.assert_close(out, attend(x, y, v, sizes))
-    assert type(layer.decoding()) is RecallState and type(NearFar(
-        2, 5, causal=True, preset="bounded").decoding()) is not RecallState
+    assert type(layer.decoding()) is RecallState
 
 
 def test_transforms_and_export():
     layer = NearFar(2, 4, causal=True, block=8, cells=3, heavy=2, open=4, exact_until=8).double().eval()
     q, k, v = torch.randn(3, 1, 2, 30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     keep = torch.ones(1, 30, dtype=torch.bool)
-    with pytest.raises(ValueError, match="cannot follow: leave the mask out, or take preset=bounded"):
+    with pytest.raises(ValueError, match="cannot follow: leave the mask out, or take favorpp"):
         torch.func.vmap(layer)(*(t.unsqueeze(0) for t in (q, k, v, keep)))
     out, tangent = torch.func.jvp(lambda v: layer(q, k, v), (v,), (torch.ones_like(v),))
     torch.testing.assert_close(out, layer(q, k, v))
@@ -386,13 +362,8 @@ def test_half_precision_and_large_scores():
 
 def test_what_is_refused():
     x, y, v = drawn(S=20)
-    book = NearFar(1, 5, causal=True, preset="bounded").codebook
-    with pytest.raises(ValueError, match="open = 12 and a codebook"):
-        near_far_attention(x[:, :1], y, v, SIZES, causal=True, codebook=book())
-    with pytest.raises(ValueError, match="needs a codebook"):
-        near_far_attention(x, y, v, Sizes(), causal=True)
-    with pytest.raises(ValueError, match="open = -1"):
-        attend(x, y, v, SIZES._replace(open=-1))
+    with pytest.raises(ValueError, match="open = 0: it must be at least 1"):
+        attend(x, y, v, SIZES._replace(open=0))
     with pytest.raises(ValueError, match="NaN or infinite"):
         attend(x, y * torch.nan, v)
     with pytest.raises(ValueError, match="holds 2 sequences, got 1"):
@@ -423,55 +394,6 @@ def test_a_swapped_decoder_generates_as_without_a_cache(one_thread):
     alone = model.generate(input_ids=ids[:1, 37:], max_new_tokens=24, do_sample=False)
     assert torch.equal(alone[0], text[0, 37:])
     assert model.generate(**given, num_beams=3).shape == text.shape
-
-
-# ---- a budget of all layers ----
-
-
-def test_a_budget_is_shared_out_where_it_pays():
-    prices = lambda *errors: {open: Measured(exact=1.0, error=error) for open, error in zip(OPENS, errors)}
-    falls, stays = prices(0.5, 0.1, 0.02, 0.01, 0.01, 0.01), prices(*[0.3] * 6)
-    assert shared_out([falls, stays], 16) == [8, 8]
-    assert shared_out([falls, stays], 41) == [32, 8]
-    assert shared_out([falls, stays], 1000) == [64, 8]        # more would change nothing
-
-
-def test_a_calibrated_budget_is_a_list_of_the_mechanism(one_thread):
-    model, ids = small(), torch.randint(97, (2, 300), generator=torch.Generator().manual_seed(0))
-    options = {"block": 8, "exact_until": 16, "cells": 4}
-    swap_attention(model, "nearfar", **options)
-    calibrate_attention(model, [ids], budget=40)
-    opens = list(describe_attention(model)["open"])
-    assert sum(opens) <= 40 and min(opens) >= 8
-    with torch.no_grad():
-        expected = model(ids).logits
-        again = swap_attention(small(), "nearfar", open=opens, **options)(ids).logits
-    assert torch.equal(again, expected)
-
-
-def small():
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, intermediate_size=32)
-    return LlamaForCausalLM(config).eval()
-
-
-def test_budgets_that_are_refused():
-    model = small()
-    with pytest.raises(ValueError, match="open holds 1 numbers, and there is a layer 1"):
-        swap_attention(model, "nearfar", open=[8])
-    with pytest.raises(ValueError, match="open holds 9 numbers, and the model has . attention layers"):
-        swap_attention(model, "nearfar", open=[8] * 9)
-    swap_attention(model, "nearfar")
-    for wrong in (8, 2.5):
-        with pytest.raises(ValueError, match="at least 16, 8 keys for each of 2 layers"):
-            calibrate_attention(model, [torch.zeros(1, 4, dtype=torch.long)], budget=wrong)
-    other = swap_attention(small(), "relu")
-    with pytest.raises(ValueError, match="no layer of this LlamaForCausalLM is causal near-far attention that reads"):
-        calibrate_attention(other, [torch.zeros(1, 4, dtype=torch.long)], budget=99)
-    state = NearFar(2, 4, preset="bounded", causal=True)
-    with pytest.raises(ValueError, match="can read more or fewer"):
-        state.set_open(8)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_rows_of_the_test_are_no_rows_of_training(setting, at_home):
         assert same.all() or (~same & (ids[:, :half] != adapt.HIDDEN) & (ids[:, half:] != adapt.HIDDEN)).sum() == 0
 
 
-SIZES = {"steps": 2, "exact_lr": 3e-3, "transfer_lr": 2e-2, "lora_lr": 5e-3, "rank": 4, "budget": 48}
+SIZES = {"steps": 2, "exact_lr": 3e-3, "transfer_lr": 2e-2, "lora_lr": 5e-3, "rank": 4}
 PLACES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
 
 

@@ -60,7 +60,7 @@ def test_shares_are_of_what_uniform_attention_costs_in_settings_that_pass(tmp_pa
     assert "- P: S. Not here, because of this." in decide.text(made)
 
 
-TIMED = {"nearfar": "nearfar", "nearfar bounded": "nearfar preset=bounded", "uniform": "uniform",
+TIMED = {"nearfar": "nearfar", "uniform": "uniform",
          **{name: f"{name} m=256" for name in ("favorsharp", "favorpp", "favorp")}}  # arms of the page speed
 LEAVES = {"both": {"exact_until"}}  # options that say nothing at the lengths of the times
 
@@ -86,9 +86,9 @@ def test_one_name_is_one_method(committed):
 
 
 def test_methods_without_times_are_named_apart(committed):
-    assert "near-far, small sets" not in committed.times["both"] and "near-far, bounded" in committed.times["causal"]
+    assert "near-far, small sets" not in committed.times["both"] and "near-far" in committed.times["causal"]
     names = [method for _, shares in committed.settings for method in shares]
-    assert {"near-far", "near-far, bounded", "near-far, exact to 1024", "FAVOR++, m = 16"} <= {*names}
+    assert {"near-far", "near-far, exact to 1024", "FAVOR++, m = 16"} <= {*names}
 
 
 def test_every_number_names_the_arm_that_it_was_measured_by(committed):

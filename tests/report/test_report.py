@@ -82,7 +82,7 @@ def test_order_and_colours_are_of_files_that_exist():
 
 def test_an_arm_has_one_colour_whatever_its_options():
     """In reports, the page that decides and the gallery."""
-    for arms in (("nearfar", "nearfar preset=bounded", "near-far, 128 keys"), ("favorpp", "favorpp m=256", "oprf"),
+    for arms in (("nearfar", "nearfar preset=cheap", "near-far, 128 keys"), ("favorpp", "favorpp m=256", "oprf"),
                  ("window block=32 first=16", "window block=64 first=16"), ("uniform",), ("exact",)):
         assert len({palette.colour(arm) for arm in arms}) == 1
     for path in (config.CONF.parent / "docs/gallery").glob("*.md"):

@@ -42,10 +42,10 @@ def test_round_trip_keeps_ties_and_layout(tmp_path):
     assert (path / "model.safetensors").stat().st_size < 1000  # the shared weight is there once
 
 
-def test_samples_between_two_fits_of_a_codebook(tmp_path):
-    """As many rows as passes left: a model that has none yet takes them, and goes on to the same codebook."""
+def test_samples_between_two_fits(tmp_path):
+    """As many rows as passes left: a model that has none yet takes them, and goes on to the same fit."""
     q, k, v = torch.randn(3, 1, 2, 12, 4)
-    layers = [NearFar(2, 4, preset="bounded", block=2, heavy=2, cells=2, causal=True, fit_steps=4) for _ in range(2)]
+    layers = [NearFar(2, 4, heavy=2, cells=2, cross=True, fit_steps=4) for _ in range(2)]
     for _ in range(3):
         layers[0](q, k, v)
     path = write(tmp_path, 3, model=layers[0])

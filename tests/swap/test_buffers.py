@@ -15,8 +15,7 @@ from crt_exp import swap_attention
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*attention has no:UserWarning"),
               pytest.mark.filterwarnings("ignore::FutureWarning")]
-MECHANISMS = {"favorpp": {"m": 8}, "reformer": {}, "hrf_cluster": {"m": 4}, "hedgehog": {"m": 4},
-              "nearfar": {"preset": "bounded", "exact_until": 0}}
+MECHANISMS = {"favorpp": {"m": 8}, "reformer": {}, "hrf_cluster": {"m": 4}, "hedgehog": {"m": 4}}
 WEIGHTS = "model.safetensors"
 
 

@@ -71,13 +71,13 @@ CHOICES = {"reordered": (lambda cache: cache.reorder_cache(torch.tensor([2, 1, 1
            "repeated, then selected": (lambda cache: (cache.batch_repeat_interleave(3), cache.reorder_cache(
                torch.tensor([8, 0, 3, 4]))), [2, 0, 1, 1])}
 ALL = [pytest.param(state, torch.float64) for state in STATES] + [
-    pytest.param(state, torch.float32, marks=needs_library) for state in (*NEARFAR, "nearfar bounded")]
+    pytest.param(state, torch.float32, marks=needs_library) for state in NEARFAR]
 # Of near-far's states with padding each takes one engine among the fast tests, in turn. Of each kind of state one is
 # without a mask: keys, sums, near-far's before and after its far keys.
 ENGINES = {state: (torch.float32, torch.float64)[number % 2] for number, state in enumerate(
     ("nearfar cheap below", "nearfar cheap beyond", "nearfar default beyond", "nearfar default below",
      "nearfar quality below", "nearfar quality beyond"))}
-UNMASKED = ("window", "favorpp", "nearfar default below", "nearfar default beyond", "nearfar bounded")
+UNMASKED = ("window", "favorpp", "nearfar default below", "nearfar default beyond")
 
 
 def is_fast(state, dtype, padded):
@@ -115,11 +115,11 @@ def generated(model, ids, **options):
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
-@pytest.mark.parametrize("preset", ["cheap", "default", "quality", "bounded"])
+@pytest.mark.parametrize("preset", ["cheap", "default", "quality"])
 def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
     """As its presets are, exact up to a place, and with sizes that a prompt goes beyond."""
     ids = tokens(batch=1 if "prompt_lookup_num_tokens" in options else 2, length=6).repeat(1, 3)
-    for sizes in ({}, SMALL if preset == "bounded" else SMALL | BEYOND | {"open": 5}):
+    for sizes in ({}, SMALL | BEYOND | {"open": 5}):
         model = swapped("nearfar", sizes | {"preset": preset})
         found = generated(model, ids, **options)
         expected = generated(model, ids, use_cache=False, **{k: v for k, v in options.items() if k == "num_beams"})

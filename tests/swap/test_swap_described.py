@@ -10,7 +10,6 @@ from torch import nn
 
 from crt_exp import calibrate_attention, describe_attention, swap_attention, unswap_attention
 from crt_exp.attention import RandomFeatureAttention
-from crt_exp.swap.table import STATED
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
@@ -34,26 +33,6 @@ def test_table(capsys):
     assert describe_attention(unswap_attention(model))["mechanism"].tolist() == ["unchanged"] * 2
     causal = describe_attention(swapped(llama, "gerf"))
     assert causal["error on calibration"].notna().all() and causal["A mean"].notna().all() and (causal["M"] == 64).all()
-
-
-def test_layers_tell_what_their_queries_may_have_missed():
-    options = {"block": 4, "heavy": 1, "cells": 2, "open": 2, "exact_until": 8}
-    batches = [inputs(llama, length=60), inputs(llama, length=70, seed=1)]
-    plain = describe_attention(swap_attention(made(llama), "nearfar", **options).train(), batches)
-    assert (plain["median bound"] > 0).all() and (plain["median bound"] < plain["largest bound"]).all()
-    assert (plain["largest bound"] < 1).all() and (plain["sent to exact"] == 0).all()
-    assert (plain["keys read"] <= 2).all()
-    model = swap_attention(made(llama), "nearfar", **options, error=float(plain["median bound"].mean())).train()
-    rows = describe_attention(model, batches)
-    assert ((rows["sent to exact"] > 0.1) & (rows["sent to exact"] < 0.9)).all() and model.training
-    assert (rows["keys read"] > plain["keys read"]).all()
-    assert not set(STATED) & set(describe_attention(model).columns)
-    short = describe_attention(model, [inputs(llama, length=8)])
-    assert short[list(STATED)].isna().all(axis=None)              # exact attention
-    with pytest.raises(ValueError, match="no batches to describe"):
-        describe_attention(model, [])
-    with pytest.raises(ValueError, match="batches: no layer of this .* is causal near-far attention that reads keys"):
-        describe_attention(swap_attention(made(bert), "nearfar"), batches)
 
 
 @pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")

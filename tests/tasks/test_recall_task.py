@@ -45,8 +45,7 @@ def test_a_run_and_its_other_attention(typed, tmp_path):
                            "trainer.steps=0", "attention=nearfar", "task.block=40", "task.pairs=4", "task.symbols=8",
                            "task.evaluated=8", f"hydra.run.dir={tmp_path / 'other'}")
     assert code == 0 and "4 pairs in 40 tokens" in out, err
-    found = [accuracy(name, str(tmp_path / "run"), 64, 3, 2, 0) for name in
-             ("exact", "nearfar", "nearfar preset=bounded")]
+    found = [accuracy(name, str(tmp_path / "run"), 64, 3, 2, 0) for name in ("exact", "nearfar", "favorpp m=8")]
     assert found[0]["accuracy"] == found[1]["accuracy"] and all(each["ms"] > 0 for each in found)
 
 

@@ -10,7 +10,6 @@ from swap_models import bert, gpt2, inputs, made, vit
 from torch.testing import assert_close
 
 from crt_exp import swap_attention
-from crt_exp.nearfar import NearFar
 from crt_exp.swap.transfer import Transferring, learned, swapped_layers, transfer_attention
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -119,16 +118,6 @@ def test_padding_teaches_nothing():
     assert_close(taught(**batch, attention_mask=keep)[0], one)
 
 
-def test_near_far_learns_its_codebook_and_budget_from_the_exact_model():
-    model = swap_attention(made(gpt2), "nearfar", block=4, heavy=2, cells=4, open=8, exact_until=4)
-    transfer_attention(model, [inputs(gpt2, length=40)], budget=24)
-    opens = [state.sizes.open for state in swapped_layers(model)]
-    assert isinstance(swapped_layers(model)[0], NearFar) and sum(opens) <= 24 and min(opens) >= 8
-    bounded = swap_attention(made(gpt2), "nearfar", preset="bounded", block=4, heavy=2, cells=4)
-    transfer_attention(bounded, [inputs(gpt2, length=40)])
-    assert all(state.clusters.done for state in swapped_layers(bounded))
-
-
 @pytest.mark.parametrize("name, words", [("window", "attention=window has nothing to learn from the exact layer"),
                                          ("nearfar", "attention=nearfar has nothing to learn")])
 def test_nothing_to_learn_is_said(name, words):
@@ -172,24 +161,8 @@ def test_bad_input_is_told_and_leaves_nothing(exact, typed, tmp_path):
              (["attention=exact"], "attention=exact is what task=transfer learns from"),
              (["attention=window"], "attention=window has nothing to learn"),
              (["attention=favorpp", "features.m=8"], "trainer.steps=0 evaluates it as it is"),
-             ([*arm, "trainer.adapt=lora"], "trainer.adapt comes after it"),
-             ([*arm, "task.budget=64"], "is causal near-far attention that reads keys")]
+             ([*arm, "trainer.adapt=lora"], "trainer.adapt comes after it")]
     for i, (args, words) in enumerate(cases):
         code, _, err = typed(*args, directory=f"bad-{i}")
         assert code == 2 and words in err and len(err.strip().splitlines()) == 1, err
         assert not (tmp_path / f"bad-{i}").exists()
-
-
-@pytest.mark.slow
-def test_the_budget_of_near_far_goes_on(exact, typed, tmp_path):
-    """The run's configuration names the numbers that the next command takes."""
-    arm = ["attention=nearfar", *[f"attention.{key}=4" for key in ("block", "heavy", "cells", "exact_until")]]
-    code, _, err = typed(*arm, "attention.open=8", "task.budget=24", "trainer.steps=0")
-    assert code == 0, err
-    kept, = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["crt_exp"]["mechanisms"]
-    opens = kept["described"]["attention"]["open"]
-    assert len(opens) == 2 and sum(opens) <= 24
-    code, _, err = typed("task=mlm", *arm, f"attention.open={opens}".replace(" ", ""), f"task.init={tmp_path / 'run'}",
-                         "trainer.steps=0", directory="on")
-    assert code == 0, err
-    assert last(tmp_path / "on")["loss"] == pytest.approx(last(tmp_path / "run")["loss"], rel=1e-5)

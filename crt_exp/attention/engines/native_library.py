@@ -32,8 +32,8 @@ ENGINES = Path(__file__).parent
 NEAR_FAR = ENGINES.parents[1] / "nearfar" / "engine"
 SOURCES = (*(ENGINES / name for name in ("constants.h", "vectors.h", "products.c", "native.c", "tree_draws.c")),
            *(NEAR_FAR / name for name in ("constants.h", "head.h", "choice.c", "states.c", "cells.c", "near_far.c",
-                                          "reads.c", "past.h", "looks.h", "looks.c", "opened.c", "unread.c", "asked.c",
-                                          "recall.c", "left.c", "recall_backward.c", "bounded.c", "recall_calls.c")))
+                                          "past.h", "looks.h", "looks.c", "opened.c", "recall.c", "left.c",
+                                          "recall_backward.c")))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PREBUILT = ENGINES / "prebuilt"
 # Of the libraries of a wheel: options in the place of -march=native, and what /proc/cpuinfo must name. The best first.

@@ -33,17 +33,17 @@ class CellSums(NamedTuple):
     sums: Tensor       # (Z, K, d + 2): of [u y, u |z - centre|^2, u]
 
 
-def cell_sums(y: Tensor, v: Tensor, constants: Constants, steepest: float) -> CellSums:
-    """Differentiable in y and v. steepest: nats by which the weight of a key may exceed 1."""
-    return CellSums(*_CellSums.apply(y, v, constants, steepest))
+def cell_sums(y: Tensor, v: Tensor, constants: Constants) -> CellSums:
+    """Differentiable in y and v."""
+    return CellSums(*_CellSums.apply(y, v, constants))
 
 
 class _CellSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, v, constants, steepest):
+    def forward(ctx, y, v, constants):
         tilt, root, centres, cell, level, pool = constants
         w = torch.matmul(y, tilt.mT).squeeze(-1).sub_(level.gather(1, cell))
-        u = torch.where(pool, w.clamp(max=steepest).exp_(), 0.0)
+        u = torch.where(pool, w.exp_(), 0.0)
         apart = torch.matmul(y, root).sub_(_at_cells(centres, cell))
         q = torch.linalg.vector_norm(apart, dim=-1).square_()
         W = weighted(u, cell, centres.shape[1])
@@ -51,7 +51,7 @@ class _CellSums(torch.autograd.Function):
         rows = v.new_empty(*v.shape[:2], v.shape[2] + 1)
         torch.mul(v, u.unsqueeze(-1), out=rows[..., :-1])
         rows[..., -1] = u
-        ctx.save_for_backward(y, v, u, q, apart, w > steepest)
+        ctx.save_for_backward(y, v, u, q, apart)
         ctx.constants = constants
         return rows, sums
 
@@ -59,15 +59,14 @@ class _CellSums(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, R, G):
         check_gradient(R)
-        y, v, u, q, apart, flat = ctx.saved_tensors
+        y, v, u, q, apart = ctx.saved_tensors
         tilt, root, centres, cell, *_ = ctx.constants
         with as_given(y):
             T = weighted(u, cell, centres.shape[1]) @ G                                  # (Z, S, d + 2)
             A, near = R[..., :-1], T[..., :-2]
             slope = u * (R[..., -1] + (A * v).sum(-1)) + (near * y).sum(-1) + T[..., -2] * q + T[..., -1]
-            slope = slope.masked_fill_(flat, 0).unsqueeze(-1)
-            dy = torch.matmul(apart * (2 * T[..., -2:-1]), root.mT).add_(near).addcmul_(slope, tilt)
-            return dy, A * u.unsqueeze(-1), None, None
+            dy = torch.matmul(apart * (2 * T[..., -2:-1]), root.mT).add_(near).addcmul_(slope.unsqueeze(-1), tilt)
+            return dy, A * u.unsqueeze(-1), None
 
 
 def _at_cells(t: Tensor, cell: Tensor) -> Tensor:

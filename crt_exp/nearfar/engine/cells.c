@@ -31,8 +31,7 @@ int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
         {&e->dwhole, back * 3 * e->segments * state}, {&e->dafter, back * e->segments * state},
         {&e->rest, back * c->S}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
         {&e->moments, back * d * dp}, {&e->dslope, back * slope * dv * dp}, {&e->dslopeT, back * slope * d * lv},
-        {&e->to_y, back * CHUNK * dp}, {&e->to_v, back * CHUNK * lv},
-        {&e->asked, c->open ? room_for_asked(c, (int)most, backward) : 0}};
+        {&e->to_y, back * CHUNK * dp}, {&e->to_v, back * CHUNK * lv}};
     if (!take_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
     const float *root = c->root + z * d * d, *tilt = c->tilt + z * d, *centres = c->centres + z * K * d;
     const View rows_of_root = {(float *)root, 0, 0, d}, rows_of_centres = {(float *)centres, 0, 0, d};
@@ -137,8 +136,7 @@ void place_cells(Head *e) {
         for (int p = 0; p < e->dp; p++) off[p] = p < e->d ? off[p] - e->centres[k * e->dp + p] : 0;
         float tau = N > LEAST ? sums[e->d] / N - dot(off, off, e->dp) : 0;
         spread[k] = e->spread[k] = tau > 0 ? tau : 0;
-        const float more = e->c->open ? 0 : log1pf(e->spread[k] / 2);
-        e->bias[e->n + k] = (level[k] - dot(mu + k * e->dp, e->tilt, e->dp) + more) * LOG2E;
+        e->bias[e->n + k] = (level[k] - dot(mu + k * e->dp, e->tilt, e->dp) + log1pf(e->spread[k] / 2)) * LOG2E;
     }
     find_weights(e);
     mark_states(e);
@@ -272,7 +270,6 @@ void keys_backward(Head *e) {
         if (!c->cross) other_segments(e, s);
         for (int i = 0; i < tokens; i += CHUNK) finish_keys(e, s * e->b + i, least_of(tokens - i, CHUNK));
     }
-    if (c->open) give_asked(e);
     for (int i = 0, k = 0; i < c->heavy; i++) {
         if (!c->there[e->z * c->heavy + i]) continue;
         const int64_t j = c->places[e->z * c->heavy + i];

@@ -11,13 +11,10 @@
 #define PICKS 8         /* centres that are chosen at a time */
 #define RIDGE 1e-4      /* of the mean square of queries, added to their second moments: above what float32 rounds away
                            where they lie in few directions */
-#define STEEPEST 60.0f  /* nats by which the weight of a key may exceed that of its cell's centre, where that is older */
 #define SAME 1e-6f      /* squared distances that are a smaller part of the squared length are those of equal vectors */
 #define SHARPEST 1e-6f  /* the least deviation of the logits of a cell, nats */
 #define LEAST 1e-30f    /* weights below it count as none */
 #define HIDDEN (-1e30f) /* the logit of a key that is not there */
-#define ROUNDED 2e-6f   /* of the norm of a turned vector, what float32 rounds it by at most, with all that looks do */
-#define SUMMED 1.3e-4f  /* of a sum of weights, what float32 rounds it by at most */
 #define WIDEST 255      /* gaps between keys that are read, from which on they take another byte */
 #define TURNED 16       /* columns of vectors that are looked at are a multiple of it */
 #define SIGNS 2654435769 /* whose multiples decide by which signs these are turned */

@@ -8,6 +8,5 @@ _NUMBERS = numbers(Path(__file__).with_suffix(".h"))
 PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS, WIDEST = (
     int(_NUMBERS[name])
     for name in ("PICKS", "RENEWED", "PART", "GROWS", "DRAWN", "MIXED", "TURNED", "SIGNS", "WIDEST"))
-RIDGE, LEAST, HIDDEN, AWAY, STEEPEST, SAME, SHARPEST, ROUNDED, SUMMED = (
-    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "STEEPEST", "SAME", "SHARPEST", "ROUNDED",
-                                       "SUMMED"))
+RIDGE, LEAST, HIDDEN, AWAY, SAME, SHARPEST = (
+    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "SAME", "SHARPEST"))

@@ -12,7 +12,7 @@
 #include "vectors.h"
 
 typedef struct {
-    int64_t Z, G, L, S, d, dv, block, heavy, cells, open, first_order, cross, threads;
+    int64_t Z, G, L, S, d, dv, block, heavy, cells, first_order, cross, threads;
     double factor;                                        /* of queries and keys as they are given */
     View x, y, v, out, grad, dx, dy, dvalues;             /* batch: head of keys; head: query head of it */
     const uint8_t *keep;                                  /* (Z, S), or null */
@@ -22,8 +22,6 @@ typedef struct {
     float *u, *square;                                    /* (Z, S): |z - centre|^2 */
     float *level, *sums, *spread, *slope;                 /* (Z, K), (Z, K, d + 2), (Z, K), (Z, dv, d) */
     float *logsum, *share;                                /* (Z, G, L): base 2; the weight of the cells */
-    float *along;                                         /* (Z, d, d), with `open`; then the tilt is 0 */
-    int32_t *read;                                        /* (Z, G, L, open): of cells, -1 for none, rising */
 } NearFar;
 
 /* to += factor from */
@@ -78,7 +76,6 @@ typedef struct {
     float *dslope, *dslopeT;           /* as slope, slopeT */
     float *to_y, *to_v;                /* (CHUNK, dp or lv) */
     float dslope_slope;                /* their inner product, over the mass */
-    float *asked;                      /* what asked.c works with */
 } Head;
 
 #pragma GCC visibility push(hidden)
@@ -118,32 +115,6 @@ void states_of_segment(Head *e, int64_t g);
 /* From the gradients to the states of the blocks of segment g: their sums, and what they give to the gradients of the
    values of the segment, in dV, and of its weights, in `rest`. */
 void states_backward(Head *e, int64_t g);
-
-/* Keys that queries ask for (asked.c), with `open`. Numbers of what it works with; and all keys of a head, as they lie and
-   as whole numbers. */
-size_t room_for_asked(const NearFar *c, int most, int backward);
-void open_asked(Head *e, int backward);
-
-/* The keys [from, stop) are near, and those that were so before, [before, from), are not. */
-void pass_by(Head *e, int64_t before, int64_t from, int64_t stop);
-
-/* R queries, of these numbers among all, choose the keys that they read; the largest logits `top` (ld) get theirs, and
-   logits of cells (K, ld) become what each key that is left weighs. Backward with the keys that were read. */
-void ask(Head *e, int R, const int64_t *number);
-void ask_again(Head *e, int R, const int64_t *number);
-void weigh_cells(Head *e, int R, float *top, float *logits);
-
-/* How many keys of cell k are left, (ld). */
-const float *left_in(const Head *e, int k, int ld);
-
-/* Adds to outputs (R, lv) what queries read, more than as one of those that are left in their cells, which weigh `left`
-   (K, ld), and to `all` (R) the weights. */
-void add_asked(Head *e, int R, const float *left, float *all, float *O);
-
-/* The gradients of that: to queries (R, dp), to logits of cells B (K, ld), and to keys and values, which give_asked adds
-   to those of all keys. What the gradients to the terms of cells have more in their last column is in `more`, or null. */
-void asked_backward(Head *e, int R, const float *left, const float *more, float *dx, float *B);
-void give_asked(Head *e);
 
 /* Sums of these over segments, for other_segments, which is asked of one block after the other: as dstate, the
    gradients to the states of blocks of other segments that are far from block s. */

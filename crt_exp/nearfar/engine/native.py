@@ -1,8 +1,7 @@
 """Near-far attention on CPUs in float32, in C. In both directions, and to another sequence: the twin of
 nearfar/choice.py in the choice of the sets, and of sets.py, cell_sums.py and block_sums.py in what they give
-(choice.c, cells.c, near_far.c), with keys that each query reads (asked.c). Causal with recall: that of
-nearfar/recall.py and bound.py (looks.c, opened.c, unread.c, left.c, recall.c, recall_backward.c), and without: that of
-nearfar/causal.py (bounded.c); recall_calls.c is called for both.
+(choice.c, cells.c, near_far.c). Causal: that of nearfar/recall.py (looks.c, opened.c, left.c, recall.c,
+recall_backward.c).
 
 Legend as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy keys, K
 cells.
@@ -14,20 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_result, compute_dtype, transformed
+from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
 from crt_exp.attention.engines import native
 from crt_exp.attention.engines.constants import BAD_SIZES, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native import View
 from crt_exp.nearfar.choice import KeyMetric
 from crt_exp.nearfar.engine.constants import WIDEST
-from crt_exp.nearfar.engine.sets import check_backward
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
-SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open", "first_order", "cross", "threads")
+SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "first_order", "cross", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")     # of both calls
 PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
-         "spread", "slope", "logsum", "share", "along", "read")
+         "spread", "slope", "logsum", "share")
 
 
 class NearFarCall(ctypes.Structure):
@@ -37,11 +35,10 @@ class NearFarCall(ctypes.Structure):
 
 class RecallCall(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_int64) for name in ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "open",
-                                                      "least", "until", "bounds", "room", "bytes", "threads")),
+                                                      "least", "until", "room", "bytes", "threads")),
                 ("factor", ctypes.c_double), *((name, View) for name in VIEWS),
-                *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "tilt", "centres", "level",
-                                                       "gaps", "gaps_at", "logsum", "share", "bound", "spread",
-                                                       "kept"))]
+                *((name, ctypes.c_void_p) for name in ("keep", "shift", "root", "gaps", "gaps_at", "logsum", "share",
+                                                       "spread", "kept"))]
 
 
 class Recalled(NamedTuple):
@@ -49,7 +46,6 @@ class Recalled(NamedTuple):
     logsum: Tensor    # (Z, G, L), in base 2
     share: Tensor     # (Z, G, L): how much of the weight of each query lies in the cells
     spread: Tensor    # (Z,): mean tau of the cells that the last query sees
-    bound: Tensor | None     # (Z, G, L): `bound_of` (bound.py), where it is asked for
     gaps: Tensor | None      # (Z, bytes) uint8: where gradients are, between the keys that are read (put_gaps, past.h)
     gaps_at: Tensor | None   # (Z, G, L): where those of a query begin
 
@@ -77,7 +73,6 @@ class Attended(NamedTuple):
     sums: Tensor      # (Z, K, d + 2): of [u y, u |z - centre|^2, u]
     spread: Tensor    # (Z, K)
     slope: Tensor     # (Z, dv, d), or nothing
-    read: Tensor      # (Z, G, L, open) int32: places of the keys of cells that are read, -1 for none
 
 
 def applies(*tensors: Tensor) -> bool:
@@ -102,18 +97,16 @@ def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, fa
     if metric is not None:
         sets = Sets(*(t.contiguous() for t in metric), *sets[3:])
     _call("near_far_choose", dict(x=x, y=y.unsqueeze(1)), dict(keep=keep, **sets._asdict()), dv=d, block=1,
-          heavy=n, cells=K, open=0, factor=factor, cross=metric is not None)
+          heavy=n, cells=K, factor=factor, cross=metric is not None)
     return sets
 
 
 def attend(x: Tensor, y: Tensor, v: Tensor, sets: Sets, block: int, first_order: bool, factor: float = 1.0,
-           cross: bool = False, open: int = 0, along: Tensor | None = None) -> Attended:
+           cross: bool = False) -> Attended:
     """What queries factor x (Z, G, L, d) gather from keys factor y (Z, S, d), v (Z, S, dv); `cross`: no key is near.
-    Each reads `open` keys of the cells; then the tilt is 0, and `along` (Z, d, d) is that of the metric. Differentiable
-    in x, y and v; the outputs alone carry gradients."""
-    options = {"block": block, "first_order": first_order, "factor": factor, "cross": cross,
-               "open": min(open, y.shape[1])}
-    return Attended(*_Attend.apply(sets, options, along, x, y, v))
+    Differentiable in x, y and v; the outputs alone carry gradients."""
+    options = {"block": block, "first_order": first_order, "factor": factor, "cross": cross}
+    return Attended(*_Attend.apply(sets, options, x, y, v))
 
 
 def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given", near: Tensor | None = None) -> Recalled:
@@ -149,23 +142,14 @@ def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Te
 
 
 class Given(NamedTuple):
-    """keep (Z, S) or None; the metric; block, heavy, cells, open (of the last queries), least (of the first ones),
-    until, the first renewal, and bounds, whether they are asked for; queries are factor x and keys factor y."""
+    """keep (Z, S) or None; the metric; block, heavy, cells, open (of the last queries), least (of the first ones) and
+    until, the first renewal; queries are factor x and keys factor y."""
 
     keep: Tensor | None
     shift: Tensor
     root: Tensor
     sizes: dict[str, int]
     factor: float = 1.0
-    book: "Book | None" = None
-
-
-class Book(NamedTuple):
-    """Cells of other sequences, in the place of renewals: no key is read, and heavy keys change block by block."""
-
-    tilt: Tensor      # (Z, 1, d)
-    centres: Tensor   # (Z, K, d), as z
-    level: Tensor     # (Z, K)
 
 
 class _Recall(torch.autograd.Function):
@@ -187,8 +171,7 @@ class _Recall(torch.autograd.Function):
         if grad is None:
             return (None,) * 6
         views, gradients = _gradients(grad[:, :, short:], x, y, v)
-        given = ctx.given._replace(sizes=ctx.given.sizes | {"bounds": 0})
-        _do("near_far_recall_backward", _recall_call(x, y, v, given, _behind(Recalled(*result), short), **views))
+        _do("near_far_recall_backward", _recall_call(x, y, v, ctx.given, _behind(Recalled(*result), short), **views))
         return None, grad[:, :, :short] if short else None, None, *gradients
 
 
@@ -196,11 +179,11 @@ def _room_for(x: Tensor, y: Tensor, v: Tensor, given: Given, short: int = 0, bac
     """back: whether gradients will be asked for. Of the memory of gaps, which is for the most that there can be, a
     system gives what is written."""
     (Z, G, L, _), S, new = x.shape, y.shape[1], y.new_empty
-    bound, gaps, gaps_at = new(Z, G, L) if given.sizes["bounds"] else None, None, None
-    if back and (open := min(given.sizes["open"], S)):
-        gaps = torch.empty(Z, G * L * (open + S // (WIDEST - 1) + 2), dtype=torch.uint8)
-        gaps_at = torch.empty(Z, G, L, dtype=torch.int64)
-    return Recalled(new(Z, G, short + L, v.shape[-1]), new(Z, G, L), new(Z, G, L), new(Z), bound, gaps, gaps_at)
+    gaps, gaps_at = None, None
+    if back:
+        most = min(given.sizes["open"], S) + S // (WIDEST - 1) + 2
+        gaps, gaps_at = torch.empty(Z, G * L * most, dtype=torch.uint8), torch.empty(Z, G, L, dtype=torch.int64)
+    return Recalled(new(Z, G, short + L, v.shape[-1]), new(Z, G, L), new(Z, G, L), new(Z), gaps, gaps_at)
 
 
 def _behind(result: Recalled, short: int) -> Recalled:
@@ -212,8 +195,7 @@ def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, result: Recalled
                  **views: Tensor) -> RecallCall:
     (Z, G, L, d), S = x.shape, y.shape[1]
     views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=result.out) | views
-    plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **result._asdict(),
-             **(given.book._asdict() if given.book else {})}
+    plain = {"keep": given.keep, "shift": given.shift, "root": given.root, **result._asdict()}
     del plain["out"]
     sizes = given.sizes | {"open": min(given.sizes["open"], S)}
     return _filled(RecallCall, views, plain, Z=Z, G=G, L=L, S=S, d=d, dv=v.shape[-1], room=room or S,
@@ -222,12 +204,11 @@ def _recall_call(x: Tensor, y: Tensor, v: Tensor, given: Given, result: Recalled
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sets, options, along, x, y, v):
-        (Z, G, L, d), S, K, dv = x.shape, y.shape[1], sets.centres.shape[1], v.shape[-1]
-        new, read = y.new_empty, torch.empty(Z, G, L, options["open"], dtype=torch.int32)
+    def forward(ctx, sets, options, x, y, v):
+        (Z, G, L, d), S, K, dv, new = x.shape, y.shape[1], sets.centres.shape[1], v.shape[-1], y.new_empty
         result = Attended(new(Z, G, L, dv), new(Z, G, L), new(Z, G, L), new(Z, S), new(Z, S), new(Z, K),
-                          new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d), read)
-        ctx.sets, ctx.options, ctx.along = sets, options, along
+                          new(Z, K, d + 2), new(Z, K), new(Z, dv if options["first_order"] else 0, d))
+        ctx.sets, ctx.options = sets, options
         _run("near_far_forward", ctx, x, y, v, result)
         ctx.save_for_backward(x, y, v, *result)
         ctx.mark_non_differentiable(*result[1:])
@@ -238,14 +219,14 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad, *_):
         x, y, v, *result = ctx.saved_tensors
         if grad is None:
-            return (None,) * 6
+            return (None,) * 5
         views, gradients = _gradients(grad, x, y, v)
         _run("near_far_backward", ctx, x, y, v, Attended(*result), **views)
-        return None, None, None, *gradients
+        return None, None, *gradients
 
 
 def _run(name: str, ctx, x: Tensor, y: Tensor, v: Tensor, result: Attended, **views: Tensor) -> None:
-    plain = ctx.sets._asdict() | result._asdict() | {"along": ctx.along}
+    plain = ctx.sets._asdict() | result._asdict()
     views = dict(x=x, y=y.unsqueeze(1), v=v.unsqueeze(1), out=plain.pop("out")) | views
     n, K = ctx.sets.places.shape[1], ctx.sets.centres.shape[1]
     _call(name, views, plain, dv=v.shape[-1], heavy=n, cells=K, **ctx.options)
@@ -284,7 +265,11 @@ def _do(name: str, call: ctypes.Structure) -> None:
 
 
 def _gradients(grad: Tensor, x: Tensor, y: Tensor, v: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
-    """The views of a backward pass, and the gradients to x, y and v that it writes."""
-    check_backward(grad)
+    """The views of a backward pass, and the gradients to x, y and v that it writes. Raises ValueError for a batch of
+    gradients (see `check_gradient`) and NotImplementedError where the pass itself is to be differentiated."""
+    check_gradient(grad)
+    if torch.is_grad_enabled():
+        raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
+                                  "such as torch.func.hessian, which goes through plain operations")
     dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
     return {"grad": grad, "dx": dx, "dy": dy.unsqueeze(1), "dvalues": dv.unsqueeze(1)}, (dx, dy, dv)

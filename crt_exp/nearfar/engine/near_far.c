@@ -7,8 +7,7 @@
    a segment of blocks is kept, those within are made again. In the sets N e^logit is the weight of a key and V e^logit
    what it adds. With G = [g, -g.out] the gradient to a logit of the window is e^logit G.[v, 1], of a set
    e^logit G.[V, N]; with values to first order, out = o + share C (x - tilt), G of the cells has g.C (x - tilt) more
-   in its last column. With `open` each query reads some keys of the cells (asked.c); what is left there weighs what lies
-   below them. */
+   in its last column. */
 
 #include "head.h"
 
@@ -69,10 +68,6 @@ INLINE float *query_of(const Head *e, View view, int r) {
 
 INLINE int64_t number_of(const Head *e, int r) { return (e->z * e->c->G + e->group[r]) * e->c->L + e->token[r]; }
 
-static void number_all(const Head *e, int R, int64_t *numbers) {
-    for (int r = 0; r < R; r++) numbers[r] = number_of(e, r);
-}
-
 /* Queries [i, i + R) of a block, those of one query head after the other, and the logits of their keys, less biases. */
 static void load_queries(Head *e, const Block *at, int i, int R) {
     const int ld = up(R);
@@ -99,21 +94,18 @@ INLINE vec highest(const Head *e, const Block *at, int ld, int j) {
     vec top = {0};
     top += HIDDEN;
     for (int i = 0; i < at->near; i++, A += ld) top = maximum(top, AT(A) + hidden[i]);
-    for (int i = 0; i < (e->c->open ? e->n : e->M); i++, A += ld) top = maximum(top, AT(A) + (e->bias[i] + e->high[i]));
+    for (int i = 0; i < e->M; i++, A += ld) top = maximum(top, AT(A) + (e->bias[i] + e->high[i]));
     return top;
 }
 
-/* Logits of column j become e^(logit - top), in binary units; of cells that queries read keys of they are it already. The
-   sums of all weights, and of those of cells. */
+/* Logits of column j become e^(logit - top), in binary units. The sums of all weights, and of those of cells. */
 INLINE void exponentiate(Head *e, const Block *at, int ld, int j, vec top, vec *all, vec *cells) {
     const float *hidden = e->hidden + at->at;
     const vec most = (vec){0} + 126.0f;
     float *A = e->A + j;
     vec sum = {0}, far = {0};
     for (int i = 0; i < at->near; i++, A += ld) sum += AT(A) = exp2_of(minimum(AT(A) + hidden[i] - top, most));
-    const int dense = e->c->open ? e->n : e->M;
-    for (int i = dense; i < e->M; i++) far += load_vec(left_in(e, i - e->n, ld) + j) * load_vec(A + i * ld);
-    for (int i = 0; i < dense; i++, A += ld) {
+    for (int i = 0; i < e->M; i++, A += ld) {
         vec weight = AT(A) = e->mass[i] > 0 ? exp2_of(minimum(AT(A) + e->bias[i] - top, most)) : (vec){0};
         if (i < e->n) sum += weight;
         else far += e->mass[i] * weight;
@@ -130,7 +122,6 @@ INLINE int64_t take_segment(Head *e, int64_t g, void (*each)(Head *e, const Bloc
         const Block at = block_at(e, first, t);
         const int all = at.tokens * e->c->G;
         take_states(e, first, t);
-        if (e->c->open) pass_by(e, t > 1 ? (t - 2) * e->b : 0, t ? (t - 1) * e->b : 0, least_of((t + 2) * e->b, e->c->S));
         for (int i = 0; i < all; i += QUERIES) each(e, &at, i, all - i < QUERIES ? all - i : QUERIES);
     }
     return stop;
@@ -148,15 +139,8 @@ INLINE void take_others(Head *e, void (*each)(Head *e, const Block *at, int i, i
 
 static void attend(Head *e, const Block *at, int i, int R) {
     const int ld = up(R), lv = e->lv, dv = e->dv;
-    float *cells = e->A + (at->near + e->n) * ld;
     load_queries(e, at, i, R);
     for (int j = 0; j < ld; j += LANES) AT(e->top + j) = highest(e, at, ld, j);
-    if (e->c->open) {
-        int64_t numbers[QUERIES];
-        number_all(e, R, numbers);
-        ask(e, R, numbers);
-        weigh_cells(e, R, e->top, cells);
-    }
     for (int j = 0; j < ld; j += LANES) {
         vec all, far;
         exponentiate(e, at, ld, j, AT(e->top + j), &all, &far);
@@ -164,7 +148,6 @@ static void attend(Head *e, const Block *at, int i, int R) {
     }
     product(ALL, R, dv, at->near, e->A, 1, ld, e->V + at->at * lv, lv, e->O, lv, 0);
     product(ALL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, at->near > 0);
-    if (e->c->open) add_asked(e, R, cells, e->scale, e->O);
     for (int j = 0; j < ld; j += LANES) {
         const vec all = AT(e->scale + j);
         AT(e->scale + j) = choose(all > 0.0f, 1.0f / all, (vec){0});    /* across, a query may see no key */
@@ -182,7 +165,6 @@ static void attend(Head *e, const Block *at, int i, int R) {
 }
 
 static void forward_head(Head *e) {
-    if (e->c->open) open_asked(e, 0);
     sum_cells(e);
     place_cells(e);
     if (e->c->first_order) find_slope(e);
@@ -229,7 +211,7 @@ static void turn_to_cells(Head *e, int R) {
 static void logits_backward(Head *e, const Block *at, int ld) {
     const int rows = at->near + e->M;
     for (int64_t i = 0; i < (int64_t)rows * ld; i += LANES) AT(e->B + i) *= AT(e->A + i);
-    for (int k = 0; k < e->K && !e->c->open; k++) {    /* with keys read, what is added to the logits is constant */
+    for (int k = 0; k < e->K; k++) {
         const float *from = e->B + (at->near + e->n + k) * ld;
         vec sum = {0};
         for (int j = 0; j < ld; j += LANES) sum += AT(from + j);
@@ -242,12 +224,6 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
     float *A = e->A + near * ld, *B = e->B + near * ld, *cells_A = A + e->n * ld, *cells_B = B + e->n * ld;
     load_queries(e, at, i, R);
     load_gradients(e, R);
-    if (e->c->open) {
-        int64_t numbers[QUERIES];
-        number_all(e, R, numbers);
-        ask_again(e, R, numbers);
-        weigh_cells(e, R, e->top, cells_A);
-    }
     for (int j = 0; j < ld; j += LANES) {
         vec all, cells;
         exponentiate(e, at, ld, j, AT(e->top + j), &all, &cells);
@@ -270,7 +246,6 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
     }
     else memset(dx, 0, sizeof(float) * R * dp);
     product(ALL, R, d, near, e->B, 1, ld, e->Y + at->at * dp, dp, dx, dp, 1);
-    if (e->c->open) asked_backward(e, R, cells_A, e->c->first_order ? e->scale : NULL, dx, cells_B);
     product(ALL, e->M, d, R, B, ld, 1, e->Q, dp, e->dkeys, dp, 1);
     product(ALL, R, d, e->M, B, 1, ld, e->keys, dp, dx, dp, 1);
     for (int r = 0; r < R; r++) put_row(query_of(e, e->c->dx, r), e->c->factor, dx + r * dp, d);
@@ -326,7 +301,6 @@ static void others_backward(Head *e) {
 }
 
 static void backward_head(Head *e) {
-    if (e->c->open) open_asked(e, 1);
     place_cells(e);
     if (e->c->first_order) load_slope(e);
     begin_backward(e);

@@ -56,12 +56,11 @@ static float bar_of(const float *value, int n, int k, int most) {
     }
 }
 
-/* Those that leave are not read, where `by` sums these up. Keeps those above a bar, which k of them exceed, or, where they are equal ones, reach: these alone, the first ones. */
-static void keep_above(const Past *h, Best *best, float bar, int k, Unread *by) {
+/* Keeps those above a bar, which k of them exceed, or, where they are equal ones, reach: these alone, the first ones. */
+static void keep_above(Best *best, float bar, int k) {
     float *value = best->value;
     int32_t *place = best->place;
     int equal = k - above(value, best->n, bar), count = 0, i = 0;
-    if (by) add_dropped(h, by, best, bar, equal);
 #if defined(__AVX512F__)
     for (; equal <= 0 && i + 16 <= best->n; i += 16) {
         const __m512 here = _mm512_loadu_ps(value + i);
@@ -92,9 +91,9 @@ INLINE int most_kept(int64_t open) { return (int)(4 * open > LOOKED ? 4 * open :
 
 size_t room_for_best(int64_t open) { return most_kept(open) + LOOKED + 2 * PAD; }
 
-/* Adds those of n keys that lie in cells and whose logits, over the step of the query, exceed the bar; those that do not
-   are not read, where `by` sums these up. The first is at place j, and panels follow each other `share` panels apart. */
-INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int share, Best *best, Unread *by) {
+/* Adds those of n keys that lie in cells and whose logits, over the step of the query, exceed the bar. The first is at
+   place j, and panels follow each other `share` panels apart. */
+INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int share, Best *best) {
     const float *looked = h->s.looked + j;
     float *value = best->value;
     int32_t *place = best->place;
@@ -102,7 +101,6 @@ INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int
 #if defined(__AVX512F__)
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 bar = _mm512_set1_ps(best->bar);
-    vec sum = {0};
     for (; i + PANEL <= n; i += PANEL) {
         const __m512 here = _mm512_cvtepi32_ps(_mm512_loadu_si512(looks + i)) * _mm512_loadu_ps(looked + i * share);
         const __mmask16 high = _mm512_cmp_ps_mask(here, bar, _CMP_GT_OQ);
@@ -110,14 +108,8 @@ INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int
         _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(high, here));
         _mm512_storeu_si512(place + count, _mm512_maskz_compress_epi32(high, places));
         count += __builtin_popcount(high);
-        if (by) {
-            const vec term = term_of(by, (vec)here, AT(h->lost + j + i), AT(h->size + j + i));
-            sum += (vec)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(here, bar, _CMP_LE_OQ), (__m512)term);
-        }
     }
-    if (by) by->sum += total(sum);
 #endif
-    if (by) add_below(h, by, looks + i, j + i, n - i, best->bar);
     for (; i < n; i++) {
         const int64_t at = i / PANEL * PANEL * share + i % PANEL;
         value[count] = (float)looks[i] * looked[at], place[count] = (int32_t)(j + at);
@@ -138,11 +130,8 @@ static void look_once(Past *h, int i, int R, int64_t j, int64_t n, int share, in
         for (int e = 0; e < R; e++) {
             Best *best = &w->best[i + e];
             const int own = (int)least_of(keys, w->asks[i + e].far - j);
-            Unread *by = h->s.bounds && share == 1 ? &w->unread[i + e] : NULL;
-            const int32_t *looks = w->looks + e * LOOKED;
-            if (own > 0 && by && best->bar > HIDDEN) raise_to(by, best->bar), add_above(h, looks, j, own, share, best, by);
-            else if (own > 0) add_above(h, looks, j, own, share, best, NULL);
-            if (best->n > most_kept(k)) keep_above(h, best, bar_of(best->value, best->n, k, k + k / 4), k, by);
+            if (own > 0) add_above(h, w->looks + e * LOOKED, j, own, share, best);
+            if (best->n > most_kept(k)) keep_above(best, bar_of(best->value, best->n, k, k + k / 4), k);
         }
     }
 }
@@ -178,11 +167,9 @@ void choose_keys(Past *h, int open) {
         Best *best = &k->best[r];
         if (best->n < open && best->bar > HIDDEN) {           /* the first bar was too high */
             best->n = 0, best->bar = HIDDEN;
-            k->unread[r].top = HIDDEN, k->unread[r].sum = 0;
             look(h, r, r + 1, 0, k->asks[r].far, 1, open);
         }
-        Unread *by = h->s.bounds ? &k->unread[r] : NULL;
-        if (best->n > open) keep_above(h, best, bar_of(best->value, best->n, open, open), open, by);
+        if (best->n > open) keep_above(best, bar_of(best->value, best->n, open, open), open);
         k->count[r] = best->n;
         memcpy(k->places + r * s->open, best->place, sizeof(int32_t) * best->n);
     }

@@ -1,4 +1,4 @@
-/* A head with its past: what recall.c, recall_backward.c, bounded.c and recall_calls.c share. */
+/* A head with its past: what recall.c and recall_backward.c share. */
 
 #pragma once
 
@@ -14,18 +14,16 @@ enum { NEARBY = 1 << 17 };                             /* numbers of the keys th
 
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, cells, open, least, until;
-    int64_t bounds, room, bytes;       /* whether there are bounds; tokens; a head's memory of gaps */
+    int64_t room, bytes;               /* tokens; a head's memory of gaps */
     int64_t threads;                   /* of the processor */
     double factor;                     /* of queries and keys as they are given */
     View x, y, v, out;                 /* the last L queries of S keys, all from the place `until` on */
     View grad, dx, dy, dvalues;        /* of the backward pass */
     const uint8_t *keep;               /* (Z, S), or null */
     const float *shift, *root;         /* (Z, d), (Z, d, d) */
-    const float *tilt, *centres, *level;  /* bounded.c: (Z, d), (Z, K, d) as z, (Z, K); else null */
     uint8_t *gaps;                     /* (Z, bytes): between the keys that are read, see put_gaps; null: not kept */
     int64_t *gaps_at;                  /* (Z, G, L): where those of a query begin */
     float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
-    float *bound;                      /* (Z, G, L), where there are bounds: of the weight of keys that are not read */
     float *spread;                     /* (Z): mean tau of the cells of the last block */
     float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
 } Recall;
@@ -41,12 +39,13 @@ INLINE int64_t opens_at(const Recall *c, int64_t place) {
 
 /* What the queries of a block see. */
 typedef struct {
-    int d, dp, dv, lv, n, K, open, bounds;
+    int d, dp, dv, lv, n, K, open;
     const float *Y, *V;                                /* (S, dp), (S, lv) */
     const int32_t *cell;                               /* (S), -1 for keys that have none */
     const uint8_t *panels;                             /* (S / PANEL up, dp / 4, PANEL, 4): whole numbers, as in looks.h */
     const float *looked;                               /* (S): their steps, NaN for keys that lie in no cell */
-    const float *shared, *values, *bias, *high, *mass; /* (n + K, dp), (n + K, lv): heavy keys, then cells */
+    const float *shared, *values, *high, *mass;        /* (n + K, dp), (n + K, lv): heavy keys, then cells; powers of two
+                                                          above N; N */
     const float *rows, *tau;                           /* (d, dp): root; (K): of the cells */
     const uint8_t *keep;                               /* (S), or null */
     int64_t near, stop;                                /* the places of near keys */
@@ -59,18 +58,6 @@ typedef struct {
     int32_t *place;
     int n;
 } Best;
-
-/* A turned vector: its norm, that of its whole numbers times their step, and that of the difference, all at most. */
-typedef struct {
-    float size, near, lost;
-} Apart;
-
-/* What a query does not read: the sum of e^logit, at most, over 2^top; what that is made of (looks.h, unread.c); the norm
-   of the query. */
-typedef struct {
-    float each, near, lost, from, size, top;
-    double sum;
-} Unread;
 
 /* A query that is ahead: head g of the group at place j; the keys before `far` are far from its block. */
 typedef struct {
@@ -93,7 +80,6 @@ typedef struct {
     int32_t *bias;                                     /* (AHEAD), of looks */
     int32_t *looks;                                    /* (AT_ONCE, LOOKED) */
     Best best[AHEAD];
-    Unread unread[AHEAD];
     float *read;                                       /* (AHEAD, room_to_read): logits, then weights */
     int32_t *places, *count, *from;                    /* (AHEAD, open), of keys that are read, rising; (AHEAD) twice */
     float *Qt, *A;                                     /* of a piece: (d, PIECE), (2 b + n + K, PIECE) */
@@ -102,21 +88,19 @@ typedef struct {
 
 typedef struct {
     const Recall *c;
-    int64_t z, far;                                    /* blocks that are far (bounded.c) */
-    int64_t bytes;                                     /* of gaps that are written */
-    int64_t t, start, paneled, reached;                /* the block whose past this is; the place of the renewal; keys
-                                                          that lie in panels, and of which `reach` is known */
+    int64_t z, bytes;                                  /* the head; of gaps that are written */
+    int64_t t, start, paneled;                         /* the block whose past this is; the place of the renewal; keys
+                                                          that lie in panels */
     Seen s;
     Work k;
-    int64_t *numbers;                                  /* (5): what is kept of these between calls */
+    int64_t *numbers;                                  /* (4): what is kept of these between calls */
     float *Y, *V;
     uint8_t *panels;
     float *step, *looked;                              /* (S): of whole numbers; the same, as in Seen */
-    float *size, *lost, *reach;                        /* (S), for bounds: as in Apart; the largest |y| up to a place */
     int32_t *heavy;                                    /* (n): places, -1 where there are fewer */
     int32_t *cell;                                     /* (S) */
     float *square;                                     /* (S): |z|^2 */
-    float *shared, *values, *bias, *high, *mass;
+    float *shared, *values, *high, *mass;
     float *ysum, *zsum, *squares, *tau;                /* (K, dp) twice, (K): sums over the keys of cells; (K) */
     float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
     float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
@@ -124,22 +108,7 @@ typedef struct {
     float *X, *apart, *Xt, *dots;                      /* (CHUNK, dp) twice, (dp, CHUNK), (K, CHUNK) */
     float *next;                                       /* (dp) */
     int64_t *nearest;                                  /* (2 DRAWN K) */
-    float *score, *u, *tilt, *relative;                /* bounded.c: (S) twice, (dp), (K): e^(level - the highest) */
 } Past;
-
-/* A head in the backward pass. */
-typedef struct {
-    Past h;
-    struct End *ends;                                  /* of each renewal */
-    int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
-    float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
-    float *sum, *dvalue, *dmu, *dfar;                  /* (K, dp), (K, lv): over blocks; (M, dp), (M, lv) */
-    float *A, *B, *Q, *Qt, *G, *Gt, *O;                /* (2 b + M, PIECE) twice, of a piece */
-    float *zmean, *dbias, *dN;                         /* bounded.c: (K, dp), (K), (K): of a block */
-    float *slope, *zslope, *weight;                    /* bounded.c: (K), (K, dp), (K): over blocks */
-    float *states;                                     /* bounded.c: (STEP, states_size) */
-    float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
-} Back;
 
 typedef struct {
     void *to;                                          /* where the address of a piece is to be */
@@ -148,12 +117,8 @@ typedef struct {
 
 #pragma GCC visibility push(hidden)
 
-/* Memory for one head at a time, or null. */
-float *past_memory(const Recall *c);
-
-/* A head, in that memory; what is kept is written when it is closed. */
+/* A head, in memory of the thread. */
 void open_past(Past *h, const Recall *c, int64_t z, float *memory);
-void close_past(Past *h);
 
 /* Brings the past to that of block t; 0 where memory ended. */
 int advance(Past *h, int64_t t);
@@ -167,17 +132,8 @@ void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values,
 /* Gives each piece its place from `at` on, where that is not null; returns how many numbers they take. */
 size_t place_pieces(const Piece *pieces, size_t number, float *at);
 
-/* Means, biases and powers of two above N of the cells, from their sums; returns the mean tau. */
+/* Means and powers of two above N of the cells, from their sums; returns the mean tau. */
 float place_cells_of(Past *h);
-
-/* The queries of block t among the last L, with the past of that block. */
-void attend_block(Past *h, int64_t t);
-
-/* A head whose queries have been taken through it, with all that it needs. */
-void load_past(Past *h);
-
-/* Which of the centres is nearest to keys [j, j + m), m <= CHUNK. */
-void find_nearest(Past *h, int64_t j, int m, int32_t *which);
 
 /* Cells after reads (left.c). R queries (R, dp), times `factor`, that have read nothing yet; the r-th one reads n keys of
    these cells and logits, in base 2. */
@@ -188,31 +144,8 @@ void leave(Left *left, int r, int ld, const int32_t *places, const float *logits
    0 where there are none. */
 void weigh_left(const Seen *s, const Left *left, const float *top, int ld, float *logits);
 
-/* Rows at n places, which rise. to (n, and room for 8 more): the products of a vector (dp) with them. out (ld) += their sum
-   by weights. */
-void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to);
-void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out);
-
-/* Backward (recall_backward.c). The sums of the cells, each with its numbers. */
-enum { SUMS = 5 };
-void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]);
-
-/* The head in the backward pass, in that memory and more. open_back returns 0 where memory ended; what it took is given
-   back by close_back all the same. */
-int open_back(Back *e, const Recall *c, int64_t z, float *memory);
-void close_back(Back *e);
-void write_gradients(const Back *e);
-
-/* The gradients of queries [i, i + R) of block t; cell (S): of keys that are read. */
-void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R);
-
-/* All queries of a head, forward and backward: those that remember (recall.c, recall_backward.c), and those of bounded.c.
-   Return 0 where memory ended. */
-int recall_head(Past *h);
-int backward_head(Back *e);
-int bounded_head(Past *h);
-int bounded_backward(Back *e);
-enum { STEP = 16 };                                    /* blocks from one mark to the next */
+/* The gradients of head z, with memory of the thread (recall_backward.c); 0 where memory ended. */
+int recall_backward_head(const Recall *c, int64_t z, float *memory);
 
 #pragma GCC visibility pop
 

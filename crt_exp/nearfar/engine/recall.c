@@ -40,7 +40,8 @@ INLINE void totals(const vec *sum, float *to) {
 }
 #endif
 
-void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
+/* to (n, and room for 8 more): the products of a vector (dp) with the rows at n places, which rise. */
+static void dots(const float *Y, const int32_t *places, int n, const float *with, int dp, float *to) {
     for (int i = 0; i < n; i += TOTALS) {
         const float *rows[TOTALS];
         vec sum[TOTALS];
@@ -62,7 +63,8 @@ void dots(const float *Y, const int32_t *places, int n, const float *with, int d
 
 enum { TOGETHER = 4 };  /* vectors */
 
-void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
+/* out (ld) += the sum by weights of the rows at n places, which rise. */
+static void add_rows(const float *rows, int ld, const float *weight, const int32_t *places, int n, float *out) {
     for (int p = 0; p < ld; p += TOGETHER * LANES) {
         const int wide = ld - p >= TOGETHER * LANES;
         if (wide) {
@@ -169,20 +171,18 @@ static void attend_piece(Past *h, int R) {
         vec top = {0};
         top += HIDDEN;
         for (int i = 0; i < near; i++) top = maximum(top, AT(k->A + i * ld + j));
-        for (int i = 0; i < M; i++) top = maximum(top, AT(shared + i * ld + j) + (s->bias[i] + s->high[i]));
+        for (int i = 0; i < M; i++) top = maximum(top, AT(shared + i * ld + j) + s->high[i]);
         AT(top_of + j) = top;
     }
-    if (s->open) leave_cells(h, R, top_of, shared + s->n * ld);
+    leave_cells(h, R, top_of, shared + s->n * ld);
     const vec most = (vec){0} + 126.0f;
     for (int j = 0; j < ld; j += LANES) {
         vec sum = {0}, far = {0}, top = AT(top_of + j);
         for (int i = 0; i < near; i++) sum += AT(k->A + i * ld + j) = exp2_of(AT(k->A + i * ld + j) - top);
         for (int i = 0; i < M; i++) {
             float *A = shared + i * ld + j;
-            if (!s->open || i < s->n)
-                AT(A) = s->mass[i] > 0 ? exp2_of(minimum(AT(A) + s->bias[i] - top, most)) : (vec){0};
-            if (i < s->n) sum += AT(A);
-            else far += AT(A) * (s->open ? load_vec(k->left.number + (i - s->n) * ld + j) : (vec){0} + s->mass[i]);
+            if (i < s->n) sum += AT(A) = s->mass[i] > 0 ? exp2_of(minimum(AT(A) - top, most)) : (vec){0};
+            else far += AT(A) * AT(k->left.number + (i - s->n) * ld + j);
         }
         AT(k->scale + k->taken + j) = sum + far;
         AT(k->part + k->taken + j) = far;
@@ -190,7 +190,7 @@ static void attend_piece(Past *h, int R) {
     }
     product(ALL, R, s->dv, near, k->A, 1, ld, s->V + s->near * lv, lv, O, lv, 0);
     product(ALL, R, s->dv, M, shared, 1, ld, s->values, lv, O, lv, 1);
-    if (s->open) weigh_read(h, R, shared + s->n * ld);
+    weigh_read(h, R, shared + s->n * ld);
     k->taken += R;
 }
 
@@ -209,12 +209,11 @@ size_t place_pieces(const Piece *pieces, size_t number, float *at) {
 /* What lasts from block to block, in `memory` where there is some; returns its size. */
 static size_t place_kept(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->cells, M = n + K;
-    const size_t panels = c->open ? (S + c->block) / PANEL + FOUR / PANEL : 0, steps = panels * PANEL;
-    const size_t bounds = c->bounds ? steps : 0;
+    const size_t panels = (S + c->block) / PANEL + FOUR / PANEL, steps = panels * PANEL;
     const Piece pieces[] = {
-        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->looked, steps}, {&h->size, bounds},
-        {&h->lost, bounds}, {&h->reach, bounds}, {&h->cell, S}, {&h->square, S},
-        {&h->shared, M * dp}, {&h->values, M * lv}, {&h->bias, M}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
+        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->looked, steps},
+        {&h->cell, S}, {&h->square, S},
+        {&h->shared, M * dp}, {&h->values, M * lv}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
         {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
         {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
     return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
@@ -222,18 +221,17 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
 
 static size_t place_scratch(Past *h, const Recall *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->kept ? 0 : c->S, K = c->cells, M = c->heavy + K;
-    const size_t drawn = 2 * DRAWN * K, open = c->open, best = open ? room_for_best(open) : 0;
-    const size_t bounded = c->tilt ? S : 0, ahead = least_of(AHEAD, c->G * c->L) + PAD, opens = open ? ahead : 0;
+    const size_t drawn = 2 * DRAWN * K, open = c->open, best = room_for_best(open);
+    const size_t ahead = least_of(AHEAD, c->G * c->L) + PAD;
     Work *k = &h->k;
     const Piece pieces[] = {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->drawn, drawn * d}, {&h->counts, drawn}, {&h->X, CHUNK * dp},
         {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->next, dp}, {&h->nearest, 2 * drawn},
         {&k->Q, ahead * dp}, {&k->O, ahead * lv}, {&k->top, ahead}, {&k->scale, ahead}, {&k->part, ahead},
-        {&k->whole, opens * dp / 4}, {&k->bias, opens}, {&k->looks, AT_ONCE * LOOKED}, {&k->best[0].value, opens * best},
-        {&k->best[0].place, opens * best}, {&k->read, opens * (up(open) + PAD)}, {&k->places, opens * open},
+        {&k->whole, ahead * dp / 4}, {&k->bias, ahead}, {&k->looks, AT_ONCE * LOOKED}, {&k->best[0].value, ahead * best},
+        {&k->best[0].place, ahead * best}, {&k->read, ahead * (up(open) + PAD)}, {&k->places, ahead * open},
         {&k->count, ahead}, {&k->from, ahead}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE},
-        {&k->left.number, K * PIECE}, {&k->left.bar, PIECE}, {&k->left.along, PIECE}, {&k->left.turned, PIECE * dp},
-        {&h->score, bounded}, {&h->u, bounded}, {&h->tilt, dp}, {&h->relative, K}};
+        {&k->left.number, K * PIECE}, {&k->left.bar, PIECE}, {&k->left.along, PIECE}, {&k->left.turned, PIECE * dp}};
     const size_t size = place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
     for (size_t i = 1; i < ahead - PAD && memory; i++) {
         k->best[i].value = k->best[0].value + i * best;
@@ -244,8 +242,9 @@ static size_t place_scratch(Past *h, const Recall *c, float *memory) {
 
 int64_t near_far_recall_size(const Recall *c) { return place_kept(&(Past){0}, c, NULL); }
 
-/* Large pages, where there are such: rows are read here and there, and each of the small ones has to be looked up. */
-float *past_memory(const Recall *c) {
+/* Memory for one head at a time, or null. In large pages, where there are such: rows are read here and there, and each of
+   the small ones has to be looked up. */
+static float *past_memory(const Recall *c) {
     Past h = {0};
     const size_t size = c->kept ? 0 : place_kept(&h, c, NULL), page = 1 << 21;
     const size_t bytes = sizeof(float) * (place_scratch(&h, c, NULL) + size), align = bytes > page ? page : 64;
@@ -266,20 +265,20 @@ void open_past(Past *h, const Recall *c, int64_t z, float *memory) {
         h->numbers[0] = 0;
     }
     h->s = (Seen){.d = c->d, .dp = up(c->d), .dv = c->dv, .lv = up(c->dv), .n = c->heavy, .K = c->cells,
-                  .open = c->open, .bounds = (int)c->bounds, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels,
+                  .open = c->open, .Y = h->Y, .V = h->V, .cell = h->cell, .panels = h->panels,
                   .looked = h->looked, .shared = h->shared,
-                  .values = h->values, .bias = h->bias, .high = h->high, .mass = h->mass, .rows = h->rows, .tau = h->tau,
+                  .values = h->values, .high = h->high, .mass = h->mass, .rows = h->rows, .tau = h->tau,
                   .keep = c->keep ? c->keep + z * c->S : NULL};
     h->t = h->numbers[0];
-    if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2], h->paneled = h->numbers[3], h->reached = h->numbers[4];
+    if (h->t) h->start = h->numbers[1], h->s.K = (int)h->numbers[2], h->paneled = h->numbers[3];
 }
 
-void close_past(Past *h) {
-    const int64_t numbers[] = {h->t, h->start, h->s.K, h->paneled, h->reached};
+static void close_past(Past *h) {
+    const int64_t numbers[] = {h->t, h->start, h->s.K, h->paneled};
     memcpy(h->numbers, numbers, sizeof numbers);
 }
 
-void load_past(Past *h) {
+static void load_past(Past *h) {
     const Recall *c = h->c;
     const int d = h->s.d, dp = h->s.dp;
     if (!c->kept) {
@@ -298,7 +297,8 @@ void load_past(Past *h) {
 
 /* ---- Cells ---- */
 
-void find_nearest(Past *h, int64_t j, int m, int32_t *nearest) {
+/* Which of the centres is nearest to keys [j, j + m), m <= CHUNK. */
+static void find_nearest(Past *h, int64_t j, int m, int32_t *nearest) {
     const int d = h->s.d, dp = h->s.dp;
     transpose(m, d, key(h, j), dp, h->Xt, CHUNK);
     product(ALL, h->s.K, m, d, h->turned, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
@@ -324,11 +324,11 @@ static void to_cells(Past *h, int64_t j, int m, const float *Z) {
         const int64_t at = j + i;
         if (h->cell[at] == -2 || !there(h, at)) {                        /* heavy, or masked */
             h->cell[at] = -1;
-            if (h->c->open) h->looked[at] = NAN;
+            h->looked[at] = NAN;
             continue;
         }
         const int k = h->cell[at] = nearest[i];
-        if (h->c->open) h->looked[at] = h->step[at];
+        h->looked[at] = h->step[at];
         add_row(h->ysum + k * dp, 1, key(h, at), dp);
         if (Z) add_row(h->zsum + k * dp, 1, Z + i * dp, dp);
         add_row(h->values + (n + k) * lv, 1, h->V + at * lv, lv);
@@ -356,10 +356,6 @@ void to_panels(Past *h, int64_t stop) {
         turn(key(h, j), dp, turned);
         h->step[j] = whole_of(turned, dp, whole);
         h->looked[j] = there(h, j) ? h->step[j] : NAN;
-        if (h->c->bounds) {
-            const Apart apart = apart_of(turned, dp, whole, h->step[j]);
-            h->size[j] = apart.size, h->lost[j] = apart.lost;
-        }
         for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(whole[p] ^ 0x80);
     }
     h->paneled = stop > h->paneled ? stop : h->paneled;
@@ -401,7 +397,7 @@ static void find_heavy(Past *h, int64_t far) {
     for (int64_t j = 0; j < far; j++) h->cell[j] = -1;
     for (int i = 0; i < count; i++) h->cell[held[i]] = -2;
     for (int i = count; i < n; i++) held[i] = -1;
-    for (int i = 0; i < n; i++) h->bias[i] = 0, h->high[i] = i < count ? 0 : HIDDEN;
+    for (int i = 0; i < n; i++) h->high[i] = i < count ? 0 : HIDDEN;
     load_heavy(h, held, h->shared, h->values, h->mass);
 }
 
@@ -411,7 +407,7 @@ static int renew(Past *h, int64_t t) {
     const int64_t far = (t - 1) * c->block, many = DRAWN * c->cells, step = far > many ? far / many : 1;
     const int64_t drawn = far / step;
     const int d = h->s.d, dp = h->s.dp, n = h->s.n;
-    if (c->open) to_panels(h, far);
+    to_panels(h, far);
     find_heavy(h, far);
     for (int64_t i = 0; i < drawn; i++) {
         const int64_t j = i * step + i * MIXED % step;
@@ -451,16 +447,8 @@ float place_cells_of(Past *h) {
         put_row(h->shared + (n + k) * dp, scale, h->ysum + k * dp, dp);
         float tau = scale * (h->squares[k] - scale * square_sum(h->zsum + k * dp, dp));
         h->tau[k] = tau = tau > 0 ? tau : 0;
-        h->bias[n + k] = 0;
         h->high[n + k] = N > 0 ? (float)ilogbf(N) + 1 : HIDDEN;
-        float weight = N;
-        if (h->c->tilt) {
-            const float *mu = h->shared + (n + k) * dp;
-            h->bias[n + k] = log2f(1 + tau / 2) + LOG2E * (h->c->level[h->z * h->c->cells + k] - dot(h->tilt, mu, dp) +
-                                                           dot(h->tilt, h->shift, dp));
-            weight *= h->relative[k];
-        }
-        spread += weight * tau, all += weight;
+        spread += N * tau, all += N;
     }
     return all > 0 ? (float)(spread / all) : 0;
 }
@@ -482,13 +470,12 @@ static void look_for(Past *h, int r) {
     int8_t *whole = k->whole + r * dp;
     float turned[dp];
     turn(k->Q + r * dp, dp, turned);
-    const float step = whole_of(turned, dp, whole);
-    if (h->c->bounds) k->unread[r] = unread_by(turned, dp, whole, step);
+    whole_of(turned, dp, whole);
     k->bias[r] = bias_of(whole, dp);
 }
 
-/* AHEAD queries from the i-th of block t on, or as many as there are; where they open keys also of the next blocks, for
-   which the same keys are heavy. */
+/* AHEAD queries from the i-th of block t on, or as many as there are, also of the next blocks, for which the same keys are
+   heavy. */
 static void load_ahead(Past *h, int64_t t, int64_t i) {
     const Recall *c = h->c;
     const int dp = h->s.dp;
@@ -496,22 +483,20 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
     for (k->ahead = 0; k->ahead < AHEAD; i++) {
         if (i == queries_of(c, t) * c->G) {
             t++, i = 0;
-            if (!c->open || t * c->block >= c->S || t * c->block == following(h->start, c->block)) break;
+            if (t * c->block >= c->S || t * c->block == following(h->start, c->block)) break;
         }
         Asks *asks = k->asks + k->ahead;
         float *q = k->Q + k->ahead * dp;
         *asks = (Asks){i / queries_of(c, t), first_query(c, t) + i % queries_of(c, t), t > 0 ? (t - 1) * c->block : 0};
         put_row(q, (float)c->factor, of(c->x, h->z, asks->g) + (asks->j - c->S + c->L) * c->x.token, c->d);
         for (int p = c->d; p < dp; p++) q[p] = 0;
-        if (c->open) look_for(h, k->ahead);
+        look_for(h, k->ahead);
         for (int p = 0; p < dp; p++) q[p] *= LOG2E;
         k->ahead++;
     }
     memset(k->Q + k->ahead * dp, 0, sizeof(float) * PAD * dp);
     memset(k->count, 0, sizeof(int32_t) * k->ahead);
     k->taken = 0;
-    if (!c->open) return;
-    if (c->bounds) reach_to(h, least_of(k->asks[k->ahead - 1].far + 2 * c->block, c->S));
     choose_keys(h, (int)opens_at(c, h->start));
     read_nearby(h, read_keys, dp);
 }
@@ -520,7 +505,7 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
 static void give_out(Past *h) {
     const Recall *c = h->c;
     Work *k = &h->k;
-    if (c->open) read_nearby(h, read_values, h->s.lv);
+    read_nearby(h, read_values, h->s.lv);
     for (int r = 0; r < k->ahead; r++) {
         const Asks *asks = k->asks + r;
         const int64_t number = (h->z * c->G + asks->g) * c->L + asks->j - c->S + c->L;
@@ -528,14 +513,14 @@ static void give_out(Past *h) {
         put_row(out_of(h, asks), scale, k->O + r * h->s.lv, c->dv);
         c->logsum[number] = k->top[r] + log2f(k->scale[r]);
         c->share[number] = k->part[r] * scale;
-        if (c->bounds) c->bound[number] = bound_of(h, &k->unread[r], asks->j, k->top[r], k->scale[r], k->part[r]);
         if (!c->gaps) continue;
         c->gaps_at[number] = h->bytes;
         h->bytes += put_gaps(c->gaps + h->z * c->bytes + h->bytes, k->places + r * c->open, k->count[r]);
     }
 }
 
-void attend_block(Past *h, int64_t t) {
+/* The queries of block t among the last L, with the past of that block. */
+static void attend_block(Past *h, int64_t t) {
     const Recall *c = h->c;
     Work *k = &h->k;
     const int64_t queries = queries_of(c, t) * c->G;
@@ -569,12 +554,48 @@ int advance(Past *h, int64_t t) {
     return 1;
 }
 
-int recall_head(Past *h) {
-    const Recall *c = h->c;
-    for (int64_t t = (c->S - c->L) / c->block; t <= (c->S - 1) / c->block; t++) {
-        if (!advance(h, t)) return 0;
-        c->spread[h->z] = place_cells_of(h);
-        attend_block(h, t);
+static int recall_head(const Recall *c, int64_t z, float *memory) {
+    Past h;
+    open_past(&h, c, z, memory);
+    int done = 1;
+    for (int64_t t = (c->S - c->L) / c->block; done && t <= (c->S - 1) / c->block; t++) {
+        if (!(done = advance(&h, t))) break;
+        c->spread[z] = place_cells_of(&h);
+        attend_block(&h, t);
     }
-    return 1;
+    close_past(&h);
+    return done;
 }
+
+/* ---- All heads ---- */
+
+/* Places are of 32 bits, and memory is for no more heavy keys, cells and reads than keys. */
+static int fits(const Recall *c) {
+    const int64_t most = c->room < c->S ? c->S : c->room, few = 1 << 20;
+    return most < INT32_MAX / PAD && c->L <= c->S && c->d > 0 && c->d < few && c->dv > 0 && c->dv < few && c->block > 0 &&
+           c->block <= most && c->heavy >= 0 && c->heavy <= most && c->open > 0 && c->open <= most && c->least > 0 &&
+           c->least <= most && c->cells > 0 && c->cells <= most;
+}
+
+/* Each thread takes one head after the other; body(c, z, memory) returns 0 where memory ended. */
+static int each_head(const Recall *c, int (*body)(const Recall *c, int64_t z, float *memory)) {
+    int bad = OK;
+    if (!fits(c)) return BAD_SIZES;
+#pragma omp parallel num_threads((int)least_of(c->threads, c->Z)) reduction(max : bad)
+    {
+        const unsigned mode = without_denormals();
+        float *memory = past_memory(c);
+#pragma omp for schedule(dynamic)
+        for (int64_t z = 0; z < c->Z; z++)
+            if (!memory || !body(c, z, memory)) bad = NO_MEMORY;
+        if (!memory) bad = NO_MEMORY;
+        free(memory);
+        with_mode(mode);
+        trim_scratch();
+    }
+    return bad;
+}
+
+int near_far_recall(const Recall *c) { return each_head(c, recall_head); }
+
+int near_far_recall_backward(const Recall *c) { return each_head(c, recall_backward_head); }

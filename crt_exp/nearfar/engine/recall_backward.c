@@ -9,17 +9,31 @@
 
 #include "past.h"
 
+enum { SUMS = 5 };                                     /* of the cells */
+
 /* What is known at the end of a renewal. */
-typedef struct End {
+typedef struct {
     int32_t *cell, *heavy;                             /* (S), (n): of each key its cell; places, -1 for none */
     float *sums;                                       /* ysum, zsum, values, squares, mass of the cells */
     int64_t start;                                     /* its place */
     int K;
 } End;
 
+/* A head in the backward pass. */
+typedef struct {
+    Past h;
+    End *ends;                                         /* of each renewal */
+    int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
+    float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
+    float *sum, *dvalue, *dmu, *dfar;                  /* (K, dp), (K, lv): over blocks; (M, dp), (M, lv) */
+    float *A, *B, *Q, *Qt, *G, *Gt, *O;                /* (2 b + M, PIECE) twice, of a piece */
+    float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
+} Back;
+
 static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + 64); }
 
-void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
+/* The sums of the cells, each with its numbers. */
+static void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
     const size_t dp = h->s.dp, lv = h->s.lv, n = h->s.n;
     float *each[SUMS] = {h->ysum, h->zsum, h->values + n * lv, h->squares, h->mass + n};
     const size_t size[SUMS] = {K * dp, K * dp, K * lv, K, K};
@@ -51,7 +65,6 @@ static void load_end(Back *e, const End *end) {
     size_t sizes[SUMS];
     sums_of(h, h->s.K = end->K, sums, sizes);
     for (int i = 0; i < SUMS; from += sizes[i++]) memcpy(sums[i], from, sizeof(float) * sizes[i]);
-    for (int i = 0; i < h->s.n; i++) h->bias[i] = 0;
 }
 
 /* Takes the keys of block t off the cells that they joined. */
@@ -113,10 +126,11 @@ static void read_again(Back *e, const int32_t *cell, const int32_t *places, int 
     weigh_left(&h->s, &h->k.left, e->top, ld, logits);
 }
 
-void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
+/* The gradients of queries [i, i + R) of block t; cell (S): of keys that are read. */
+static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     Past *h = &e->h;
     const Recall *c = h->c;
-    const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, K = h->s.K, M = n + K, ld = up(R);
+    const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, M = n + h->s.K, ld = up(R);
     const int64_t first = c->S - c->L, b = c->block, from = t > 0 ? (t - 1) * b : 0;
     int32_t *places = h->k.places;
     const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
@@ -131,7 +145,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
         memcpy(e->G + r * lv, grad, sizeof(float) * dv);
         e->bar[r] = dot(grad, of(c->out, h->z, g) + (j - first) * c->out.token, dv);
         e->top[r] = c->logsum[at];
-        h->k.count[r] = c->open ? get_gaps(c->gaps + h->z * c->bytes + c->gaps_at[at], places + r * c->open) : 0;
+        h->k.count[r] = get_gaps(c->gaps + h->z * c->bytes + c->gaps_at[at], places + r * c->open);
     }
     transpose(ld, d, e->Q, dp, e->Qt, ld);
     for (int p = 0; p < d * ld; p += LANES) AT(e->Qt + p) *= LOG2E;
@@ -147,7 +161,7 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
             if (from + j > place || !there(h, from + j)) A[j * ld + r] = HIDDEN;
         }
     const vec most = (vec){0} + 126.0f;
-    if (c->open) read_again(e, cell, places, R, ld, shared + n * ld);
+    read_again(e, cell, places, R, ld, shared + n * ld);
     for (int j = 0; j < near; j++)
         for (int r = 0; r < ld; r += LANES) {
             const vec weight = AT(A + j * ld + r) = exp2_of(AT(A + j * ld + r) - AT(e->top + r));
@@ -156,8 +170,8 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     for (int j = 0; j < M; j++)
         for (int r = 0; r < ld; r += LANES) {
             float *a = shared + j * ld + r, *g = dshared + j * ld + r;
-            const float mass = h->mass[j], bias = h->bias[j];
-            if (!c->open || j < n) AT(a) = mass > 0 ? exp2_of(minimum(AT(a) + bias - AT(e->top + r), most)) : (vec){0};
+            const float mass = h->mass[j];
+            if (j < n) AT(a) = mass > 0 ? exp2_of(minimum(AT(a) - AT(e->top + r), most)) : (vec){0};
             AT(g) = AT(a) * (AT(g) - mass * AT(e->bar + r));
         }
     memset(e->O, 0, sizeof(float) * ld * dp);
@@ -181,8 +195,6 @@ void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     product(ALL, M, d, R, dshared, ld, 1, e->Q, dp, e->dmu, dp, 1);
     product(ALL, R, d, near, B, 1, ld, h->Y + from * dp, dp, e->O, dp, 1);
     product(ALL, R, d, M, dshared, 1, ld, h->shared, dp, e->O, dp, 1);
-    for (int k = 0; k < K && !c->open; k++)
-        for (int r = 0; r < R; r++) e->dbias[k] += dshared[(n + k) * ld + r];
     for (int r = 0; r < R; r++) {
         const int64_t g = (i + r) / tokens, j = start + (i + r) % tokens;
         put_row(of(c->dx, h->z, g) + (j - first) * c->dx.token, (float)c->factor, e->O + r * dp, d);
@@ -200,7 +212,7 @@ static void add_sums(Back *e) {
     }
 }
 
-int backward_head(Back *e) {
+static int go_back(Back *e) {
     Past *h = &e->h;
     const Recall *c = h->c;
     const int dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = (int)c->cells;
@@ -237,7 +249,7 @@ int backward_head(Back *e) {
     return 1;
 }
 
-void write_gradients(const Back *e) {
+static void write_gradients(const Back *e) {
     const Recall *c = e->h.c;
     for (int64_t j = 0; j < c->S; j++) {
         put_row(of(c->dy, e->h.z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * e->h.s.dp, c->d);
@@ -245,18 +257,17 @@ void write_gradients(const Back *e) {
     }
 }
 
-int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
+/* What this takes is given back by close_back, also where it returns 0. */
+static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->cells, M = c->heavy + K;
-    const size_t wide = (2 * c->block + M) * PIECE, bounded = c->tilt != NULL, states = K * (2 * dp + lv + 2);
+    const size_t wide = (2 * c->block + M) * PIECE;
     *e = (Back){.first = (c->S - c->L) / c->block};
     e->count = (c->S - 1) / c->block - e->first + 1;
     open_past(&e->h, c, z, memory);
     const Piece pieces[] = {
         {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
         {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
-        {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}, {&e->zmean, bounded * K * dp},
-        {&e->dbias, bounded * K}, {&e->dN, bounded * K}, {&e->slope, bounded * K}, {&e->zslope, bounded * K * dp}, {&e->weight, bounded * K},
-        {&e->states, bounded * STEP * states}};
+        {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}};
     const size_t number = sizeof pieces / sizeof *pieces;
     e->memory = all_of(sizeof(float) * place_pieces(pieces, number, NULL));
     e->ends = calloc(e->count + 1, sizeof *e->ends);
@@ -267,8 +278,16 @@ int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     return 1;
 }
 
-void close_back(Back *e) {
+static void close_back(Back *e) {
     for (int64_t i = 0; e->ends && i < e->renewals; i++)
         free(e->ends[i].cell), free(e->ends[i].heavy), free(e->ends[i].sums);
     free(e->ends), free(e->memory);
+}
+
+int recall_backward_head(const Recall *c, int64_t z, float *memory) {
+    Back e;
+    const int done = open_back(&e, c, z, memory) && go_back(&e);
+    if (done) write_gradients(&e);
+    close_back(&e);
+    return done;
 }
