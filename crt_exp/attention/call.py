@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
-from crt_exp.attention.engines.at_once import attend_at_once
 from crt_exp.attention.engines.chunks import Call, Outputs, Rows
 from crt_exp.attention.engines.generic import chunked_attention, chunked_partial
 from crt_exp.attention.engines.operators import positive_attention, positive_partial
@@ -54,10 +53,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     else:
         x, y = (x, y) if scale == 1 else (x * scale, y * scale)
         call = Call(phi, noise, params, causal, key_mask, Outputs(denominator, normalize), count)
-        if torch.compiler.is_exporting():
-            out = call.result.of(attend_at_once(x, y, v, call.whole()))[0].to(v.dtype)
-        else:
-            out = chunked_attention(x, y, v, call)
+        out = chunked_attention(x, y, v, call)
     if counter is None and normalize and not torch.compiler.is_compiling():
         count.warn()
     return _apart(out, heads)
@@ -80,8 +76,7 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     else:
         call = Call(phi, noise, params, causal, key_mask, Rows(modulus))
         x, y = x * scale, y * scale
-        exporting = torch.compiler.is_exporting()
-        rows = attend_at_once(x, y, v, call.whole()) if exporting else chunked_partial(x, y, v, call)
+        rows = chunked_partial(x, y, v, call)
     return Partial(*(None if t is None else _apart(t, heads) for t in rows))
 
 

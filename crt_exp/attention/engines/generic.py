@@ -46,8 +46,8 @@ def _plain(x: Tensor, y: Tensor, v: Tensor, call: Call) -> bool:
     """Whether torch has to follow every operation."""
     if torch.jit.is_tracing():
         raise ValueError(f"torch.jit.trace cannot record attention with {type(call.phi).__name__}: it would keep the "
-                         "masks and statistics of this call. Use torch.export.export with dynamic_shapes, or a "
-                         "positive map such as OPRF")
+                         "masks and statistics of this call. Use torch.export.export, or a positive map such as "
+                         "OPRF")
     return torch.compiler.is_compiling() or transformed(x, y, v)
 
 
