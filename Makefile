@@ -1,7 +1,6 @@
 # make            this help
 # VENV=path       another virtual environment (default .venv)
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
-# PART=...        of gpu: one or some of tests, processes, speed-gpu, fidelity, proteins-long (default all)
 # FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
 # ARMS=, SEEDS=   of reports: some of their arms, ARMS="exact favorp", and so many seeds; the page goes to outputs/report/part
 # LAUNCHER=...    of reports: each run is a job of a queue, LAUNCHER="slurm partition=gpu" (docs/training.md, Many machines)
@@ -9,7 +8,6 @@
 # OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
-PART   ?= tests processes speed-gpu fidelity proteins-long
 OPTIONS ?=
 ARMS    ?=
 SEEDS   ?=
@@ -60,11 +58,8 @@ demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table
 test: $(STAMP)  ## the fast tests
 	@$(PYTEST) -m "not slow" $(FILES)
 
-gpu: $(STAMP)  ## on a machine with a GPU: its tests and its reports, 8 minutes of each; repeat until all say written
-	@set -e; for part in $(PART); do case $$part in \
-	  tests) timeout 480 env $(PYTEST) -n 0 -m gpu ;; \
-	  processes) $(PY) -m crt_exp.probes.several_gpus ;; \
-	  *) $(PY) -m crt_exp.report $$part --size gpu --minutes 8 ;; esac; done
+gpu: $(STAMP)  ## the tests that need a GPU
+	@$(PYTEST) -n 0 -m gpu
 
 test-all: $(STAMP)  ## every test
 	@$(PYTEST) $(FILES)

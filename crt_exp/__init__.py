@@ -6,8 +6,6 @@ The names below are imported when first used, so that `import crt_exp` itself co
 
 import importlib
 
-from crt_exp import on_import
-
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -20,7 +18,6 @@ _HOMES = {
     "crt_exp.pretrained.saved": ("from_pretrained",),
     "crt_exp.advice.call": ("advise",),
     "crt_exp.pretrained.card": ("card",),
-    "crt_exp.pretrained.attn_layer": ("attn_layer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)
@@ -35,5 +32,3 @@ def __getattr__(name):
 def __dir__():
     return sorted([*globals(), *__all__])
 
-
-on_import.wait()

@@ -12,8 +12,6 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-if not torch.cuda.is_available():  # before anything imports triton, whose own functions are made for one or the other
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_finish():

@@ -30,9 +30,8 @@ from crt_exp.report import page as pages
 from crt_exp.runner.command_line import Shown, check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "toml"}  # toml: of a plugin, by test_plugins.py
-# by the recipes' tests below, and on two processes by test_sequence.py
-OTHERWISE = ("add-your-own.md", "sequence_parallel.md")
-EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name not in OTHERWISE
+# of add-your-own.md by the recipes' tests below
+EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name != "add-your-own.md"
             and block.page.parent.name != "gallery"]
 
 
@@ -287,8 +286,6 @@ def test_command_exists(words, recipes):
                 check_run(["--help"])
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
             check_run(arguments)
-        case ("torchrun", *_, "split.py"):
-            assert any(block.page.name == "sequence_parallel.md" for block in BLOCKS)  # run by test_sequence.py
         case ("python", "-m", module):
             importlib.invalidate_caches()
             assert find_spec(module)

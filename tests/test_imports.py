@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "crt_exp"
 # From the bottom to the top: a module imports from lines above its own, or from its own line.
 # The longest name that fits counts.
 ROOMS = [
-    ["on_import", "ranks", "nonfinite", "nested", "precision", "hints", "kernels", "compiling", "whole_files", "times"],
+    ["ranks", "nonfinite", "nested", "precision", "hints", "kernels", "compiling", "whole_files", "times"],
     ["samplers"],
     ["features"],
     ["bounds"],
@@ -28,8 +28,7 @@ ROOMS = [
     ["swap"],
     ["mechanism", "mechanism_text", "presets"],
     ["pretrained.published"],
-    ["pretrained.saved", "pretrained.card", "pretrained.attn_layer"],
-    ["pretrained.implementations"],
+    ["pretrained.saved", "pretrained.card"],
     ["drawing"],
     ["sampled_softmax"],
     ["models"],

@@ -26,7 +26,7 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 """
 NAMES = ("hydra", "omegaconf", "yaml", "transformers", "timm", "pandas", "matplotlib", "datasets", "accelerate",
          "wandb", "torchvision", "torchaudio", "tqdm", "psutil", "jiwer", "Bio", "soundfile", "sentencepiece",
-         "diffusers", "peft", "huggingface_hub", "tokenizers", "PIL")
+         "peft", "huggingface_hub", "tokenizers", "PIL")
 USES = """
 import torch
 import crt_exp

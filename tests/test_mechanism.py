@@ -154,14 +154,6 @@ def test_options_are_checked_as_on_the_command_line(options, words):
     assert type(error.value) is ValueError
 
 
-@pytest.mark.parametrize("name", ["exact", "window", "uniform", "linformer", "reformer", "identity", "nearfar"])
-def test_layers_that_cannot_split_a_sequence_say_so(name):
-    layer = Mechanism.of(name).layer(2, 4)
-    layer.group = None
-    with pytest.raises(ValueError, match="cannot split a sequence over processes"):
-        layer.group = object()
-
-
 @pytest.mark.parametrize("name", ["exact", "window", "uniform", "linformer", "reformer", "identity", "nearfar",
                                   "favorp"])
 def test_layers_take_the_sizes_that_they_were_made_for(name):

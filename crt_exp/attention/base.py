@@ -37,16 +37,6 @@ class AttentionLayer(nn.Module):
                 raise ValueError(f"{name} has d = {t.shape[-1]}, but this {type(self).__name__} layer was made for "
                                  f"d = {self.d}")
 
-    @property
-    def group(self) -> None:
-        """The processes that hold the parts of one sequence; None for all layers but those that can use them."""
-
-    @group.setter
-    def group(self, group) -> None:
-        if group is not None:
-            raise ValueError(f"{type(self).__name__} attention cannot split a sequence over processes (group=...): "
-                             "only random-feature attention can, such as favorpp")
-
 
 def in_backward() -> bool:
     """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer.

@@ -6,13 +6,11 @@ Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of d
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype, learning, repeat_heads
-from crt_exp.attention.engines.at_once import attend_at_once
+from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
 from crt_exp.attention.engines.chunks import Call, Outputs, Rows
 from crt_exp.attention.engines.generic import chunked_attention, chunked_partial
 from crt_exp.attention.engines.operators import positive_attention, positive_partial
-from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish
-from crt_exp.attention.sequence import sequence_partial
+from crt_exp.attention.partials import DenominatorCount, Partial, check_policy
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import Nested, leaves
@@ -21,7 +19,7 @@ from crt_exp.samplers.noise import precise
 
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
               key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
-              counter: DenominatorCount | None = None, scale: float = 1.0, group=None) -> Tensor:
+              counter: DenominatorCount | None = None, scale: float = 1.0) -> Tensor:
     """Estimates softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d) with values v (B,Hkv,S,dv): (B,H,L,dv).
 
     The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale =
@@ -42,12 +40,6 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     without one a warning says how many there were (on the CPU). `normalize=False` gives the numerator phi_q(x)
     phi_k(y)^T v alone.
 
-    `group`: a process group of torch.distributed, each of whose processes holds a part of one sequence, its queries,
-    keys, values and mask, in the order of ranks; parts may differ in length. Every process gets the outputs of its own
-    queries, as one process would with the whole sequence, and in the backward pass the gradients to its own part. All
-    must give the same noise and parameters, and all must call the backward pass. M (dv + 1) numbers a head travel to
-    each process, whatever the length.
-
     Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU
     only: on other devices the check would wait for the result).
     """
@@ -55,25 +47,13 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, compute_dtype(x, y, v))
     x, y, v = _together(x, y, v, noise, params, causal)
-    positive = isinstance(phi, PositiveExponential) and normalize
     count = counter or DenominatorCount()
-    if group is not None:
-        if learning(noise, params):
-            raise ValueError("rows and parameters that are trained need the whole sequence on one process: leave group "
-                             "(trainer.sequence_parallel) out")
-        rows = sequence_partial(x, y, v, phi, noise, params, causal, key_mask, scale, group, denominator == "clamp")
-        if not positive:
-            count.add(rows)
-        out = finish(rows, denominator, normalize).to(v.dtype)
-    elif positive:
+    if isinstance(phi, PositiveExponential) and normalize:
         out = positive_attention(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         x, y = (x, y) if scale == 1 else (x * scale, y * scale)
         call = Call(phi, noise, params, causal, key_mask, Outputs(denominator, normalize), count)
-        if torch.compiler.is_exporting():
-            out = call.result.of(attend_at_once(x, y, v, call.whole()))[0].to(v.dtype)
-        else:
-            out = chunked_attention(x, y, v, call)
+        out = chunked_attention(x, y, v, call)
     if counter is None and normalize and not torch.compiler.is_compiling():
         count.warn()
     return _apart(out, heads)
@@ -96,8 +76,7 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     else:
         call = Call(phi, noise, params, causal, key_mask, Rows(modulus))
         x, y = x * scale, y * scale
-        exporting = torch.compiler.is_exporting()
-        rows = attend_at_once(x, y, v, call.whole()) if exporting else chunked_partial(x, y, v, call)
+        rows = chunked_partial(x, y, v, call)
     return Partial(*(None if t is None else _apart(t, heads) for t in rows))
 
 

@@ -25,7 +25,6 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.running import Running
-from crt_exp.attention.sequence import Pooled, check_agreed
 from crt_exp.attention.statistics import for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
@@ -62,16 +61,12 @@ class RandomFeatureAttention(Running):
     - a map that looks at the vectors themselves (clusters, AutoRF), whatever the attention: to a sample of those of
       the first `fit_steps` training passes, or of a calibration, once; until then it has its unfitted parameters.
 
-    `group`, an attribute, is None or a process group: each of its processes holds a part of the sequence, as in
-    `attention(group=...)`, and the map is fitted to all parts. It can be neither copied nor pickled: set it afterwards.
-
     Buffers: omega (H, m, d), or one for each of several noises, named after the part that it is of: omega_0, omega_1_0
     (see `FeatureMap.projections`); steps and draws; running and pending statistics where the map is fitted and causal
     or cross, with second moments (key heads, d, d) where it looks at these; those of `FittedOnce` in `clusters`. Saved
     and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
     """
 
-    group = None  # the processes that hold the parts of one sequence: see `attention`
     counts_places = False
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise] | None, m: Nested, heads: int, d: int, *,
@@ -127,7 +122,7 @@ class RandomFeatureAttention(Running):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
         return attention(q, k, v, self.phi, self.noise, self.fitted_params(q, k, key_mask), causal=self.causal,
                          key_mask=key_mask, denominator=self.denominator, normalize=self.normalize, counter=counter,
-                         scale=self.scale, group=self.group)
+                         scale=self.scale)
 
     @property
     def noise(self) -> Nested:
@@ -193,22 +188,13 @@ class RandomFeatureAttention(Running):
             return self.phi.fit(None)
         if self.causal or self.clusters is not None:
             return self._running_params()
-        if self.group is not None:
-            check_agreed(q, k, key_mask, self.group)
         own = not self.cross and q.shape[2] == k.shape[2]
-        stats = self._whole(self._statistics(q, k, key_mask), key_mask) if own else self._without_queries(k, key_mask)
+        stats = self._statistics(q, k, key_mask) if own else self._without_queries(k, key_mask)
         return self._for_query_heads(self.phi.fit(stats))
-
-    def _whole(self, stats: Statistics, key_mask: Tensor | None) -> Statistics:
-        """Those of the whole sequence, where it is split over processes."""
-        if self.group is None:
-            return stats
-        return Statistics(Pooled(stats.x, key_mask, self.group), Pooled(stats.y, key_mask, self.group))
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
         """Of the keys at hand and the queries of earlier batches; those of this call may lie in the future."""
         keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.scale)
-        keys = keys if self.group is None else Pooled(keys, key_mask, self.group)
         queries = Mirrored(keys)
         if self.keeps_statistics:
             queries = EitherMoments(self.running_weight > 0, self._running_moments("x"), queries)

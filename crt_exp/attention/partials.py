@@ -5,8 +5,7 @@ queries and keys. Rows are queries (what each has gathered) or features (the sta
 feature).
 
 Every way to attend to a set of keys gives a Partial: features by any engine (`partial_attention`), an exact block
-(`softmax_partial`), earlier chunks, the keys of another process. `merge` adds them as online softmax does, and `finish`
-divides:
+(`softmax_partial`), earlier chunks. `merge` adds them as online softmax does, and `finish` divides:
 
     near = softmax_partial(x, y[:, :, :n], v[:, :, :n])
     far = partial_attention(x, y[:, :, n:], v[:, :, n:], phi, noise, params)
@@ -162,10 +161,14 @@ def merge(a: Partial | None, b: Partial) -> Partial:
 
 
 def underflowed(parts: list[Partial], seen: Tensor | None) -> bool:
-    """Whether some row that has seen a key has a denominator too small to be trusted.
-    seen (..., R), R rows of all parts."""
+    """Whether some row that has seen a key has a denominator too small to be trusted."""
+    return not holds(~small_denominators(parts, seen))
+
+
+def small_denominators(parts: list[Partial], seen: Tensor | None) -> Tensor:
+    """Which rows (..., R, 1) of all parts have seen a key and a denominator too small to be trusted. seen (..., R)."""
     small = torch.cat([p.denominator.detach() for p in parts], -2).abs() < TINY
-    return not holds(~(small if seen is None else small & seen[..., None]))
+    return small if seen is None else small & seen[..., None]
 
 
 def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:

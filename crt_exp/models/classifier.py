@@ -6,7 +6,6 @@ Legend: B sequences, L symbols, d.
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.sequence import summed
 from crt_exp.models.language import LanguageDescription, SequenceModel
 from crt_exp.swap.swap import LayerMaker
 
@@ -14,34 +13,26 @@ from crt_exp.swap.swap import LayerMaker
 class Classifier(SequenceModel):
     """Logits of classes. together: 1, or 2 for pairs of sequences, which the same model reads one by one and which the
     head compares: [a, b, a b, a - b], as the Long Range Arena does.
-
-    group: None, or the processes that each read a part of every sequence.
     """
 
     def __init__(self, description: LanguageDescription, classes: int, make: LayerMaker, checkpointing: bool = False,
                  together: int = 1):
         super().__init__(description, make, checkpointing)
-        d, self.together, self.group = description.sizes["d"], together, None
+        d, self.together = description.sizes["d"], together
         self.head = nn.Sequential(nn.Linear(d if together == 1 else 4 * d, d), nn.GELU(), nn.Linear(d, classes))
         self.begin_small()
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, start: int = 0) -> Tensor:
-        """tokens (B, L) -> (B / together, classes). key_mask (B, L), True = keep; start: as of the language model."""
-        pooled = self.pooled(self.norm(self.states(tokens, key_mask, start=start)), key_mask)
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """tokens (B, L) -> (B / together, classes). key_mask (B, L), True = keep."""
+        pooled = self.pooled(self.norm(self.states(tokens, key_mask)), key_mask)
         if self.together == 2:
             a, b = pooled.unflatten(0, (-1, 2)).unbind(1)
             pooled = torch.cat([a, b, a * b, a - b], -1)
         return self.head(pooled)
-
-    def split_over(self, group) -> None:
-        super().split_over(group)
-        self.group = group
 
     def pooled(self, states: Tensor, key_mask: Tensor | None) -> Tensor:
         """The mean of the states (B, L, d) that are kept: (B, d)."""
         if key_mask is None:
             key_mask = states.new_ones(states.shape[:2], dtype=torch.bool)
         sums = torch.where(key_mask[..., None], states, 0.0).sum(1)
-        sums = torch.cat([sums, key_mask.sum(1, keepdim=True).to(sums)], -1)
-        sums = sums if self.group is None else summed(sums, self.group)
-        return sums[:, :-1] / sums[:, -1:].clamp(min=1)
+        return sums / key_mask.sum(1, keepdim=True).to(sums).clamp(min=1)

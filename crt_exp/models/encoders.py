@@ -190,7 +190,7 @@ def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
 
 @contextmanager
 def quiet():
-    """Without the libraries' words on new weights (`check_complete` judges them), on a swap that the folder holds, and
+    """Without the libraries' words on new weights (`check_complete` judges them), on the noise of a swap, and on
     repeated attempts to reach the hub."""
     from transformers.utils import logging
 
@@ -200,8 +200,7 @@ def quiet():
     logging.disable_progress_bar()
     hub.setLevel(ERROR)
     try:
-        with record.by_hand():
-            yield
+        yield
     finally:
         logging.set_verbosity(levels[0])
         hub.setLevel(levels[1])

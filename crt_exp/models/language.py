@@ -102,23 +102,17 @@ class SequenceModel(nn.Module):
         for embedding in filter(None, (self.symbol, self.place)):
             nn.init.normal_(embedding.weight, std=0.02)  # GPT-2's: tied logits begin near 0
 
-    def states(self, tokens: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None,
-               start: int = 0) -> Tensor:
+    def states(self, tokens: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None) -> Tensor:
         """tokens (B, L) -> (B, L, d), before the last norm. key_mask (B, L), True = keep. pasts: of `begin`.
-        start: the position of the first token where there are no pasts.
 
         Raises ValueError for more tokens than there are learned positions.
         """
-        start = pasts[0].length if pasts else start
+        start = pasts[0].length if pasts else 0
         x = self.symbol(tokens)
         if self.place is not None:
             self._check_length(start + tokens.shape[1])
             x = x + self.place(torch.arange(start, start + tokens.shape[1], device=tokens.device))
-        return self.body(self.dropout(x), key_mask, pasts, start)
-
-    def split_over(self, group) -> None:
-        """From now on each process of the group gives a part of every sequence. Raises ConfigError."""
-        self.body.split_over(group)
+        return self.body(self.dropout(x), key_mask, pasts)
 
     def _check_length(self, length: int) -> None:
         most = self.description.length
@@ -138,14 +132,13 @@ class LanguageModel(SequenceModel):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None, chosen: Tensor | None = None,
-                pasts: Sequence | None = None, start: int = 0) -> Tensor:
+                pasts: Sequence | None = None) -> Tensor:
         """tokens (B, L) -> logits (B, L, V), or (n, V) of the n places that `chosen` (B, L) names, row by row.
 
-        key_mask (B, L), True = keep: what is padding; at its places the logits mean nothing. pasts: of `begin`. start:
-        of the first token, where the model is given a part of a sequence. Raises ValueError for more tokens than there
-        are learned positions.
+        key_mask (B, L), True = keep: what is padding; at its places the logits mean nothing. pasts: of `begin`. Raises
+        ValueError for more tokens than there are learned positions.
         """
-        x = self.states(tokens, key_mask, pasts, start)
+        x = self.states(tokens, key_mask, pasts)
         return self.head(self.norm(x if chosen is None else x[chosen]))
 
     def begin(self, window: int | None = None) -> list:

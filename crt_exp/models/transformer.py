@@ -6,9 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention import RandomFeatureAttention
-from crt_exp.attention.baselines import Identity, KeysPast
-from crt_exp.config import ConfigError
+from crt_exp.attention.baselines import KeysPast
 from crt_exp.swap.swap import LayerMaker
 
 
@@ -58,13 +56,6 @@ class TransformerBlock(nn.Module):
         return x + self.dropout(self.ffn(self.norm2(x)))
 
 
-def check_splits(attention: nn.Module) -> None:
-    """Raises ConfigError for attention that needs a whole sequence on one process."""
-    if not isinstance(attention, (RandomFeatureAttention, Identity)):
-        raise ConfigError(f"{type(attention).__name__} attention needs all keys of a sequence on one process: with "
-                          "trainer.sequence_parallel choose random features, such as attention=favorpp")
-
-
 class Transformer(nn.Module):
     """`layers` blocks of width `dim`; (B, L, dim) -> (B, L, dim).
 
@@ -82,25 +73,15 @@ class Transformer(nn.Module):
         self.rotary = Rotary(dim // heads) if rotary else None
         self.checkpointing = checkpointing
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None,
-                start: int = 0) -> Tensor:
-        """key_mask (B, L), True = keep. pasts: of `begin`, which these tokens then belong to; without gradient. start:
-        the position of the first token where there are no pasts."""
+    def forward(self, x: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None) -> Tensor:
+        """key_mask (B, L), True = keep. pasts: of `begin`, which these tokens then belong to; without gradient."""
         if pasts and key_mask is not None:
             raise ValueError("symbol by symbol there is no padding: give sequences of one length, without key_mask")
-        turn = self.rotary and self.rotary(pasts[0].length if pasts else start, x.shape[1])
+        turn = self.rotary and self.rotary(pasts[0].length if pasts else 0, x.shape[1])
         again = self.checkpointing and not pasts and torch.is_grad_enabled()
         for block, past in zip(self.blocks, pasts or [None] * len(self.blocks)):
             x = checkpoint(block, x, key_mask, turn, use_reentrant=False) if again else block(x, key_mask, turn, past)
         return x
-
-    def split_over(self, group) -> None:
-        """From now on each process of the group gives a part of every sequence. Raises ConfigError for attention that
-        cannot be had in parts."""
-        for block in self.blocks:
-            check_splits(block.attention)
-            if isinstance(block.attention, RandomFeatureAttention):
-                block.attention.group = group
 
     def begin(self, window: int | None = None) -> list:
         """What each attention remembers before the first token, to decode with; causal attention alone.

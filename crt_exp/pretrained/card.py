@@ -22,7 +22,7 @@ tags: [crt_exp, linear-attention]
 
 {fidelity}
 
-Load it as it was saved; `from_pretrained` alone gives its weights exact attention, and warns:
+Load it as it was saved; `from_pretrained` alone gives its weights exact attention:
 
 ```python
 import crt_exp
@@ -46,11 +46,11 @@ def card(model: nn.Module, folder: str | Path | None = None, *, advice: Any = No
     advice: what `crt_exp.advise` returned for this model, whose table of losses and times then stands in the card.
     Raises ValueError where nothing is swapped, and where that folder has a README.md.
     """
-    holders = [holder for holder in record.holders(model) if record.get_record(holder)]
+    holders = [holder for holder in record.holders(model) if record.is_swapped(holder)]
     if not holders:
         raise ValueError(f"this {type(model).__name__} has no swapped attention that its configuration records: call "
-                         "swap_attention on a model of transformers or diffusers")
-    saved, kind = record.get_record(holders[0]), type(holders[0]).__name__
+                         "swap_attention on a model of transformers")
+    saved, kind = record.record_of(holders[0]), type(holders[0]).__name__
     parts = [_fidelity(model), *([] if advice is None else [advice.markdown()])]
     library = type(holders[0]).__module__.partition(".")[0]
     text = CARD.format(title=Path(folder).name if folder else kind, kind=kind, version=__version__, library=library,

@@ -22,9 +22,9 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     """The model that save_pretrained wrote to a folder (or to a repository of the hub) after `swap_attention`, with the
     same attention in the same layers, bit for bit: noise and statistics are those of its weights.
 
-    auto: the class to load, such as AutoModelForCausalLM, or a model of diffusers. options: what its from_pretrained
-    takes. The noise has the number format of the saved weights where that is the model's. A fetched model, such as
-    "models/smollm2-135m", comes as it was published, with the attention of `attn_implementation`.
+    auto: the class to load, such as AutoModelForCausalLM. options: what its from_pretrained takes. The noise has the
+    number format of the saved weights where that is the model's. A fetched model, such as "models/smollm2-135m", comes
+    as it was published.
 
     Raises ValueError where the folder holds no swapped model, where it was saved with a mechanism that its names do not
     rebuild, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
@@ -37,20 +37,20 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     published = fetched(folder)
     if published is not None:
         return auto.from_pretrained(published, **options)
-    local = _record_in(Path(folder) / (options.get("subfolder") or ""))  # read before other code reads that file
+    _check_config(Path(folder) / (options.get("subfolder") or ""))
     model = _loaded(auto, folder, options)
     saved = record.taken(model)
-    saved = local if saved is None else saved
     if saved is None:
         raise ValueError(f"{folder}: its config.json has no {record.KEY}, so it holds no swapped model: load it by "
                          f"{getattr(auto, '__name__', auto)}.from_pretrained, then call swap_attention")
     note_choice(model, options)
-    return bring_back(model, saved, folder, **fetching_of(options))
+    return _bring_back(model, saved, folder, {key: options[key] for key in FETCHING if key in options})
 
 
-def fetching_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of from_pretrained that say where its weights come from."""
-    return {key: options[key] for key in FETCHING if key in options}
+def _check_config(folder: Path) -> None:
+    """Raises ConfigError for a config.json that is none, before other code reads that file."""
+    if (file := folder / "config.json").is_file():
+        json_object(file)
 
 
 def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Module:
@@ -58,7 +58,7 @@ def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Modul
     finds = hasattr(auto, "_model_mapping")
     safely = {"trust_remote_code": False} if finds else {}
     try:
-        with record.by_hand(), record.ignoring_buffers(auto, hasattr(auto, "_keys_to_ignore_on_load_unexpected")):
+        with record.ignoring_buffers(_found(auto, folder, safely | options) if finds else auto):
             return auto.from_pretrained(folder, **(safely | options))
     except RecursionError:
         raise too_deep(f"{folder}, config.json") from None
@@ -70,8 +70,18 @@ def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Modul
                           "trust_remote_code=True") from None
 
 
-def bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, **fetching: Any) -> nn.Module:
-    """Swaps the attention of a model, which has its own, as `saved` says."""
+def _found(auto: type, folder: str | Path, options: dict[str, Any]) -> type:
+    """The class that one such as AutoModelForCausalLM finds for this folder."""
+    from transformers import AutoConfig, PreTrainedModel
+
+    wanted = {key: options[key] for key in ("trust_remote_code", *FETCHING) if key in options}
+    config = options.get("config") or AutoConfig.from_pretrained(folder, **wanted)
+    kind = auto._model_mapping.get(type(config), PreTrainedModel)
+    return kind[0] if isinstance(kind, tuple) else kind
+
+
+def _bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, fetching: dict[str, Any]) -> nn.Module:
+    """Swaps the attention of a model, which has its own, as `saved` says. fetching: where its weights come from."""
     mechanisms = [_mechanism(each, folder) for each in record.checked(saved, folder)["mechanisms"]]
     files = weights_of(folder, **fetching)
     _check_rows(mechanisms, files, folder)
@@ -120,7 +130,3 @@ def _chosen(model: nn.Module, saved: dict[str, Any], folder: str | Path) -> dict
     return chosen
 
 
-def _record_in(folder: Path) -> dict[str, Any] | None:
-    """Of a configuration that drops keys which its class does not know, as those of diffusers do."""
-    file = folder / "config.json"
-    return json_object(file).get(record.KEY) if file.is_file() else None

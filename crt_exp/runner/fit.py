@@ -127,16 +127,12 @@ def measures_whole(cfg, mechanism) -> bool:
 
 def check_training(cfg, task, mechanism) -> None:
     """What can be known before the processes of a run start: each of them would find the same."""
-    from crt_exp.models.transformer import check_splits
     from crt_exp.runner.trainer import planned_steps
     from crt_exp.runner.trainer_config import check_processes
 
     config = instantiate(cfg.trainer, _convert_="all")
     processes = world_size() if inside_torchrun() else config.processes or 1
     check_processes(config, processes)
-    if config.sequence_parallel > 1:
-        task.check_split(config.sequence_parallel)
-        check_splits(mechanism.layer(2, 8))
     if config.strategy == "fsdp" and processes > 1:
         task.check_shards()
     if config.adapt:

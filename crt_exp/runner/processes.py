@@ -59,11 +59,9 @@ class World:
     """The processes of a run, set up by accelerate from the environment that torchrun made; close it at the end.
 
     precision: no, bf16 or fp16; cpu: use no accelerator even where there is one; unused: DDP's find_unused_parameters.
-    parts: processes that hold parts of the same sequences: this one has part `place`, `group` is theirs, and it is
-    `reader` of `readers` that read different rows.
     """
 
-    def __init__(self, precision: str = "no", cpu: bool = False, unused: bool = False, parts: int = 1):
+    def __init__(self, precision: str = "no", cpu: bool = False, unused: bool = False):
         import torch
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
@@ -73,16 +71,6 @@ class World:
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.device = self.accelerator.device
         self.main = self.rank == 0
-        self.parts, self.place = parts, self.rank % parts
-        self.reader, self.readers = self.rank // parts, self.size // parts
-        self.group = self._sequence_group() if parts > 1 else None
-
-    def _sequence_group(self):
-        """Of its own: what travels in it never comes between the gradients, which DDP sends."""
-        import torch.distributed as dist
-
-        ranks = range(0, self.size, self.parts)
-        return [dist.new_group(range(first, first + self.parts)) for first in ranks][self.reader]
 
     def broadcast(self, value: Any) -> Any:
         """What the first process passed, on all of them."""

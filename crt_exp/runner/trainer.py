@@ -38,7 +38,7 @@ from crt_exp.tasks.base import Plan, Reader, Task
 
 def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
     """Steps of an epoch (None: streamed) and of the run. Raises ConfigError where task and config disagree."""
-    plan = Plan(config.batch, config.accumulate, world=config.readers(processes))
+    plan = Plan(config.batch, config.accumulate, world=processes)
     rows, per_epoch = task.length("train"), task.epoch_steps(plan)
     if per_epoch is None and rows is not None:
         per_epoch = rows // config.batch
@@ -81,8 +81,6 @@ class Trainer:
         self.adapters = lightened(self.module, config)
         self.sharded = config.strategy == "fsdp" and self.world.size > 1
         self.module.to(self.world.device)
-        if self.world.group is not None:
-            self.task.split_model(self.module, self.world.group)
         if self.sharded:
             self.model = shard(self.module, config.precision)
         self.optimizer = make_optimizer(self.module, config.optimizer, config.lr, config.betas, config.eps,
@@ -190,12 +188,9 @@ class Trainer:
     def _open(self) -> Iterator[Any]:
         from accelerate.utils import send_to_device
 
-        p, config = self.progress, self.config
-        world = self.world
-        plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, world.reader, world.readers)
+        p, config, world = self.progress, self.config, self.world
+        plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, world.rank, world.size)
         batches = self.task.batches("train", plan)
-        if world.parts > 1:
-            batches = (self.task.part(batch, world.place, world.parts) for batch in batches)
         return read_ahead((send_to_device(b, self.world.device, non_blocking=True) for b in batches), config.prefetch)
 
     @contextmanager
@@ -347,14 +342,13 @@ class Trainer:
         """The task's metrics of a split (null: not finite); leaves the generators as they were."""
         config, kept = self.config, rng_state()
         world = self.world
-        ranks = (0, 1) if self.sharded else (world.reader, world.readers)  # sharded models must run in step
-        batch = config.eval_batch or config.batch // (world.readers * config.accumulate)
+        ranks = (0, 1) if self.sharded else (world.rank, world.size)  # sharded models must run in step
+        batch = config.eval_batch or config.batch // (world.size * config.accumulate)
         self._check_parameters(split)
         self.module.eval()
         try:
             with self._interruptible(), torch.no_grad(), self._autocast():
-                reader = Reader(self.task, batch, self.seed, world.device, *ranks, world.place, world.parts,
-                                self.line.evaluating)
+                reader = Reader(self.task, batch, self.seed, world.device, *ranks, self.line.evaluating)
                 result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,

@@ -54,7 +54,6 @@ class TrainerConfig:
     adapt: Literal["lora"] | None
     lora: Lora
     freeze: Sequence[str]
-    sequence_parallel: Count = 1
 
     def __post_init__(self):
         if self.precision is False:  # what YAML makes of an unquoted no
@@ -66,25 +65,13 @@ class TrainerConfig:
             if self.strategy == "fsdp":
                 raise ConfigError("trainer.adapt = lora trains few parameters, which every process holds whole: leave "
                                   "trainer=fsdp out")
-        if self.sequence_parallel > 1 and (self.strategy == "fsdp" or self.compile):
-            raise ConfigError(f"trainer.sequence_parallel = {self.sequence_parallel} goes neither with trainer=fsdp "
-                              "nor with trainer.compile=true")
-
-    def readers(self, processes: int) -> int:
-        """How many different rows are read at once: those who hold parts of one sequence read the same."""
-        return processes // self.sequence_parallel
 
 
 def check_processes(config: TrainerConfig, processes: int) -> None:
     """Raises ConfigError where batch, precision and GPUs do not suffice for so many processes."""
-    if processes % config.sequence_parallel:
-        raise ConfigError(f"trainer.sequence_parallel = {config.sequence_parallel}: {processes} processes do not make "
-                          f"groups of so many; start a multiple of them, such as trainer.processes="
-                          f"{config.sequence_parallel}")
-    readers = config.readers(processes)
-    parts = readers * config.accumulate
+    parts = processes * config.accumulate
     if config.batch % parts:
-        raise ConfigError(f"trainer.batch = {config.batch} does not divide over {readers} processes x "
+        raise ConfigError(f"trainer.batch = {config.batch} does not divide over {processes} processes x "
                           f"{config.accumulate} micro-batches: choose a multiple of {parts}")
     gpus = 0 if config.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
     if config.precision == "fp16" and not gpus:
@@ -105,6 +92,6 @@ def start_world(config: TrainerConfig) -> World:
     """Sets up the processes. Raises ConfigError where batch, precision and processes do not go together."""
     check_processes(config, world_size())
     try:
-        return World(config.precision, config.cpu, config.find_unused_parameters, config.sequence_parallel)
+        return World(config.precision, config.cpu, config.find_unused_parameters)
     except ValueError as error:  # accelerate's words for a precision that the device lacks
         raise ConfigError(f"trainer.precision = {config.precision}: {error}") from None

@@ -1,8 +1,7 @@
 """How each library calls its attention, and how a call reaches the `swapped` submodule instead.
 
 Hugging Face modules stay as they are: a registered attention function looks for the submodule. timm's Attention and
-torch's MultiheadAttention change their class in place, so that parameters, hooks and references to them stay. Those of
-diffusers get another processor.
+torch's MultiheadAttention change their class in place, so that parameters, hooks and references to them stay.
 """
 
 import inspect
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.swap.call import as_keep, attend, known_true
-from crt_exp.swap.diffusion import is_self_attention, sizes_of
 from crt_exp.swap.timm_attention import TIMM, swapped_timm
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
@@ -106,6 +104,16 @@ def register() -> None:
     for implementation, name in AS_BEFORE.items():
         AttentionInterface.register(name, interface_attention)
         AttentionMaskInterface.register(name, AttentionMaskInterface()[implementation])
+
+
+class Registered:
+    """Held by a swapped module: whoever unpickles one has our functions in transformers' tables."""
+
+    def __init__(self):
+        register()
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return Registered, ()
 
 
 def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
@@ -274,13 +282,10 @@ def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
 
 
 def family(module: nn.Module) -> str | None:
-    """Which of the families an attention module belongs to: "torch", "timm", "diffusers", "hf",
-    or None."""
+    """Which of the families an attention module belongs to: "torch", "timm", "hf", or None."""
     swapped = swapped_class(module)
     if swapped is not None:
         return "torch" if swapped is SwappedMultiheadAttention else "timm"
-    if is_self_attention(module):
-        return "diffusers"
     return "hf" if uses_interface(type(module)) or "swapped" in module._modules else None
 
 
@@ -327,9 +332,6 @@ def sizes(module: nn.Module, path: str) -> HeadSizes:
     if kind == "timm":
         d = module.head_dim if hasattr(module, "head_dim") else module.qkv.out_features // (3 * module.num_heads)
         return HeadSizes(module.num_heads, d, getattr(module, "num_kv_heads", module.num_heads), False, module.scale)
-    if kind == "diffusers":
-        heads, d, scaling = sizes_of(module)
-        return HeadSizes(heads, d, heads, False, scaling)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads

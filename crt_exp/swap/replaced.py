@@ -1,7 +1,7 @@
 """Whether a call of a swapped attention module still comes to its `swapped`.
 
-Libraries have ways of their own to set how a module computes: processors of diffusers, `_attn_implementation` of
-transformers, another forward pass in the place of a class's. After a swap each of them brings exact attention back,
+Libraries have ways of their own to set how a module computes: `_attn_implementation` of transformers, another forward
+pass in the place of a class's. After a swap each of them brings exact attention back,
 while the configuration says that the model is swapped. Hooks of the attention module notice it at its next call: these
 are called where hooks of the model would not be, by wrappers and pipelines that hold a part of it.
 """
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from crt_exp.swap import families
-from crt_exp.swap.diffusion import LinearProcessor
 from crt_exp.swap.timm_attention import SwappedTimmAttention
 
 CLASSES = (families.SwappedMultiheadAttention, SwappedTimmAttention)
@@ -57,9 +56,6 @@ def replaced(module: nn.Module) -> str | None:
     if hasattr(module, "unswapped_class"):
         kind = type(module)
         return None if issubclass(kind, CLASSES) else f"its class is now {kind.__name__}"
-    if hasattr(module, "unswapped_processor"):
-        kind = type(module.processor)
-        return None if issubclass(kind, LinearProcessor) else f"its processor is now {kind.__name__}"
     if not families.is_ours(module.config):
         return f"its config._attn_implementation is now {module.config._attn_implementation!r}"
     return None

@@ -2,7 +2,7 @@
 
 Every swapped attention module gets one submodule, `swapped`, that holds noise and statistics: checkpoint keys stay, and
 these buffers are added to them. Families: Hugging Face models on the attention interface, timm's Attention,
-torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Conformer), self-attention of diffusers.
+torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Conformer).
 """
 
 import copy
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crt_exp.swap import diffusion, families
+from crt_exp.swap import families
 from crt_exp.swap import record as configured
 from crt_exp.swap.buffers import moved, place_of, restore
 from crt_exp.swap.replaced import unwatch, watch
@@ -60,10 +60,9 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
         swap_cache.uninstall(model)
     for module in swapped:
-        if families.family(module) == "diffusers":
-            diffusion.take(module)
         unwatch(module)
         del module.swapped
+        module.__dict__.pop("swap_interface", None)
         if "unswapped_class" in module.__dict__:
             module.__class__ = module.__dict__.pop("unswapped_class")
     for part in model.modules():
@@ -97,8 +96,7 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     others = families.others(model)
     hint = f"; what it has is of other kinds: {_names(others)}" if others else ""
     raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on "
-                     "the attention interface, timm's Attention, torch.nn.MultiheadAttention and self-attention of "
-                     f"diffusers can be{hint}")
+                     f"the attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
 
 
 def _warn_of_others(model: nn.Module) -> None:
@@ -196,18 +194,11 @@ def _check_cross(model: nn.Module, modules: list[tuple[str, nn.Module]], states:
                          f"{[i for i in states if i not in crossing]}")
 
 
-def swap_module(module: nn.Module, maker: LayerMaker, name: str, i: int, record: dict[str, Any]) -> None:
-    """One attention module by itself, as layer i of a model that is still being built."""
-    state = _state(maker, name, i, f"layer {i}", module, None)
-    state.record = record | {"causal": None}
-    _attach(module, state)
-
-
 def _attach(module: nn.Module, state: nn.Module) -> None:
     swapped = families.swapped_class(module)
     module.swapped = state
-    if families.family(module) == "diffusers":
-        diffusion.put(module)
+    if families.family(module) == "hf":
+        module.__dict__["swap_interface"] = families.Registered()
     if swapped is not None and type(module) is not swapped:
         module.__dict__.setdefault("unswapped_class", type(module))
         module.__class__ = swapped
@@ -233,7 +224,6 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
     """
     from crt_exp.swap import cache as swap_cache
 
-    families.register()
     own_configurations(model)
     read = {id(module.config): module.config for module in swapped if families.family(module) == "hf"}
     before = [(config, config._attn_implementation) for config in read.values() if not families.is_ours(config)]

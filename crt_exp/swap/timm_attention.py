@@ -1,4 +1,4 @@
-"""timm's attention with a linear one in its place, and the class that `timm.create_model(attn_layer=...)` takes."""
+"""timm's attention with a linear one in its place."""
 
 import torch
 import torch.nn.functional as F

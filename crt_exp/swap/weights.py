@@ -9,7 +9,7 @@ from torch import nn
 from crt_exp.stored import json_object
 from crt_exp.swap.buffers import largest_dimension
 
-NAMES = "model.safetensors", "diffusion_pytorch_model.safetensors"  # of transformers, of diffusers
+NAME = "model.safetensors"
 CHOOSING = ("variant", "subfolder", "use_safetensors")   # options of from_pretrained that say which of a folder's files
 
 
@@ -21,28 +21,24 @@ def weights_of(source: str | Path, variant: str | None = None, use_safetensors: 
         return []
     folder = Path(source) / (fetching.get("subfolder") or "")
     if folder.is_dir():
-        return next(filter(None, (_in_folder(folder, name, variant) for name in NAMES)), [])
+        return _files(lambda file: folder / file if (folder / file).is_file() else None, variant)
     from transformers.utils import cached_file
 
     fetch = partial(cached_file, str(source), _raise_exceptions_for_missing_entries=False, **fetching)
-    return _files(fetch, NAMES[0], variant)
+    return _files(fetch, variant)
 
 
-def _in_folder(folder: Path, name: str, variant: str | None) -> list[Path]:
-    return _files(lambda file: folder / file if (folder / file).is_file() else None, name, variant)
-
-
-def _files(fetch, name: str, variant: str | None) -> list[Path]:
+def _files(fetch, variant: str | None) -> list[Path]:
     """The whole file, or those that its index names, as the libraries look for them."""
-    whole = fetch(with_variant(name, variant))
+    whole = fetch(_with_variant(NAME, variant))
     if whole is not None:
         return [Path(whole)]
-    index = fetch(with_variant(f"{name}.index.json", variant))
+    index = fetch(_with_variant(f"{NAME}.index.json", variant))
     shards = [] if index is None else sorted(set(json_object(Path(index))["weight_map"].values()))
     return [Path(file) for shard in shards if (file := fetch(Path(shard).name)) is not None]
 
 
-def with_variant(name: str, variant: str | None) -> str:
+def _with_variant(name: str, variant: str | None) -> str:
     stem, _, ending = name.rpartition(".")
     return name if variant is None else f"{stem}.{variant}.{ending}"
 
@@ -53,14 +49,14 @@ def note_choice(model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def own_weights(model: nn.Module) -> tuple[list[Path], Path]:
-    """Those of the folder that a model of transformers or diffusers was loaded from, and this folder. Raises ValueError
-    where several files hold noise and it is not known which are its own."""
+    """Those of the folder that a model of transformers was loaded from, and this folder. Raises ValueError where
+    several files hold noise and it is not known which are its own."""
     source = getattr(getattr(model, "config", None), "_name_or_path", None) or ""
     folder = Path(source if isinstance(source, str) else "")
     if not folder.name or not folder.is_dir():
         return [], folder
     files = weights_of(folder, **model.__dict__.get("loaded_with", {}))
-    if "loaded_with" not in model.__dict__:   # loaded before this package was imported
+    if "loaded_with" not in model.__dict__:   # loaded by transformers alone
         _refuse_several(model, files, folder)
     return files, folder
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from crt_exp.config import ConfigError
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
 
@@ -60,23 +59,11 @@ class Task(Protocol):
         task.text and task.init name is known without (runner/inputs.py). A run that goes on must read the same."""
         return ()
 
-    def check_split(self, parts: int) -> None:
-        """Raises ConfigError where the sequences cannot be split over so many processes (trainer.sequence_parallel)."""
-        raise ConfigError(f"trainer.sequence_parallel = {parts}: task={type(self).__name__.lower()} has no sequences "
-                          "that could be split over processes; leave it out")
-
     def check_shards(self) -> None:
         """Raises ConfigError where a step needs whole weights and cannot have them split (trainer=fsdp)."""
 
     def check_adapters(self) -> None:
         """Raises ConfigError where the task does not go with weights that stay as they are (trainer.adapt)."""
-
-    def split_model(self, model: nn.Module, group: Any) -> None:
-        """Tells the model that each process of a group holds a part of every sequence."""
-
-    def part(self, batch: Batch, place: int, parts: int) -> Batch:
-        """What one of the processes of such a group reads of a micro-batch."""
-        return batch
 
     def epoch_steps(self, plan: Plan) -> int | None:
         """Optimiser steps of an epoch where micro-batches are not a fixed number of rows: `plan.steps(costs, budget)`
@@ -135,15 +122,13 @@ def _shown(value: float | None) -> str:
 class Reader:
     """What `Task.evaluate` reads: this process's share of a split on the device, and sums over all processes.
 
-    The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`. place, parts:
-    which part of each sequence this process reads, of how many. told: is called before each micro-batch with the split,
-    how many were read, and of how many (None: of a stream).
+    The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`. told: is called
+    before each micro-batch with the split, how many were read, and of how many (None: of a stream).
     """
 
     def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
-                 world: int = 1, place: int = 0, parts: int = 1,
-                 told: Callable[[str, int, int | None], None] | None = None):
-        self.task, self.device, self.place, self.parts, self.told = task, torch.device(device), place, parts, told
+                 world: int = 1, told: Callable[[str, int, int | None], None] | None = None):
+        self.task, self.device, self.told = task, torch.device(device), told
         self.plan = Plan(batch, seed=seed, rank=rank, world=world)
 
     def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
@@ -156,7 +141,6 @@ class Reader:
         for read, item in enumerate(self.task.batches(split, plan)):
             if self.told:
                 self.told(split, read, whole)
-            item = item if self.parts == 1 else self.task.part(item, self.place, self.parts)
             yield send_to_device(item, self.device, non_blocking=True)
 
     def sum(self, *values: Any) -> list[float]:
@@ -169,9 +153,8 @@ class Reader:
         return [row for part in self._all(rows) for row in part]
 
     def _all(self, mine: Any) -> list:
-        processes = self.plan.world * self.parts
-        if processes == 1:
+        if self.plan.world == 1:
             return [mine]
-        parts = [None] * processes
+        parts = [None] * self.plan.world
         torch.distributed.all_gather_object(parts, mine)
         return parts

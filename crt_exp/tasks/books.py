@@ -81,7 +81,7 @@ class Books(SymbolTask):
     ours = "a run of task=books with the same tokenizer (task.tokenizer=null takes that of the run)"
 
     def __post_init__(self):
-        self.row_length, self.causal = self.max_length, self.direction == "unidirectional"
+        self.causal = self.direction == "unidirectional"
         self.check_direction()
         self.load()
         sources = self.sources()

@@ -41,7 +41,7 @@ class Recall(SymbolTask):
     causal, length_option, ours = True, "block", "a run of task=recall of as many symbols"
 
     def __post_init__(self):
-        self.row_length, self.predictable = self.block, self.symbols
+        self.predictable = self.symbols
         self.asked = self.pairs if self.queries is None else self.queries
         if self.pairs > self.symbols:
             raise ConfigError(f"task.pairs = {self.pairs}: there are task.symbols = {self.symbols} keys")

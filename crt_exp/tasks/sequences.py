@@ -36,34 +36,12 @@ class SequenceTask(Task):
     dropout: Dropout
     checkpointing: bool
 
-    # the option that says how many tokens the longest row has, which are `row_length`
+    # the option that says how many tokens the longest row has
     length_option = "max_length"
 
     def new_description(self, symbols: int, length: int, causal: bool, tied: bool = True) -> LanguageDescription:
         sizes = language.sizes_of(self.preset or "tiny", self.sizes, "task.sizes")
         return LanguageDescription(symbols, length, sizes, causal, self.positions or "learned", tied, self.dropout)
-
-    # ---- rows that are split over processes
-
-    def check_split(self, parts: int) -> None:
-        if self.row_length % parts:
-            raise ConfigError(f"trainer.sequence_parallel = {parts} processes do not divide rows of {self.row_length} "
-                              f"tokens: choose a task.{self.length_option} that makes a multiple of {parts}")
-
-    def split_model(self, model: nn.Module, group: Any) -> None:
-        model.split_over(group)
-
-    def part(self, batch: Batch, place: int, parts: int) -> Batch:
-        """Consecutive tokens, as many on each process, and `start`, the position of the first."""
-        length = batch["tokens"].shape[1]
-        size = -(-length // parts)
-        whole, here = dict(batch), slice(place * size, (place + 1) * size)
-        if length % parts:
-            whole.setdefault("key_mask", torch.ones_like(batch["tokens"], dtype=torch.bool))
-        fill = {"tokens": 0, "key_mask": False, "labels": IGNORED}
-        cut = {key: F.pad(t, (0, size * parts - length), value=fill[key])[:, here] for key, t in whole.items()
-               if t.ndim == 2}
-        return whole | cut | {"start": place * size}
 
 
 @dataclass(eq=False)

@@ -56,7 +56,6 @@ class TrEMBL(SymbolTask):
 
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
-        self.row_length = self.max_length
         self.load()
         self.describe(protein.TOKENS, self.max_length, VOCABULARY)
         self.masking = protein.masking(self.share)

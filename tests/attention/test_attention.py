@@ -8,7 +8,7 @@ from maps import HYBRID, MAPS, independent
 
 from crt_exp import samplers
 from crt_exp.attention import DecodingState, DenominatorCount, attention, attention_reference, softmax_attention
-from crt_exp.attention.engines import chunks, closed_form, flash
+from crt_exp.attention.engines import chunks, closed_form
 from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, PoisRF, PosRF, TrigRF
 from crt_exp.nested import leaves, mapped, shared
 from crt_exp.samplers.noise import precise
@@ -36,29 +36,6 @@ def test_scale_multiplies_queries_and_keys(phi, small_chunks):
         assert_same(case.with_grads(causal=is_causal, scale=root), case.with_grads(scaled, causal=is_causal))
         assert_same(case.with_grads(causal=is_causal, scale=root),
                     case.with_grads(attention_reference, causal=is_causal, scale=root))
-
-
-FUSED = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-
-
-@pytest.mark.parametrize("phi, dtype, shape", in_turn([m for m in CLOSED if m.kernel == "softmax"], FUSED, SHAPES,
-                                                      each=5), ids=repr)
-def test_two_fused_softmax_attentions(phi, shape, dtype, monkeypatch):
-    """The engine of GPUs, on the CPU's kernels: outputs and gradients."""
-    case = Case(phi, **SHAPES[shape] | {"d": 16, "dv": 8, "m": 12}, dtype=dtype)
-    expected = case.with_grads(attention_reference)
-    monkeypatch.setattr(flash, "applies", lambda x, y, v: True)
-    assert_same(case.with_grads(), expected, FUSED[dtype])
-
-
-def test_fused_softmax_attentions_without_keys(monkeypatch):
-    monkeypatch.setattr(flash, "applies", lambda x, y, v: True)
-    case = Case(OPRF(), B=2, dtype=torch.float32)
-    case.mask = torch.tensor([[False], [True]]).expand(2, 11).clone()
-    with torch.no_grad():
-        case.y[0], case.v[0] = torch.nan, torch.nan
-    out, *grads = case.with_grads()
-    assert (out[0] == 0).all() and all(g.isfinite().all() and (g[0] == 0).all() for g in grads)
 
 
 @pytest.mark.parametrize("phi, is_causal", in_turn(MAPS + HYBRID, [False, True]), ids=repr)

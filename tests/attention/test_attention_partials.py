@@ -16,7 +16,6 @@ from crt_exp.attention import (
     partial_attention,
     softmax_partial,
 )
-from crt_exp.attention.engines import flash
 from crt_exp.features import OPRF, GeomRF, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -78,18 +77,6 @@ def test_log_sums_in_single_precision(phi, is_causal, engine):
     weight = torch.randn(2, 4, 150, 1, dtype=torch.float64)
     assert_same(with_logsum(case, partial_attention, is_causal, weight),
                 with_logsum(exact, logsum_reference, is_causal, weight), 2e-5)
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
-def test_log_sums_of_two_fused_softmax_attentions(dtype, tolerance, monkeypatch):
-    options = SHAPES["masked"] | {"d": 16, "dv": 8, "m": 12}
-    case, exact = Case(OPRF(), **options, dtype=dtype), Case(OPRF(), **options)
-    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_()
-                                             for t in (case.x, case.y, case.v, case.grad))
-    weight = torch.randn(2, 4, 11, 1, dtype=torch.float64)
-    expected = with_logsum(exact, logsum_reference, False, weight)
-    monkeypatch.setattr(flash, "applies", lambda x, y, v: True)
-    assert_same(with_logsum(case, partial_attention, False, weight), expected, tolerance)
 
 
 def in_parts(case, at, is_causal, policy="none", near=False):

@@ -2,10 +2,13 @@
 
 import copy
 import math
+import os
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from hybrid_cases import draw, vectors
 from sklearn.datasets import load_iris
 
@@ -16,6 +19,7 @@ from crt_exp.features import (
     SMREG,
     AngularCoefficient,
     AngularHybrid,
+    AutoRF,
     ClusteredHybrid,
     GaussianCoefficient,
     GaussianHybrid,
@@ -180,6 +184,28 @@ def test_checkpointed_layers_see_the_clusters_of_their_first_run():
         found = torch.autograd.grad(checkpoint(ours, q, k, v, use_reentrant=False).sum(), q)[0]
         assert torch.equal(found, torch.autograd.grad(plain(q, k, v).sum(), q)[0])
     assert int(ours.clusters.fits) == 1
+
+
+def fit_on_rank(rank, meeting):
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    q, k, v = torch.randn(3, 2, 2, 7, 4, generator=torch.Generator().manual_seed(rank))
+    for phi in (ClusteredHybrid(), AutoRF()):
+        layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, fit_steps=1)
+        for _ in range(2):
+            layer(q, k, v, torch.full((2, 7), bool(rank)))
+        assert layer.clusters.done
+        for t in layer.clusters.params():
+            parts = [torch.empty_like(t) for _ in range(2)]
+            dist.all_gather(parts, t.contiguous())
+            assert t.isfinite().all() and torch.equal(*parts)
+    dist.destroy_process_group()
+    os._exit(0)  # threads of gloo that still hold a tensor of Python would abort the interpreter while it ends
+
+
+@pytest.mark.slow
+def test_clusters_are_those_of_all_processes(tmp_path):
+    """Fitted to the vectors of all, and the same on each, also where one has none but padding."""
+    mp.spawn(fit_on_rank, (tmp_path / "meeting",), nprocs=2)
 
 
 def test_uncalibrated_clusters_say_so_once_and_calibration_silences_them():

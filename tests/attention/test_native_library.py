@@ -8,8 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -237,45 +235,6 @@ def test_many_processes_at_once(small):
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 8
     assert len(list(small.iterdir())) == 2 and kept().parent == small
-
-
-def test_a_wheel_brings_libraries(small, monkeypatch, tmp_path, caplog):
-    """For the processor at hand, the best there is; of these sources, else it is compiled here."""
-    processor = set(native_library._processor().split())
-    kinds = [kind for kind, (_, needed) in native_library.KINDS.items() if needed <= processor]
-    if not kinds:
-        pytest.skip("this processor is of no kind that a wheel is made for")
-    monkeypatch.setattr(native_library, "PREBUILT", tmp_path / "prebuilt")
-    assert native_library.prebuilt() is None
-    made = native_library.prebuild()
-    assert len(made) == len(native_library.KINDS) and native_library.prebuilt().name.startswith(kinds[0])
-    native_library.prebuilt().unlink()
-    if len(kinds) > 1:
-        assert native_library.prebuilt().name.startswith(kinds[1])
-        with monkeypatch.context() as patched:
-            patched.setenv("CC", "false")
-            assert native.library().answer() == 42 and not small.exists() and not caplog.records
-    native.library.cache_clear()
-    native_library.SOURCES[0].write_text("int answer(void) { return 41; }\n")
-    assert native_library.prebuilt() is None and native.library().answer() == 41
-
-
-@pytest.mark.slow
-def test_a_wheel_with_the_kernels(tmp_path, monkeypatch):
-    """Built as the hook's docstring says, from a copy of the sources; it leaves no library in them."""
-    pytest.importorskip("hatchling")
-    from hatchling.builders.wheel import WheelBuilder
-
-    root = tmp_path / "sources"
-    here = Path(native_library.__file__).parents[3]
-    shutil.copytree(here / "crt_exp", root / "crt_exp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "conf"):
-        (shutil.copytree if (here / name).is_dir() else shutil.copy)(here / name, root / name)
-    monkeypatch.setenv("HATCH_BUILD_HOOK_ENABLE_CUSTOM", "true")
-    wheel = next(WheelBuilder(str(root)).build(directory=str(tmp_path)))
-    names = zipfile.ZipFile(wheel).namelist()
-    assert sum("/prebuilt/" in name and name.endswith(".so") for name in names) == len(native_library.KINDS)
-    assert "py3-none-" in wheel and not (root / "crt_exp/attention/engines/prebuilt").exists()
 
 
 def test_c_and_python_read_the_same_numbers():

@@ -145,8 +145,6 @@ def test_what_is_refused():
         near_far_attention(x[:, :, :5], y, v, Sizes())
     with pytest.raises(ValueError, match="NaN or infinite"):
         near_far_attention(x * torch.nan, y, v, Sizes())
-    with pytest.raises(ValueError, match="cannot split a sequence"):
-        layer_of().group = object()
 
 
 def test_across_a_query_depends_on_no_other_but_earlier_ones():

@@ -70,8 +70,6 @@ def test_from_pretrained(data):
     exact = AutoModelForMaskedLM.from_pretrained(data / NAME).eval()
     with torch.no_grad():
         assert torch.equal(model(ids).logits, exact(ids).logits)
-    swapped = crt_exp.from_pretrained(AutoModelForMaskedLM, NAME, attn_implementation="nearfar")
-    assert swapped.config.crt_exp["layers"] and not hasattr(model.config, "crt_exp")
 
 
 @pytest.mark.usefixtures("one_thread")

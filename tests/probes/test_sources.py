@@ -80,7 +80,7 @@ CHANGES = [
 def copied(tmp_path, monkeypatch):
     """A copy of the package and its configuration, whose files may be changed."""
     for what, folder in ((sources.PACKAGE, "crt_exp"), (CONF, "conf")):
-        shutil.copytree(what, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "prebuilt", "conf"))
+        shutil.copytree(what, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "conf"))
     monkeypatch.setattr(sources, "PACKAGE", tmp_path / "crt_exp")
     monkeypatch.setattr(sources, "CONF", tmp_path / "conf")
     yield tmp_path

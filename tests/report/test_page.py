@@ -271,7 +271,6 @@ def test_another_size_is_not_written_over_the_committed_page(monkeypatch, capsys
         command_line.main()
     assert stop.value.code == 2 and "holds the page of SIZE=small: leave --out out, then SIZE=full goes to " in \
         capsys.readouterr().err
-    assert page.folder_of(page.load("speed-gpu"), "gpu") == draws.FOLDER
 
 
 def test_missing_or_foreign_draws_are_refused(tmp_path):

@@ -7,16 +7,12 @@ from types import MethodType
 import pytest
 import torch
 from swap_models import IMAGE, Encoder, bert, inputs, llama, made, run
-from test_implementations import denoised, dit, unet
 from torch import nn
 
 from crt_exp import describe_attention, swap_attention, unswap_attention
 from crt_exp.swap.timm_attention import SwappedTimmAttention
 
-CONDITIONAL = lambda: unet(True)
-DIFFUSERS = {"unet": unet, "dit": dit, "conditional": CONDITIONAL}
-OTHERS = {"bert": bert, "llama": llama, "timm": IMAGE["timm"], "encoder": Encoder}
-MAKERS = DIFFUSERS | OTHERS
+MAKERS = {"bert": bert, "llama": llama, "timm": IMAGE["timm"], "encoder": Encoder}
 
 
 def swapped_modules(model):
@@ -25,14 +21,6 @@ def swapped_modules(model):
 
 def each_module(change):
     return lambda model: [change(module) for module in swapped_modules(model)]
-
-
-def processor(name, *args):
-    def made_one():
-        from diffusers.models import attention_processor
-
-        return getattr(attention_processor, name)(*args)
-    return made_one
 
 
 def implementation(name):
@@ -60,22 +48,6 @@ def own_forward(module):
         module.forward = identity
 
 
-PROCESSORS = {
-    "slices": lambda model: model.set_attention_slice("auto"),
-    "slice": lambda model: model.set_attention_slice(1),
-    "no slices": lambda model: model.set_attention_slice(None),
-    "fused projections": lambda model: model.fuse_qkv_projections(),
-    "processor": lambda model: model.set_attn_processor(processor("AttnProcessor2_0")()),
-    "processors": lambda model: model.set_attn_processor(dict.fromkeys(model.attn_processors,
-                                                                       processor("SlicedAttnProcessor", 1)())),
-    "default": lambda model: model.set_default_attn_processor(),
-    "xformers": lambda model: model.enable_xformers_memory_efficient_attention(),
-    "no xformers": lambda model: model.disable_xformers_memory_efficient_attention(),
-    "backend": lambda model: model.set_attention_backend("native"),
-    "layer": each_module(lambda module: module.set_processor(processor("XFormersAttnProcessor")())),
-    "attribute": each_module(lambda module: setattr(module, "processor", processor("AttnProcessor")())),
-    "forward": each_module(lambda module: setattr(module, "forward", lambda hidden_states, *_, **__: hidden_states)),
-}
 IMPLEMENTATIONS = {
     "eager": implementation("eager"), "sdpa": implementation("sdpa"), "a name of ours": implementation("nearfar"),
     "method": lambda model: model.set_attn_implementation("sdpa"),
@@ -84,30 +56,20 @@ IMPLEMENTATIONS = {
     "forward": each_module(own_forward),
 }
 CLASSES = {"class": each_module(own_class), "forward": each_module(own_forward)}
-METHODS = {"slices": "set_attention_slice", "slice": "set_attention_slice", "no slices": "set_attention_slice",
-           "fused projections": "fuse_qkv_projections", "processor": "set_attn_processor",
-           "processors": "set_attn_processor", "default": "set_default_attn_processor"}
-HAVE = {"unet": (), "dit": (), "conditional": METHODS.values()}
-WAYS = [(name, way, change) for names, ways in ((DIFFUSERS, PROCESSORS), (("bert", "llama"), IMPLEMENTATIONS),
-                                                (("timm", "encoder"), CLASSES))
-        for name in names for way, change in ways.items()
-        if name not in DIFFUSERS or way not in METHODS or METHODS[way] in HAVE[name]]
+WAYS = [(name, way, change) for names, ways in ((("bert", "llama"), IMPLEMENTATIONS), (("timm", "encoder"), CLASSES))
+        for name in names for way, change in ways.items()]
 
 
 def output(name, model):
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="attention of other kinds stays")
-        return denoised(model) if name in DIFFUSERS else run(model, **inputs(OTHERS[name]))
+    with torch.no_grad():
+        return run(model, **inputs(MAKERS[name]))
 
 
 def swapped_once(name):
     """The model, its own output, that of the swapped one, and the paths of its swapped layers."""
-    make = MAKERS[name]
-    model = make() if name in DIFFUSERS else made(make)
+    model = made(MAKERS[name])
     own = output(name, model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="attention of other kinds stays")
-        swap_attention(model, "uniform")
+    swap_attention(model, "uniform")
     return model, own, output(name, model), [module.swapped.path for module in swapped_modules(model)]
 
 
@@ -119,7 +81,7 @@ def what_is_said(name, model, change):
         try:
             change(model)
             out = output(name, model)
-        except (ValueError, ModuleNotFoundError, AttributeError) as raised:
+        except ValueError as raised:
             error = str(raised)
     return error + " ".join(str(one.message) for one in caught), out
 
@@ -130,29 +92,23 @@ def test_what_replaces_the_attention_is_noticed_and_undone(name, way, change):
     model, own, swapped, paths = swapped_once(name)
     said, out = what_is_said(name, model, change)
     if out is None:
-        by_others = ("xformers", "LinearProcessor", "would undo swap_attention")  # the first two say diffusers
-        assert paths[0] in said or any(word in said for word in by_others), said
+        assert paths[0] in said, said
     else:
         assert torch.equal(out, swapped) or all(path in said for path in paths), said
     for module in swapped_modules(model):
         module.__dict__.pop("forward", None)  # what was put on the object itself is the caller's to take away
-    if name == "conditional":  # attention to the text, which was not swapped, has another processor too
-        torch.testing.assert_close(output(name, unswap_attention(model)), own)
-    else:
-        assert torch.equal(output(name, unswap_attention(model)), own)
+    assert torch.equal(output(name, unswap_attention(model)), own)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-NOW = {"unet-layer": "its processor is now XFormersAttnProcessor",
-       "dit-attribute": "its processor is now AttnProcessor",
-       "bert-eager": "its config._attn_implementation is now 'eager'", "timm-class": "its class is now Attention"}
+NOW = {"bert-eager": "its config._attn_implementation is now 'eager'", "timm-class": "its class is now Attention"}
 
 
 @pytest.mark.parametrize("case", NOW)
 def test_the_error_says_what_stands_there_and_swapping_again_puts_it_right(case):
     name, way = case.split("-")
     model, own, swapped, _ = swapped_once(name)
-    (PROCESSORS | IMPLEMENTATIONS | CLASSES)[way](model)
+    (IMPLEMENTATIONS | CLASSES)[way](model)
     with pytest.raises(ValueError, match=f"{NOW[case]}.* in the place of uniform: call unswap_attention"):
         output(name, model)
     assert torch.equal(output(name, swap_attention(model, "uniform")), swapped)
@@ -171,13 +127,6 @@ def test_a_call_of_a_part_a_copy_and_a_compiled_model_notice_it():
     compiled.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="_attn_implementation is now 'eager'"):
         run(compiled, **inputs(bert))
-
-
-def test_fused_projections_that_are_undone_give_the_swap_back():
-    model, _, swapped, _ = swapped_once("conditional")
-    model.fuse_qkv_projections()
-    model.unfuse_qkv_projections()
-    assert torch.equal(output("conditional", model), swapped)
 
 
 def test_a_layer_that_is_passed_by_is_warned_of_once():

@@ -227,7 +227,8 @@ def test_modules_that_a_pass_does_not_reach_are_named_once():
 
 def test_another_implementation_cannot_undo_a_swap_unseen():
     model = swap_attention(bert(), "favorp", m=8)
-    with pytest.raises(ValueError, match="unswap_attention"):
-        model.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="_attn_implementation is now 'eager'.*call unswap_attention"):
+        model(torch.tensor([[1, 2]]))
     unswap_attention(model).set_attn_implementation("eager")
     assert model.config._attn_implementation == "eager"

@@ -268,8 +268,6 @@ def test_a_tokenizer_of_another_vocabulary(typed, tmp_path):
     (["task.max_length=20000", "task.carried.times=0"], ["fill no row of task.max_length = 20000"]),
     (["task.held_out=1e-6"], ["leaves none for validation"]),
     (["task.vocabulary_size=100"], ["has no room for the 256 bytes"]),
-    (["task.max_length=15", "trainer.processes=2", "trainer.sequence_parallel=2"],
-     ["2 processes do not divide rows of 15 tokens", "task.max_length"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

@@ -255,7 +255,6 @@ def test_it_learns(typed, tmp_path):
     (["task.dataset=pathfinder", "task.data_dir=/nowhere"], ["is not used by task.dataset=pathfinder"]),
     (["task.data_dir=/nowhere"], ["/nowhere/basic_train.tsv, which is not there"]),
     (["task.dataset=lists"], ["task.dataset = lists", "retrieval"]),
-    (["trainer.sequence_parallel=2"], ["1 processes do not make groups", "trainer.processes=2"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

@@ -151,10 +151,6 @@ def test_weights_move_into_another_attention(typed, tmp_path):
     (["task.size=16"], ["image 0 has 8 x 8 pixels, and 16 x 16 are asked for", "task.size"]),
     (["task.channels=2"], ["task.channels = 2", "1 or 3"]),
     (["task.dataset=photos"], ["task.dataset=photos needs a folder of images"]),
-    (["attention=exact", "trainer.processes=2", "trainer.sequence_parallel=2"], ["Exact attention needs all keys"]),
-    (["trainer.processes=3", "trainer.sequence_parallel=3", "trainer.batch=15"],
-     ["3 processes do not divide rows of 64 tokens", "task.size"]),
-    (["trainer.processes=3", "trainer.sequence_parallel=2"], ["3 processes do not make groups"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

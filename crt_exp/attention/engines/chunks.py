@@ -24,6 +24,7 @@ from crt_exp.attention.partials import (
     merge,
     read,
     scale_keys,
+    small_denominators,
     summarise,
     underflowed,
     within,
@@ -178,7 +179,7 @@ class BatchPart:
     def checked(self, rows: Partial) -> Partial:
         """The rows, once it is known that the inputs were finite; counts denominators."""
         check_result(rows.log_scale)
-        if self.call.counter is not None:
+        if self.call.counter is not None and not torch.compiler.is_exporting():
             self.call.counter.add(rows)
         return rows
 
@@ -298,18 +299,29 @@ class BatchPart:
 def plain_attention(x: Tensor, y: Tensor, v: Tensor, part: BatchPart) -> Partial:
     """The rows in plain operations, which all transforms of torch follow, to any order: autograd through all chunks,
     whose features it keeps unless the part computes them `again`. torch.compile cannot look into what depends on
-    numbers: there without the check of inputs and without shorter pieces where a row underflows."""
-    seen = part.seen(y.shape[2] - x.shape[2])
+    numbers: there without the check of inputs and without shorter pieces where a row underflows, which stops an
+    exported program. Raises ValueError for an export of causal attention with an open length."""
+    seen, causal, exporting = part.seen(y.shape[2] - x.shape[2]), part.call.causal, torch.compiler.is_exporting()
+    if causal and exporting and isinstance(y.shape[2], torch.SymInt):
+        raise ValueError("causal attention cannot be exported with an open length, on which its chunks depend: export "
+                         "it for each length")
 
     def gathered(size: int) -> list[Partial] | None:
         rows = list(part.gathered(x, y, v, size))
         return None if size > 1 and underflowed(rows, seen) else rows
 
     with as_given(x):
-        if part.call.causal and not torch.compiler.is_compiling():
+        if exporting and not causal:
+            rows = [part.read(x, part.summary(y, v, slice(None)))]  # no loop, so the length may be open
+        elif causal and not torch.compiler.is_compiling():
             rows, _ = first_that_holds(PIECES, gathered)
         else:
-            rows = part.gathered(x, y, v, CHUNK)
+            rows = list(part.gathered(x, y, v, CHUNK))
+        if causal and exporting:
+            torch._assert_async(
+                ~small_denominators(rows, seen).any(),
+                f"a key outweighs those before it in its {CHUNK} tokens by more than float32 can hold: an exported "
+                "program cannot take shorter pieces, as attention does otherwise")
         fields = zip(*([t for t in piece.rows() if t is not None] for piece in rows))
         return part.checked(Partial(*(torch.cat(pieces, 2) for pieces in fields)))
 

@@ -23,8 +23,7 @@ shorter pieces, down to one token, whose denominators are at least 1. Nothing el
 backward pass: one log-sum a row, one state and reference a segment. It sweeps the segments in reverse with the gradient
 to the state and recomputes the features.
 
-The faster twins: native.c for float32 on CPUs; on GPUs flash.py in both directions for half precision, and the causal
-fused_causal.py.
+native.c does the same for float32 on CPUs, faster.
 """
 
 import math

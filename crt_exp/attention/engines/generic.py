@@ -1,8 +1,7 @@
 """Attention with any feature map, chunk by chunk: functions of autograd around the work of `chunks`, which the
 backward pass computes again.
 
-`chunked_attention` gives outputs, `chunked_partial` what goes into them. `keys_state` and `read_state` are the two
-halves of bidirectional attention, for callers who add states of other keys in between.
+`chunked_attention` gives outputs, `chunked_partial` what goes into them.
 """
 
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, check_result, learning, transformed
-from crt_exp.attention.engines.chunks import Call, KeptStates, BatchPart, Rows, chunks, plain_attention, write_rows
+from crt_exp.attention.checks import check_gradient, learning, transformed
+from crt_exp.attention.engines.chunks import Call, KeptStates, Rows, plain_attention
 from crt_exp.attention.partials import Partial
 from crt_exp.nested import leaves
 from crt_exp.precision import as_given
@@ -47,8 +46,8 @@ def _plain(x: Tensor, y: Tensor, v: Tensor, call: Call) -> bool:
     """Whether torch has to follow every operation."""
     if torch.jit.is_tracing():
         raise ValueError(f"torch.jit.trace cannot record attention with {type(call.phi).__name__}: it would keep the "
-                         "masks and statistics of this call. Use torch.export.export with dynamic_shapes, or a "
-                         "positive map such as OPRF")
+                         "masks and statistics of this call. Use torch.export.export, or a positive map such as "
+                         "OPRF")
     return torch.compiler.is_compiling() or transformed(x, y, v)
 
 
@@ -109,60 +108,3 @@ def _saved(ctx, inputs: int) -> tuple[tuple[Tensor, ...], list[Partial | None]]:
     tensors = ctx.saved_tensors
     flat = tensors[inputs:]
     return tensors[:inputs], [Partial(*flat[i:i + 4]) if flat[i] is not None else None for i in range(0, len(flat), 4)]
-
-
-def keys_state(y: Tensor, v: Tensor, part: BatchPart) -> Partial:
-    """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features (B,H,M,.), differentiable, chunk by chunk."""
-    state = _State.apply(y, v, part)
-    return Partial(*state)
-
-
-def read_state(x: Tensor, state: Partial, part: BatchPart) -> Partial:
-    """What queries x (B,H,L,d) gather from a state, differentiable in both, chunk by chunk."""
-    return Partial(*_Read.apply(x, part, *state))
-
-
-class _State(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, v, part):
-        with as_given(y):
-            state = part.state(y, v, y.shape[2])
-        ctx.save_for_backward(y, v, state.log_scale)
-        ctx.part = part
-        ctx.mark_non_differentiable(*(t for t in state[2:] if t is not None))
-        return tuple(t for t in state if t is not None)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *dsums):
-        y, v, top = ctx.saved_tensors
-        grads = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (y, v)]
-        with as_given(y):
-            ctx.part.state_backward(y, v, top, dsums[:2], y.shape[2], grads)
-        return *grads, None
-
-
-class _Read(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, part, *state):
-        state = Partial(*state)
-        results = Rows(state.modulus is not None).empty(x, state.numerator, state.numerator)
-        with as_given(x):
-            for t in chunks(x.shape[2]):
-                rows = part.read(x[:, :, t], state)
-                check_result(rows.log_scale)
-                write_rows(rows, results, t)
-        _save(ctx, (x,), [state])
-        ctx.part = part
-        ctx.mark_non_differentiable(*results[2:])
-        return results
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *given):
-        (x,), (state,) = _saved(ctx, 1)
-        dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        part = replace(ctx.part, call=replace(ctx.part.call, result=Rows(state.modulus is not None)))
-        with as_given(x):
-            dsums = part.read_backward(x, state, given[:2], dx)
-        return dx, None, *dsums, None, None

@@ -1,8 +1,7 @@
 """The C sources as a library: compiled for this machine at first use, by its C compiler, and kept for later processes.
 
 gcc makes the fastest code; that of clang takes about 1.2 times as long. `python -m crt_exp.attention.engines.native`
-compiles it ahead of use. A wheel may bring its own, for three kinds of x86-64 processors (build_hook.py): then nothing
-is compiled.
+compiles it ahead of use.
 
 A kept library is loaded only where it is byte for byte what was written, by this user, in a folder that nobody else can
 write to: one that a full disk cut short would kill the process, and one that another user left there would run as this
@@ -35,11 +34,6 @@ SOURCES = (*(ENGINES / name for name in ("constants.h", "vectors.h", "products.c
                                           "past.h", "looks.h", "looks.c", "opened.c", "recall.c", "left.c",
                                           "recall_backward.c")))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
-PREBUILT = ENGINES / "prebuilt"
-# Of the libraries of a wheel: options in the place of -march=native, and what /proc/cpuinfo must name. The best first.
-KINDS = {"vnni": ("-march=x86-64-v4 -mavx512vnni", {"avx512vl", "avx512_vnni"}),
-         "avx512": ("-march=x86-64-v4", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
-         "avx2": ("-march=x86-64-v3", {"avx2", "fma", "bmi2"})}
 PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 3 times the time"
 SILENCE = "CRT_EXP_NATIVE=0 silences this"
 FAILURES = (OSError, subprocess.SubprocessError, ValueError)
@@ -50,8 +44,6 @@ def library() -> ctypes.CDLL | None:
     """The compiled library, or None."""
     if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
         return None
-    if (brought := prebuilt()) is not None:
-        return _loaded(brought)
     try:
         with compiled() as file:
             if _is_library(file):
@@ -88,27 +80,6 @@ def build() -> tuple[Path, float | None]:
         raise ValueError(f"the attention kernels for this CPU cannot be built: {_reason(e)}. CC names the compiler, "
                          "XDG_CACHE_HOME the folder where they are kept") from None
     return file, None if file in there else seconds
-
-
-def prebuild() -> list[Path]:
-    """Compiles a library for each of KINDS into the package. Raises what `compiled` does."""
-    PREBUILT.mkdir(exist_ok=True)
-    for kind, (march, _) in KINDS.items():
-        command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS.replace("-march=native", march).split()]
-        _compile(command, _brought(kind))
-    return [_brought(kind) for kind in KINDS]
-
-
-def prebuilt() -> Path | None:
-    """The library of these sources that a wheel brought for this processor."""
-    flags = set(_processor().split())
-    fit = (_brought(kind) for kind, (_, needed) in KINDS.items() if needed <= flags)
-    return next((file for file in fit if file.exists()), None)
-
-
-def _brought(kind: str) -> Path:
-    sources = hashlib.sha256("\n".join(file.read_text() for file in SOURCES).encode()).hexdigest()[:16]
-    return PREBUILT / f"{kind}-{sources}.so"
 
 
 def _compile(command: list[str], file: Path) -> None:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, compute_dtype, learning, transformed
-from crt_exp.attention.engines import closed_form, flash, fused_causal, native
-from crt_exp.attention.engines.at_once import attend_at_once
+from crt_exp.attention.engines import closed_form, native
 from crt_exp.attention.engines.chunks import Call, BatchPart, plain_attention
 from crt_exp.attention.engines.generic import plain_gradients
 from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients
@@ -24,20 +23,16 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     """
     x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
-        return finish(_in_plain_operations(x, y, v, form, causal)).to(v.dtype)
+        return finish(plain_attention(x, y, v, part_of(form, causal))).to(v.dtype)
     return _operator(causal)(x, y, v, *form, _engine(x, y, v, form, causal))[0]
 
 
 def positive_partial(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
                      keep: Tensor | None, factor: float) -> Partial:
     """The same as a partial: the outputs with their log-sums."""
-    return form_partial(*entered(x, y, v, phi, noise, params, keep, factor), v, causal)
-
-
-def form_partial(x: Tensor, y: Tensor, form: Form, v: Tensor, causal: bool) -> Partial:
-    """That of vectors which have entered a form."""
+    x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
-        return _in_plain_operations(x, y, v, form, causal)
+        return plain_attention(x, y, v, part_of(form, causal))
     engine = _engine(x, y, v, form, causal)
     out, logsum, *_ = _operator(causal)(x, y, v, *form, engine)
     logsum = ENGINES[engine].unit * logsum + form.shared_logs(x)
@@ -48,14 +43,11 @@ def form_partial(x: Tensor, y: Tensor, form: Form, v: Tensor, causal: bool) -> P
 
 
 def entered(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
-            factor: float = 1.0) -> tuple[Tensor, Tensor, Form]:
+            factor: float) -> tuple[Tensor, Tensor, Form]:
     """Queries and keys as they enter the formula of the map, and that formula."""
-    trained = learning(noise, params)
-    if trained and keep is not None:  # padding may hold NaN, of which no gradient to parameters is to come
+    if keep is not None and learning(noise, params):  # padding may hold NaN: no gradient to parameters may come of it
         y = y.masked_fill(~keep[:, None, :, None], 0)
-    fused = flash.applies(x, y, v) and not trained  # for which these must come in half precision
-    (to_x, left), (to_y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
-    x, y = (to_x.to(x.dtype), to_y.to(y.dtype)) if fused else (to_x, to_y)
+    (x, left), (y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
     return x, y, form_of(x, y, v, phi, noise, params, keep, left)
 
 
@@ -80,11 +72,6 @@ def part_of(form: Form, causal: bool) -> BatchPart:
     return BatchPart(Call(None, None, None, causal, form.keep), BoundMap(phi, phi), form.keep)
 
 
-def _in_plain_operations(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool) -> Partial:
-    """torch's own operators alone: an exported program runs without this package."""
-    return (attend_at_once if torch.compiler.is_exporting() else plain_attention)(x, y, v, part_of(form, causal))
-
-
 @torch.no_grad()
 def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params,
                    keep: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -95,23 +82,18 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
     """
     y, _ = phi.enter(y, params, key=True)
     form = form_of(y, y, v, phi, noise, params, keep)
-    engine = ENGINES[_engine(y, y, v, form, causal=False, fused=False)]
+    engine = ENGINES[_engine(y, y, v, form, causal=False)]
     kept = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
     top = kept.log_z + form.bias
     return kept.state, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
 
 
-ENGINES = {"native": native.bidirectional, "native causal": native.causal, "flash": flash,
-           "fused causal": fused_causal, "products": closed_form.bidirectional, "products causal": closed_form.causal}
+ENGINES = {"native": native.bidirectional, "native causal": native.causal,
+           "products": closed_form.bidirectional, "products causal": closed_form.causal}
 
 
-def _engine(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool, fused: bool = True) -> str:
+def _engine(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool) -> str:
     """The name of the engine for a call, chosen once: the operators and their backward passes are given it."""
-    fused = fused and not form.learned
-    if fused and not causal and flash.applies(x, y, v):
-        return "flash"
-    if fused and causal and fused_causal.applies(x, y, v):
-        return "fused causal"
     return ("native" if native.applies(x, y, v, form.rows) else "products") + " causal" * causal
 
 
@@ -138,8 +120,7 @@ def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
     def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, learned, engine, *kept):
         form = Form(rows, scale, bias, norm_weight, keep, learned)
         with as_given(x):
-            grads = ENGINES[engine].backward(x, y, v, form, record(*kept), grad, grad_logsum)
-        return *grads, *(rows.new_empty(0) for _ in Gradients._fields[len(grads):])
+            return tuple(ENGINES[engine].backward(x, y, v, form, record(*kept), grad, grad_logsum))
 
     ours = torch.library.custom_op(f"crt_exp::{name}", forward, mutates_args=(), schema=f"({FORM}) -> ({tensors})")
     theirs = torch.library.custom_op(

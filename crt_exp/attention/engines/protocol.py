@@ -6,8 +6,7 @@ three functions:
     empty(x, v, rows)           a record like that of `forward`, of which only sizes and types count
     forward(x, y, v, form)      the record: out, logsum, and what else the engine wants for its backward pass
     backward(x, y, v, form, kept, grad, grad_logsum)
-                                Gradients, of the record and the gradients to out and logsum; dx, dy and dv alone where
-                                the engine cannot train the map, and is not chosen for one that learns
+                                Gradients, of the record and the gradients to out and logsum
 
 x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit * logsum is the log of a row's denominator in nats, up to
 -norm_weight |x|^2, which all features of a row share and the caller adds (`Form.shared_logs`). An engine that works in
@@ -28,11 +27,13 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_result
 
+BLOCK = 512  # tokens whose products with gradients are formed at once
+
 
 class Bidirectional(NamedTuple):
     out: Tensor     # (B,H,L,dv)
     logsum: Tensor  # (B,H,L)
-    state: Tensor   # [U, 1] (B,H,dv+1,M), or U in the engine's own layout: the values of the features, as virtual keys
+    state: Tensor   # [U, 1] (B,H,dv+1,M): the values of the features, as virtual keys
     log_z: Tensor   # (B,H,M): their log weights, of the keys without the bias
 
 
@@ -97,13 +98,9 @@ class Gradients(NamedTuple):
 
 def denominator_gradients(grad: Tensor, out: Tensor, grad_logsum: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The last column of G, grad_logsum - g.output (B, H, L)."""
-    dots = row_dots(grad, out, dtype)
+    blocks = zip(grad.split(BLOCK, 2), out.split(BLOCK, 2))  # without products of the size of the output
+    dots = torch.cat([(g.to(dtype) * o).sum(-1) for g, o in blocks], 2)
     return -dots if grad_logsum is None else grad_logsum - dots
-
-
-def row_dots(a: Tensor, b: Tensor, dtype: torch.dtype, block: int = 512) -> Tensor:
-    """sum_k a_tk b_tk of (B, H, T, k), without products of that size."""
-    return torch.cat([(p.to(dtype) * q).sum(-1) for p, q in zip(a.split(block, 2), b.split(block, 2))], 2)
 
 
 def tile_width(columns: int) -> int:
