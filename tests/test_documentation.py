@@ -30,7 +30,7 @@ from crt_exp.report import page as pages
 from crt_exp.runner.command_line import Shown, check_command_line
 from crt_exp.probes import print_times
 
-LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "toml"}  # toml: of a plugin, by test_plugins.py
+LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}
 # by the recipes' tests below, and on two processes by test_sequence.py
 OTHERWISE = ("add-your-own.md", "sequence_parallel.md")
 EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name not in OTHERWISE

@@ -22,7 +22,7 @@ ROOMS = [
     ["attention.engines"],
     ["attention"],
     ["nearfar"],
-    ["config", "plugins", "plain_yaml", "schema", "stored", "arguments"],
+    ["config", "plain_yaml", "schema", "stored", "arguments"],
     ["data", "environments"],
     ["metrics"],
     ["swap"],
