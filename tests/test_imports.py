@@ -40,11 +40,10 @@ ROOMS = [
     ["estimators", "regression", "ridge"],
     ["tasks"],
     ["runner"],
-    ["symbol_kinds", "train", "transcribe", "sample"],
+    ["train", "infer"],
     ["probes"],
     ["report"],
-    ["predict"],
-    ["__main__"],
+    ["__main__", "predict", "transcribe", "sample"],
 ]
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms
 
