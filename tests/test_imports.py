@@ -33,7 +33,7 @@ ROOMS = [
     ["drawing"],
     ["sampled_softmax"],
     ["models"],
-    ["pretrained.wheels", "pretrained.ctranslate2", "pretrained.onnx", "pretrained.convert", "pretrained.fetch"],
+    ["pretrained.fetch"],
     ["data.__main__"],
     ["probes.base", "probes.bench", "probes.bench_pieces"],
     ["advice"],
