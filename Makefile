@@ -26,8 +26,7 @@ PAGES   := $(basename $(notdir $(wildcard conf/report/*.yaml)))
 REPORTS := $(sort $(filter-out demo report,$(PAGES)))
 
 .DEFAULT_GOAL := help
-
-.PHONY: help setup demo test test-all golden gpu lint docs plan sweep-example report $(REPORTS)
+.PHONY: help setup demo test test-all golden gpu lint docs sweep-example report $(REPORTS)
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
@@ -84,9 +83,6 @@ $(REPORTS): $(STAMP)
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report --all --size $(SIZE)
-
-plan: $(STAMP)  ## what the papers' experiments at full size take: runs, steps, parameters, tokens, GPU hours, disk
-	@$(PY) -m crt_exp.recipes
 
 sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on digits, the table of the runs and the best
 	@$(PY) -m crt_exp -m task=uci task.dataset=digits features=trig,gerf,oprf features.m=8,128 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \

@@ -1,7 +1,7 @@
 """The configuration tree: where it lies, how names become objects, and what a mistyped name was meant to be.
 
 The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`, for the library as for the
-command line. Folders of one's own (`own_names`) and installed packages (plugins.py) add to it.
+command line. Folders of one's own (`own_names`) add to it.
 """
 
 import difflib
@@ -12,8 +12,6 @@ from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from crt_exp import plugins
 
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
@@ -49,11 +47,10 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
 
 
 def check_free(folder: Path) -> None:
-    """Raises ConfigError for a file that another one of conf/ or of a plugin would be read instead of."""
+    """Raises ConfigError for a file that another one of conf/ would be read instead of."""
     for path in sorted(path for group in NAMED for path in (folder / group).glob("*.yaml")):
-        for other in (CONF, *plugins.folders()):
-            if (taken := other / path.parent.name / path.name).is_file() and not taken.samefile(path):
-                raise ConfigError(f"{path}: the name {path.stem} is taken by {taken}: give the file another name")
+        if (taken := CONF / path.parent.name / path.name).is_file() and not taken.samefile(path):
+            raise ConfigError(f"{path}: the name {path.stem} is taken by {taken}: give the file another name")
 
 
 def own_folders() -> tuple[Path, ...]:
@@ -72,36 +69,23 @@ def _within(folders: tuple[Path, ...], call: Callable[..., Any], *arguments: Any
 
 
 def known(group: str) -> list[str]:
-    """The choices of a group, with those of `own_names` and of plugins."""
-    return sorted(_files(group) | {*plugins.names(group)})
+    """The choices of a group, with those of `own_names`. They are the names of files: no path is made of a word that a
+    user typed or a file holds before it is one of them."""
+    return sorted({path.stem for folder in _folders() for path in (folder / group).glob("*.yaml")})
 
 
 def is_known(group: str, name: str) -> bool:
-    """Whether a word is one of them; no plugin is imported that has another name."""
-    return name in _files(group) or place_of(group, name) is not None
+    return name in known(group)
 
 
 def file_of(group: str, name: str) -> Path:
-    """The file of a choice: that of conf/, which no other takes the place of, or one of `own_names` or of a plugin."""
+    """The file of a choice: that of conf/, which no other takes the place of, or one of `own_names`."""
     found = (folder / group / f"{name}.yaml" for folder in _folders())
     return next(filter(Path.is_file, found), CONF / group / f"{name}.yaml")
 
 
-def place_of(group: str, name: str) -> str | None:
-    """Where the class of a plugin lies, for a choice without a file. Raises ConfigError where it cannot be loaded."""
-    try:
-        return None if name in _files(group) else plugins.place(group, name)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _files(group: str) -> set[str]:
-    """The names that files are: of what a user typed or a file says no path is made before it is one of them."""
-    return {path.stem for folder in _folders() for path in (folder / group).glob("*.yaml")}
-
-
 def _folders() -> tuple[Path, ...]:
-    return CONF, *_OWN.get(), *plugins.folders()
+    return CONF, *_OWN.get()
 
 
 def groups() -> list[str]:

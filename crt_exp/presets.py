@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
-from crt_exp.config import (CONF, ConfigError, file_of, imported, is_known, known, located, place, place_of,
-                            plain_number, read_conf, unknown)
+from crt_exp.config import (CONF, ConfigError, file_of, imported, is_known, known, located, place, plain_number,
+                            read_conf, unknown)
 from crt_exp.hints import defaults, parameters, shown
-from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, Group, check_defined, check_keys, check_node, is_map
+from crt_exp.schema import FEATURES, SAMPLER, Group, check_defined, check_keys, check_node, is_map
 
 OF_MAP = "features."            # before an option of the map; so are those of the sampler and of phi
 GROUPS = {"features": FEATURES, "sampler": SAMPLER}
@@ -40,7 +40,7 @@ class GroupChoice(NamedTuple):
     def changes(self, group: str) -> dict[str, Any]:
         """Options that are not those of its file, or what a dataclass was made with that is not its default."""
         if isinstance(self.content, dict):
-            written = content_of(group, self.name) if is_known(group, self.name) else {}
+            written = read_conf(file_of(group, self.name)) if is_known(group, self.name) else {}
             return {key: value for key, value in self.content.items()
                     if not key.startswith("_") and written.get(key) != value}
         made_with = fields(self.content) if is_dataclass(self.content) else ()
@@ -50,8 +50,6 @@ class GroupChoice(NamedTuple):
 def read_preset(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The contents of conf/attention/<name>.yaml on those that it builds on, and the choices of other
     groups that it makes."""
-    if there := place_of("attention", name):
-        return node_of(there, ATTENTION), {}
     node, named, below = read_conf(file_of("attention", name)), {}, {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
@@ -115,7 +113,7 @@ def part_of(group: str, choice: Any, changes: dict[str, Any]) -> GroupChoice | N
         return GroupChoice(getattr(choice, "__name__", type(choice).__name__), choice)
     if not is_known(group, choice):
         raise unknown(group, choice, known(group))
-    content = content_of(group, choice)
+    content = read_conf(file_of(group, choice))
     check_options(f"{group} {choice}", changes, content)
     content |= changes
     check_given(group, content)
@@ -169,12 +167,6 @@ def check_given(what: str, content: dict[str, Any]) -> None:
     """Raises ConfigError for a key that its file leaves to the user, who left it out."""
     if missing := [key for key, value in content.items() if value == MISSING]:
         raise ConfigError(f"{what}.{missing[0]} must be given: it has no default")
-
-
-def content_of(group: str, name: str) -> dict[str, Any]:
-    """Of a choice that is known."""
-    there = place_of(group, name)
-    return node_of(there, GROUPS[group]) if there else read_conf(file_of(group, name))
 
 
 def resolved(node: dict[str, Any], above: dict[str, Any] | None = None) -> dict[str, Any]:

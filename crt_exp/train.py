@@ -37,10 +37,7 @@ def main() -> None:
     """The console script `crt_exp`, `python -m crt_exp` and this file, alone or on every process of a torchrun."""
     import hydra
 
-    from crt_exp.runner.added_names import register
-
     agree_on_start()
-    register()
     try:
         sys.argv[1:] = with_file_names(sys.argv[1:])
         check_command_line(sys.argv[1:])

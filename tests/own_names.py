@@ -1,4 +1,4 @@
-"""What a user adds: the files of docs/add-your-own.md in a folder, and made-up packages with entry points."""
+"""What a user adds: the files of docs/add-your-own.md in a folder."""
 
 from pathlib import Path
 
@@ -20,16 +20,3 @@ def write_recipes(folder: Path, *names: str) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
     return folder
-
-
-def write_package(site: Path, name: str, entries: str, files: dict[str, str]) -> Path:
-    """As pip leaves it: the package and its dist-info."""
-    info = site / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[crt_exp.mechanisms]\n{entries}\n")
-    for place, text in ({"__init__.py": ""} | files).items():
-        path = site / name / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return site

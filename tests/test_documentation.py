@@ -17,19 +17,19 @@ import torch
 from omegaconf import OmegaConf
 from pages import BLOCKS, PAGES, ROOT, Block, project
 
-from crt_exp import Mechanism, predict, sample, samplers, transcribe
-from crt_exp.arguments import read
+from crt_exp import Mechanism, infer, samplers
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
 from crt_exp.data import sources
 from crt_exp.features import Statistics
+from crt_exp.hints import parameters
 from crt_exp.pretrained import published
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import page as pages
 from crt_exp.runner.command_line import Shown, check_command_line
 
-LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "toml"}  # toml: of a plugin, by test_plugins.py
+LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}
 # of add-your-own.md by the recipes' tests below
 EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name != "add-your-own.md"
             and block.page.parent.name != "gallery"]
@@ -273,12 +273,9 @@ def test_command_exists(words, recipes):
             options = data_command.parser().parse_args(arguments)
             name = getattr(options, "name", None)
             assert not name or (published if published.is_model(name) else sources).select(name)
-        case ("python", "-m", "crt_exp.predict", *arguments):
-            assert predict.options_of(arguments).run
-        case ("python", "-m", "crt_exp.transcribe", *arguments):
-            assert read(transcribe.TranscribeOptions, arguments).input
-        case ("python", "-m", "crt_exp.sample", *arguments):
-            assert not arguments or read(sample.SampleOptions, arguments)
+        case ("python", "-m", "crt_exp.infer", *arguments):
+            keys = {word.lstrip("-").partition("=")[0] for word in arguments if "=" in word or word.startswith("--")}
+            assert any(keys <= {*parameters(options)} for options, _ in infer.KINDS.values())
         case ("python", "-m", "crt_exp.report", name, *arguments):
             check_report(name, arguments)
         case ("python", "-m", "crt_exp", "--help"):

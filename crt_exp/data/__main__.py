@@ -36,8 +36,6 @@ def parser() -> argparse.ArgumentParser:
     add(commands, run_list, "list", "what each task needs, where it comes from, what is there (the default)")
     get = add(commands, run_fetch, "fetch", "download from the official server; continues, checks, replaces bad files",
               name="a folder such as uci, one set such as uci/abalone, or a pretrained model such as models/minilm")
-    get.add_argument("--accept-licence", action="store_true",
-                     help="fetch a model whose licence restricts its use, which the command says")
     get.add_argument("--yes", action="store_true", help=f"download more than {shown(UNASKED)} without a question")
     add(commands, run_verify, "verify", "compare the files that are there with the published ones",
         name="a folder or one set; all, if left out", nargs="?").add_argument(
@@ -61,7 +59,7 @@ def run_list(options: argparse.Namespace) -> int:
     rows = [(source.name, source.tasks, presence(source, root), size(source), files(source), source.page)
             for source in (*sources.TABLE, *own_images(root))]
     rows += [(model.name, "advise fidelity", "present" if root and (root / model.name).is_dir() else "missing",
-              f"{model.weights.bytes / 1e6:.0f} MB", model.what, model.page) for model in MODELS.values()]
+              "", model.what, model.page) for model in MODELS.values()]
     print_table([("set", "tasks", "here", "size", "files below the data folder", "official source"), *rows])
     print("\nembedded: needs no file. by hand: `fetch` cannot get it. "
           "Other images: images/<name>/{train,val}/<class>.")
@@ -159,14 +157,14 @@ def agree(chosen: Sequence[Source], root: Path, yes: bool) -> bool:
 
 
 def fetch_models(options: argparse.Namespace, root: Path) -> int:
-    """One model, or all: then those whose licence restricts their use are named and left out, unless accepted."""
+    """One model, or all of the hub."""
     from crt_exp.pretrained.fetch import fetch as fetch_model
 
     for model in published.select(options.name):
-        if model.terms and not options.accept_licence and options.name.strip("/") == published.GROUP:
-            print(f"{model.name}: left out, {model.licence}, {model.terms}")
+        if model.hub or options.name.strip("/") != published.GROUP:
+            fetch_model(model, root)
         else:
-            fetch_model(model, root, accepted=options.accept_licence)
+            print(f"{model.name}: not on the hub: {published.SCRIPT} {model.name}")
     return 0
 
 

@@ -1,67 +1,42 @@
-"""Pretrained models that a package index ships, beside the hub: one table, and where a fetched one lies.
+"""Pretrained models with a short name, such as models/minilm, and where a fetched one lies below the data folder."""
 
-The table is models.csv, a line for each file of a wheel; what belongs to the model stands in its first line. Digests
-are of the files in the wheel. Fetched models are folders of transformers below the data folder: models/minilm.
-"""
-
-import csv
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from crt_exp.data import DataError
 from crt_exp.data.sources import data_root
 
 GROUP = "models"
+SCRIPT = "python tests/tools/fetch_wheel_models.py"  # of a checkout: takes models out of wheels
 
 
-@dataclass(frozen=True)
-class Member:
-    """One file of a wheel: its place there, its name in the folder of the model, and what it must be."""
-
-    member: str
-    file: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Published:
-    """One model. kind: the converter that reads its files; architecture: what these must be of, by their own words;
-    terms: what its licence restricts, empty for a free one; hub: its name there, empty where it has none."""
+class Published(NamedTuple):
+    """hub: the model's name there, empty where it is not there. page: who publishes it."""
 
     name: str
     hub: str
-    package: str
-    version: str
-    kind: str
-    architecture: str
     licence: str
-    terms: str
     page: str
     what: str
-    members: tuple[Member, ...] = ()
-
-    @property
-    def requirement(self) -> str:
-        return f"{self.package}=={self.version}"
-
-    @property
-    def weights(self) -> Member:
-        return self.members[0]
 
 
-def read_table() -> dict[str, Published]:
-    table: dict[str, Published] = {}
-    facts = [name for name in Published.__dataclass_fields__ if name != "members"]
-    with Path(__file__).with_name("models.csv").open(newline="", encoding="utf-8") as stream:
-        for row in csv.DictReader(stream):
-            member = Member(row["member"], row["file"], int(row["bytes"]), row["sha256"])
-            model = table.setdefault(row["name"], Published(**{name: row[name] for name in facts}))
-            table[row["name"]] = replace(model, members=(*model.members, member))
-    return table
-
-
-MODELS = read_table()
+HUB, REACTIONS = "https://huggingface.co", "https://github.com/rxn4chemistry"
+MODELS = {model.name: model for model in (
+    Published("models/smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "Apache-2.0",
+              f"{HUB}/HuggingFaceTB/SmolLM2-135M-Instruct", "causal language model, 30 layers, 9 heads of 64 over 3 of "
+              "keys, 8192 places; weights of 4 bits in the wheel"),
+    Published("models/minilm", "sentence-transformers/all-MiniLM-L6-v2", "Apache-2.0",
+              f"{HUB}/sentence-transformers/all-MiniLM-L6-v2",
+              "BERT of sentences, 6 layers, 12 heads of 32, 512 places"),
+    Published("models/whisper-tiny.en", "openai/whisper-tiny.en", "MIT", f"{HUB}/openai/whisper-tiny.en",
+              "speech recogniser, 4 + 4 layers, 6 heads of 64, 1500 frames"),
+    Published("models/rxnfp", "", "MIT", f"{REACTIONS}/rxnfp",
+              "masked BERT of reactions (SMILES), 12 layers, 4 heads of 64, 512 places"),
+    Published("models/rxnmapper", "", "MIT", f"{REACTIONS}/rxnmapper", "masked ALBERT of reactions (SMILES), 12 layers "
+              "of one set of weights, 8 heads of 32, 512 places; its attention maps atoms"),
+    Published("models/vit-s-saliency", "", "MIT", "https://github.com/julesGoueffon/jgo_saliency", "ViT of images, "
+              "begun from DINOv2 (Apache-2.0) and trained on for saliency, 12 layers, 6 heads of 64, patches of 14 "
+              "pixels"))}
 
 
 def is_model(name: str) -> bool:
@@ -94,6 +69,6 @@ def fetched(name: str | Path, option: str = "") -> Path | None:
 
 
 def instead(hub: str) -> str:
-    """What to add where the hub does not give a model: the command that gets it elsewhere, where there is one."""
+    """What to add where the hub does not give a model: the script that gets it elsewhere, where there is one."""
     known = [model.name for model in MODELS.values() if model.hub == hub]
-    return f"\nOr `python -m crt_exp.data fetch {known[0]}`, then {known[0]} as its name." if known else ""
+    return f"\nOr, in a checkout of crt_exp, `{SCRIPT} {known[0]}`, then {known[0]} as its name." if known else ""

@@ -21,7 +21,6 @@ from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
     LogUniform,
-    MultiIndex,
     Quadratic,
     SampledSoftmax,
     TreeFeatures,
@@ -153,12 +152,10 @@ NAMED: dict[str, Callable[[nn.Linear], ClassSampler]] = {
 
 
 def law(given: Law, head: nn.Linear, spread: float, seed: int) -> ClassSampler:
-    """A name of NAMED, {codewords: of each codebook of the multi-index}, or {features, m, flatter}: the kernel's
-    temperature makes it the softmax of vectors of the mean lengths, or of `flatter` times that temperature."""
+    """A name of NAMED, or {features, m, flatter}: the kernel's temperature makes it the softmax of vectors of the mean
+    lengths, or of `flatter` times that temperature."""
     if isinstance(given, str):
         return NAMED[given](head)
-    if "codewords" in given:
-        return MultiIndex(*head.weight.shape, codewords=given["codewords"], seed=seed)
     phi = Mechanism.of(features=given["features"]).map()
     return TreeFeatures(phi, *head.weight.shape, m=given["m"], temperature=given.get("flatter", 1) / spread, seed=seed)
 

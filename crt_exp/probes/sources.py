@@ -17,14 +17,13 @@ from typing import Any
 
 import yaml
 
-from crt_exp import _HOME_OF, plugins
+from crt_exp import _HOME_OF
 from crt_exp.config import CONF, NAMED, own_folders
 
 PACKAGE = Path(__file__).parent.parent
 DRIVER = "crt_exp.probes.grid"            # of all pages
 TRAINING = "crt_exp.probes.training"      # and this, of those with `starts` or `runs`
 KEEPING = [Path(__file__).relative_to(PACKAGE).with_name(name) for name in ("cells.py", "sources.py")]
-WORD = re.compile(r"[\w+#-]+")
 OPTION = re.compile(r"(task|experiment|trainer)=([\w-]+)")
 # What is read by name. A Mechanism is a map for some modules; where one names LAYERS, what layers need counts too.
 MECHANISM, LAYERS, OF_LAYERS = "mechanism.py", {"layer", "swap", "swap_attention"}, ("swap/swap.py", "conf/attention")
@@ -37,16 +36,13 @@ def of_page(spec: Mapping[str, Any]) -> tuple[str, ...]:
     it may name; sorted, so that no order of paragraphs measures anew."""
     trained = {"starts", "runs"} & {key for size in spec.get("sizes", {}).values() for key in size}
     return tuple(sorted({*map(name_of, (file_of(DRIVER), *([file_of(TRAINING)] if trained else ()),
-                                        *named(spec.get("sizes")), *own_files(spec)))}))
+                                        *named(spec.get("sizes")), *own_files()))}))
 
 
-def own_files(spec: Mapping[str, Any]) -> Iterator[Path]:
-    """The files of attention, maps and samplers in the folders of `own_names`, and the code of the plugins whose names
-    stand in a page."""
+def own_files() -> Iterator[Path]:
+    """The files of attention, maps and samplers in the folders of `own_names`."""
     for folder in own_folders():
         yield from sorted(path for group in NAMED for path in (folder / group).rglob("*.yaml"))
-    for home in plugins.homes({*WORD.findall(str(spec.get("sizes")))}):
-        yield from files_of(str(home))
 
 
 @cache

@@ -21,8 +21,7 @@ come after those of the file.
     choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
     tables, panels: see `tables` and `figures`
     commands:   true, for those of the first grid of `runs`, or text
-    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.probes.grid.measure`; a run or start {recipe: NAME}
-                is that of conf/recipes.yaml, see `crt_exp.recipe_words.written_out`; facts: of this size;
+    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.probes.grid.measure`; facts: of this size;
                 instead: what stands at this size in place of words, arms, settings and places x, see `at_size`
     options:    KEY of KEY=VALUE on the command line -> what is in the place of the size's own keys where it is given,
                 or null; in sizes {option: KEY} stands for VALUE, see `crt_exp.probes.grid.given`
@@ -44,7 +43,6 @@ import yaml
 
 from crt_exp.config import CONF, ConfigError, unknown
 from crt_exp.drawing import LABELS
-from crt_exp.recipe_words import written_out
 from crt_exp.report import claims, draws
 from crt_exp.report.evidence import (
     LOOKS,
@@ -104,9 +102,7 @@ def load(name: str) -> dict[str, Any]:
         claims.checked(spec.get(family, []), path)
     if spec.get("looks", 1) not in LOOKS:
         raise ConfigError(f"{path}: looks: got {spec['looks']}, expected {', '.join(map(str, LOOKS))}")
-    sizes = spec.get("sizes", {})
-    return spec | ({"sizes": {size: written_out(given) if given else given for size, given in sizes.items()}} if sizes
-                   else {})
+    return spec
 
 
 def home(spec: dict[str, Any]) -> str:

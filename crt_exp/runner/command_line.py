@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf.errors import OmegaConfBaseException
 
-from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known, place_of, unknown
+from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known, unknown
 from crt_exp.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, plain
 from crt_exp.runner.help import help_text
@@ -132,7 +132,6 @@ def check_choice(override, folders: list[str]) -> None:
         if group in ("hydra/launcher", "hydra/sweeper"):
             check_plugin(group, value)
         elif "/" not in group and value not in ("None", "null", *listed(group, folders)):
-            place_of(group, value)  # which says so where it is a plugin that cannot be loaded
             raise unknown(group, value, listed(group, folders))
 
 
@@ -226,9 +225,6 @@ def compose(overrides: list[str], folders: list[str] = ()):
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    from crt_exp.runner.added_names import register
-
-    register()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
             return hydra_compose("config", overrides=[*with_folders(folders), *overrides], return_hydra_config=True)

@@ -1,19 +1,15 @@
-"""What a run reads, by its content: inputs.json in the run directory. A run that goes on must read the same.
+"""The files that a run reads, with size and modification time, in its inputs.json. A resumed run must read the same.
 
 Files and folders are named by the options below, whatever the task, and by `task.inputs()`: the data of task.data_dir
 or of $CRT_DATA. What is drawn, embedded or streamed is no file.
 """
 
 import glob
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from crt_exp.config import ConfigError
 from crt_exp.data.cache import warn
@@ -23,10 +19,8 @@ OPTIONS = ("model", "init", "tokenizer", "vocabulary", "text", "validation_text"
            "images", "audio", "families", "hub.data_files")
 NAME = "inputs.json"
 DATA = "data"                # what task.inputs() names
-WHOLE = 8 * 2**30            # bytes that are read; of more, so many, spread evenly over all files
-BLOCK = 4096                 # bytes that are read in one place, where not all are
-LISTED = 1000                # files with a digest of their own; of more, folders have one
-Digests = dict[str, dict[str, str]]   # of each option, by the name below what the option names
+LISTED = 1000                # files that are listed one by one; of more, their folders are
+States = dict[str, dict[str, str]]    # option -> file or folder below what the option names -> its size and time
 
 
 def check_inputs(directory: Path, given: Mapping[str, Any], task: Any, goes_on: bool) -> str:
@@ -34,23 +28,24 @@ def check_inputs(directory: Path, given: Mapping[str, Any], task: Any, goes_on: 
 
     given: the options of the task.
     """
-    path, now = directory / NAME, digests(named(given, task), directory)
+    path, now = directory / NAME, states(named(given, task), directory)
     if goes_on and path.is_file():
         check_same(directory, read_json(path.read_text(encoding="utf-8"), path), now)
     elif goes_on and now:
-        warn("%s was begun without digests of its inputs: they are taken to be as they were", directory)
+        warn("%s was begun without inputs.json: its inputs are taken to be as they were", directory)
     return json.dumps(now, indent=1) + "\n"
 
 
-def check_same(directory: Path, old: Mapping[str, Any], now: Digests) -> None:
+def check_same(directory: Path, old: Mapping[str, Any], now: States) -> None:
     if changed := differing(old, now):
         more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise ConfigError(f"{directory} was run with other inputs: {', '.join(changed[:3])}{more}. Bring back what was "
-                          "there, or choose another hydra.run.dir")
+                          f"there, choose another hydra.run.dir, or delete {directory / NAME} where only the times of "
+                          "the files are others")
 
 
-def differing(old: Mapping[str, Any], new: Digests) -> list[str]:
-    """What has another digest, is gone or was added, in words."""
+def differing(old: Mapping[str, Any], new: States) -> list[str]:
+    """Which files have changed, are gone or were added."""
     result = []
     for option in sorted(old.keys() | new.keys()):
         before, after = old.get(option), new.get(option, {})
@@ -123,42 +118,24 @@ def walked(folder: Path, run: Path, above: frozenset = frozenset()) -> Iterator[
             yield Path(entry.path)
 
 
-# ---- digests ---------------------------------------------------------------------------------------------------------
+# ---- size and time ---------------------------------------------------------------------------------------------------
 
 
-def digests(places: Mapping[str, list[Path]], run: Path) -> Digests:
-    """Of each option; with a bar where it takes seconds."""
-    listed = {option: files_of(found, run) for option, found in places.items()}
-    sizes = {path: path.stat().st_size for files in listed.values() for path in files.values()}
-    total = sum(sizes.values())
-    share = min(1.0, WHOLE / max(total, 1))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="digests of the inputs", delay=3, disable=None,
-              leave=False) as bar, ThreadPoolExecutor(4) as pool:
-        of = {}
-        for path, digest in zip(sizes, pool.map(lambda path: digest_of(path, sizes[path], share), sizes)):
-            of[path] = digest
-            bar.update(sizes[path])
-    return {option: grouped({name: of[path] for name, path in files.items()}) for option, files in listed.items()}
+def states(places: Mapping[str, list[Path]], run: Path) -> States:
+    return {option: grouped(files_of(found, run)) for option, found in places.items()}
 
 
-def grouped(files: dict[str, str]) -> dict[str, str]:
-    """Of more than LISTED files those of a folder have one digest."""
+def grouped(files: dict[str, Path]) -> dict[str, str]:
+    """Size and modification time of each file, or, of more than LISTED files, of all files of each folder together."""
     if len(files) <= LISTED:
-        return files
-    folders: dict[str, Any] = {}
-    for name, digest in files.items():
-        folders.setdefault(os.path.dirname(name) or ".", hashlib.sha256()).update(f"{name}\0{digest}\n".encode(
-            errors="surrogateescape"))
-    return {folder: digest.hexdigest() for folder, digest in folders.items()}
+        return {name: state([path]) for name, path in files.items()}
+    folders: dict[str, list[Path]] = {}
+    for name, path in files.items():
+        folders.setdefault(os.path.dirname(name) or ".", []).append(path)
+    return {folder: state(paths) for folder, paths in folders.items()}
 
 
-def digest_of(path: Path, size: int, share: float) -> str:
-    """SHA-256 of a file; where only a share of it is read, of its size and blocks spread evenly over it."""
-    with path.open("rb") as file:
-        if share == 1:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest, blocks = hashlib.sha256(f"{size}".encode()), max(1, int(size * share / BLOCK))
-        for i in range(blocks):
-            file.seek((2 * i + 1) * size // (2 * blocks))
-            digest.update(file.read(BLOCK))
-        return digest.hexdigest()
+def state(paths: list[Path]) -> str:
+    each = [path.stat() for path in paths]
+    newest = max(status.st_mtime_ns for status in each)
+    return f"files: {len(each)}, bytes: {sum(status.st_size for status in each)}, newest, in ns: {newest}"

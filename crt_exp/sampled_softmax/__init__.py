@@ -4,7 +4,7 @@ Legend: B queries h (hidden vectors), V classes with vectors e_c and biases b_c,
 k negatives a query, m projections, M features; t is a query's target.
 
 A sampler proposes classes and says with which probability it did: uniform, log-uniform, unigram, the exact softmax, a
-quadratic kernel, the softmax of quantised classes, or in proportion to a random-feature estimate of the softmax.
+quadratic kernel, or in proportion to a random-feature estimate of the softmax.
 `TreeFeatures` draws from the last without a number for each pair of query and class: O(M + log V) a draw.
 `SampledSoftmax` makes a loss of it. Sources: HRF 4.2 and appendix I.
 """
@@ -12,9 +12,8 @@ quadratic kernel, the softmax of quantised classes, or in proportion to a random
 from crt_exp.sampled_softmax.base import ClassSampler, Drawn
 from crt_exp.sampled_softmax.dense import DenseFeatures, ExactSoftmax, Quadratic
 from crt_exp.sampled_softmax.fixed import LogUniform, Uniform, Unigram
-from crt_exp.sampled_softmax.multi_index import MultiIndex
 from crt_exp.sampled_softmax.softmax import SampledSoftmax
 from crt_exp.sampled_softmax.tree_features import TreeFeatures
 
-__all__ = ["ClassSampler", "DenseFeatures", "Drawn", "ExactSoftmax", "LogUniform", "MultiIndex", "Quadratic",
-           "SampledSoftmax", "TreeFeatures", "Uniform", "Unigram"]
+__all__ = ["ClassSampler", "DenseFeatures", "Drawn", "ExactSoftmax", "LogUniform", "Quadratic", "SampledSoftmax",
+            "TreeFeatures", "Uniform", "Unigram"]

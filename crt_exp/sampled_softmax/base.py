@@ -72,55 +72,6 @@ class ClassSampler(nn.Module, ABC):
         return super()._apply(moved, recurse)
 
 
-class TableLaw(ClassSampler):
-    """A law of tables that are made of class vectors of dimension d: when they may be asked, and what of."""
-
-    looks_at_classes = True
-
-    def __init__(self, classes: int, d: int):
-        super().__init__(classes)
-        self.d = d
-        self.register_buffer("made", torch.zeros((), dtype=torch.bool))
-
-    @property
-    def built(self) -> bool:
-        return bool(self.made)
-
-    @torch.no_grad()
-    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        check_classes(weight, bias, self.classes, self.d)
-        check_finite(weight, bias, None)
-        self._rebuild(weight, bias, hidden)
-        self.made.fill_(True)
-
-    @abstractmethod
-    def _rebuild(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
-        """As `rebuild`, of finite vectors."""
-
-    @torch.no_grad()
-    def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        rows = check_rows(rows, self.classes)
-        check_classes(weight, bias, self.classes, self.d)
-        if not len(rows) or not self.built:
-            return
-        vectors, biases = weight.index_select(0, rows), None if bias is None else bias[rows]
-        check_finite(vectors, biases, rows)
-        if not self._update(rows, vectors, biases):
-            self.rebuild(weight, bias)
-
-    @abstractmethod
-    def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Takes over the finite vectors (r, d) and biases (r,) of sorted, distinct classes; False where the tables
-        cannot, and all have to be built again."""
-
-    def _check(self, hidden: Tensor) -> None:
-        if not self.built:
-            raise ValueError("the tables of this sampler were never made: call rebuild(weight) before the first draw")
-        if hidden.ndim != 2 or hidden.shape[1] != self.d:
-            raise ValueError(f"queries of shape {tuple(hidden.shape)}: this sampler takes (B, {self.d})")
-        check_queries(hidden)
-
-
 def blocks(step: int, *of_queries: Tensor | None):
     """Tensors of all queries in parts of `step` queries; None stays None."""
     step = max(1, step)

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import Drawn, TableLaw, check_classes
+from crt_exp.sampled_softmax.base import (ClassSampler, Drawn, check_classes, check_finite, check_queries,
+                                          check_rows)
 from crt_exp.sampled_softmax.class_features import ClassFeatures
 
 UPDATED = 2**12   # classes of an update at once: what lies between then stays in the cache
 DEFENSIVE = 0.05  # share of the uniform law mixed with a signed estimate, whose positive part is zero for some classes
 
 
-class FeatureLaw(TableLaw):
+class FeatureLaw(ClassSampler):
     """q_c = (1 - defensive) q'_c + defensive / V, with q' made of phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}.
 
     proposal: a feature map, a Mechanism or the name of one. m, sampler: of the mechanism (default: those of the command
@@ -23,9 +24,13 @@ class FeatureLaw(TableLaw):
     T, the less the estimate varies. defensive: by default 0 for maps whose features are positive and 0.05 for others.
     """
 
+    looks_at_classes = True
+
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, *, m: int | None = None,
                  sampler=None, temperature: float = 1.0, defensive: float | None = None, seed: int = 0):
-        super().__init__(classes, d)
+        super().__init__(classes)
+        self.d = d
+        self.register_buffer("made", torch.zeros((), dtype=torch.bool))
         self.features = ClassFeatures(proposal, self.classes, d, m, sampler, temperature, seed)
         least = 0.0 if self.features.positive else DEFENSIVE
         self.defensive = least if defensive is None else float(defensive)
@@ -75,12 +80,27 @@ class FeatureLaw(TableLaw):
         self._check(hidden)
         return self._mixed(self._log_q(hidden, ids), self.classes)
 
-    def _rebuild(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
+    def _check(self, hidden: Tensor) -> None:
+        if not self.built:
+            raise ValueError("the tables of this sampler were never made: call rebuild(weight) before the first draw")
+        if hidden.ndim != 2 or hidden.shape[1] != self.d:
+            raise ValueError(f"queries of shape {tuple(hidden.shape)}: this sampler takes (B, {self.d})")
+        check_queries(hidden)
+
+    @property
+    def built(self) -> bool:
+        return bool(self.made)
+
+    @torch.no_grad()
+    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
+        check_classes(weight, bias, self.classes, self.d)
+        check_finite(weight, bias, None)
         self.features.fit(weight, bias, self._queries if hidden is None else hidden)
         if not self._all_restored(weight, bias):
             self.features.fit_constants(weight, bias)
             self._all_restored(weight, bias)
         self._completed()
+        self.made.fill_(True)
 
     def _all_restored(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Puts the features of all classes in place. False where one of them outgrew the constants."""
@@ -91,7 +111,19 @@ class FeatureLaw(TableLaw):
             self._restored(features, rows)
         return True
 
+    @torch.no_grad()
+    def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        rows = check_rows(rows, self.classes)
+        check_classes(weight, bias, self.classes, self.d)
+        if not len(rows) or not self.built:
+            return
+        vectors, biases = weight.index_select(0, rows), None if bias is None else bias[rows]
+        check_finite(vectors, biases, rows)
+        if not self._update(rows, vectors, biases):
+            self.rebuild(weight, bias)
+
     def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Takes over the vectors (r, d) of sorted, distinct classes; False where one outgrew the constants."""
         for start in range(0, len(rows), UPDATED):
             some = slice(start, start + UPDATED)
             features = self.features.of_classes(weight[some], _part(bias, some))

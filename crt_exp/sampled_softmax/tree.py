@@ -6,10 +6,9 @@ Legend: V classes, M features; level 0 is the table (V, M), a row of level l + 1
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.engines.constants import EXHAUSTED, FAN
-from crt_exp.sampled_softmax import native_draws
-
-FLAT = 2**12  # nodes at most of a level whose distribution functions are inverted at once, without going down to it
+FAN = 16           # children of a node
+EXHAUSTED = 1e-9   # a sum less one of its rows, as a share of it, below which rounding would decide: taken as 0
+FLAT = 2**12       # nodes at most of a level whose distribution functions are inverted at once
 
 
 class SumTree(nn.Module):
@@ -85,9 +84,6 @@ class SumTree(nn.Module):
         """
         u = torch.rand(len(mass), k, self.start + 2, dtype=torch.float64, device=mass.device)
         ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)                # (M, nodes)
-        levels = [self.level(number) for number in range(self.depth)]
-        if native_draws.applies(*levels):
-            return native_draws.rows_of(levels, self.start, self.rows, ends, mass, u, without)
         return self.rows_of(ends, mass, u, without)
 
     @property

@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.attention.engines.constants import EXHAUSTED, FAN
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax import native_draws
 from crt_exp.sampled_softmax.base import Drawn
 from crt_exp.sampled_softmax.feature_law import FeatureLaw
-from crt_exp.sampled_softmax.tree import SumTree, choose
+from crt_exp.sampled_softmax.tree import EXHAUSTED, FAN, SumTree, choose
 
 GATHERED = 2**22  # features of drawn classes that are gathered at once
 SHARED = 100      # a level of fewer nodes than SHARED k is multiplied with all queries: cheaper than k gathers a query
@@ -106,8 +104,6 @@ class TreeFeatures(FeatureLaw):
 
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """weight (B, M) times the features of ids (B, k), (B, k)."""
-        if native_draws.applies(self.tree.level0):
-            return native_draws.products(weight, self.tree.leaves, ids)
         step = max(1, GATHERED // (ids.shape[1] * weight.shape[1]))
         parts = [F.embedding(i, self.tree.leaves) @ w[..., None] for i, w in zip(ids.split(step), weight.split(step))]
         return torch.cat(parts).squeeze(-1)

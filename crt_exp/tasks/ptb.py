@@ -30,7 +30,6 @@ from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
     LogUniform,
-    MultiIndex,
     Quadratic,
     SampledSoftmax,
     TreeFeatures,
@@ -47,13 +46,12 @@ PARTS = {"train": "train", "validation": "valid", "test": "test"}
 class Sampling(TypedDict):
     """Of a sampled softmax: negatives of each word. rebuild_every: steps after which tables are built again. Of random
     features: the kernel exp(cos(h, e) / temperature), and whether draws go down a tree or through a number for each
-    class. Of the others: codewords of the multi-index, and the weight of the squared logit."""
+    class. alpha: weight of the squared logit."""
 
     negatives: Count
     temperature: Positive
     rebuild_every: Count
     tree: bool
-    codewords: Count
     alpha: NotNegative
 
 
@@ -80,7 +78,7 @@ class PTB(Task):
     layers: Count
     dropout: Annotated[float, at_least(0), below(1)]
     bptt: Count
-    softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "multi_index", "features"]
+    softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
     sampling: Sampling
     temperature: Positive
     lengths: LengthPenalties
@@ -154,14 +152,13 @@ class PTB(Task):
             return lstm.FullSoftmax(embedding.weight)
         if self.softmax == "features" and not mechanism.estimates:
             raise ConfigError(f"task.softmax=features samples by random features, and attention={mechanism.name} has "
-                              "none: choose features=..., or another task.softmax, such as multi_index or unigram")
+                              "none: choose features=..., or another task.softmax, such as quadratic or unigram")
         V, options = len(self.text.words), self.sampling
         tables = TreeFeatures if options["tree"] else DenseFeatures
         make = {"uniform": lambda: Uniform(V), "log_uniform": lambda: LogUniform(V),
                 "unigram": lambda: Unigram(torch.from_numpy(self.text.counts)),
                 "exact": lambda: ExactSoftmax(embedding),
                 "quadratic": lambda: Quadratic(embedding, options["alpha"]),
-                "multi_index": lambda: MultiIndex(V, self.width, options["codewords"], mechanism.seed),
                 "features": lambda: tables(mechanism, V, self.width, temperature=options["temperature"],
                                            seed=mechanism.seed)}
         return SampledSoftmax(make[self.softmax](), embedding, options["negatives"], rebuild_every=1)
@@ -182,7 +179,7 @@ class PTB(Task):
 
     def updated(self, model: nn.Module, step: int) -> None:
         """Nearly every embedding moves in every step of Adam, so that tables are built again, and not followed."""
-        if self.softmax in ("features", "multi_index") and step % self.sampling["rebuild_every"] == 0:
+        if self.softmax == "features" and step % self.sampling["rebuild_every"] == 0:
             model.head.update()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -239,8 +236,7 @@ class PTB(Task):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         floor = f", floor {last['floor_perplexity']:.2f}" if "floor_perplexity" in last else ""
-        how = {"full": "full softmax", "features": "softmax sampled by random features",
-               "multi_index": "softmax sampled by a multi-index"}
+        how = {"full": "full softmax", "features": "softmax sampled by random features"}
         return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}{floor}) by "
                 f"{how.get(self.softmax, f'softmax sampled by the {self.softmax} law')} ({last['split']}, "
                 f"step {last['step']})")

@@ -241,7 +241,7 @@ def test_c_and_python_read_the_same_numbers():
     """Each number stands in constants.h alone: no source defines it again."""
     text = "\n".join(file.read_text() for file in native_library.SOURCES if file != HEADER)
     names = constants.numbers(HEADER)
-    assert names.keys() >= {"CHUNK", "TINY", "NO_MEMORY", "FAN"}
+    assert names.keys() >= {"CHUNK", "TINY", "NO_MEMORY"}
     for name, value in names.items():
         assert getattr(constants, name) == float(value)
         assert not re.search(rf"\b{name}\s*=[^=]|#define {name}\b", text), name

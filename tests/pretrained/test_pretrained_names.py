@@ -1,16 +1,19 @@
-"""models/<name> as the name of a model, wherever one is named."""
+"""models/<name> as the name of a model, wherever one is named, and fetched from the hub."""
 
 import json
+import shutil
 
+import huggingface_hub
 import pytest
 import torch
 from small_bert import sentence, write_model, write_text
 from transformers import AutoModelForMaskedLM
+from wheel_models import onnx
 
 import crt_exp
 from crt_exp.data import DataError
+from crt_exp.data.__main__ import main
 from crt_exp.models import encoders, vision
-from crt_exp.pretrained import onnx
 from crt_exp.pretrained.published import MODELS, fetched
 
 NAME = "models/minilm"
@@ -56,12 +59,41 @@ def test_a_vit_where_a_task_names_weights(data):
     assert found.path == made and found.description.size == 518 and found.description.classes is None
 
 
-def test_the_hub_out_of_reach_names_the_command():
+def test_the_hub_out_of_reach_names_the_script():
     """For those that a wheel holds, and for no other."""
-    for name, named in (("HuggingFaceTB/SmolLM2-135M-Instruct", "fetch models/smollm2-135m"), ("no/model", None)):
+    for name, named in (("HuggingFaceTB/SmolLM2-135M-Instruct", "models.py models/smollm2-135m"), ("no/model", None)):
         with pytest.raises(DataError) as caught:
             encoders.load_config(encoders.Origin(name, "task.model", True, False))
-        assert named in str(caught.value) if named else "crt_exp.data fetch" not in str(caught.value)
+        assert named in str(caught.value) if named else "fetch_wheel_models" not in str(caught.value)
+
+
+def test_fetch_and_verify(data, tmp_path, monkeypatch, capsys):
+    """A snapshot as the hub's cache holds it: weights are links. Then a hub without weights, and no hub."""
+    snapshot, blob = tmp_path / "hub/snapshots/0123abc", tmp_path / "hub/blob"
+    shutil.copytree(data / NAME, snapshot)
+    (snapshot / "model.safetensors").rename(blob)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    (snapshot / "pytorch_model.bin").write_bytes(b"not wanted")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(snapshot))
+    where = ["--dir", str(tmp_path / "new")]
+    made = tmp_path / "new" / NAME
+    assert main(["fetch", NAME, *where]) == 0 and "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
+    AutoModelForMaskedLM.from_pretrained(made)
+    assert not (made / "model.safetensors").is_symlink() and not (made / "pytorch_model.bin").exists()
+    assert main(["verify", NAME, *where]) == 0 and main(["fetch", NAME, *where]) == 0 and main(["list", *where]) == 0
+    assert "already there" in capsys.readouterr().out
+    (made / "model.safetensors").write_bytes(b"damaged")
+    assert main(["verify", "models", *where]) == 1
+    assert main(["fetch", NAME, *where]) == 0 and main(["verify", NAME, *where]) == 0
+    shutil.rmtree(made)
+    (snapshot / "model.safetensors").unlink()
+    assert main(["fetch", NAME, *where]) == 1 and "without model.safetensors" in capsys.readouterr().err
+    assert main(["fetch", "models/other", *where]) == 1 and "Known: models/smollm2-135m" in capsys.readouterr().err
+    monkeypatch.undo()
+    for name in (NAME, "models/rxnfp"):
+        assert main(["fetch", name, *where]) == 1 and not made.exists()
+        error = capsys.readouterr().err
+        assert "the folder of a copy of your own" in error and f"fetch_wheel_models.py {name}" in error
 
 
 def test_from_pretrained(data):

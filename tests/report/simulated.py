@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from crt_exp import recipe_words
 from crt_exp.config import CONF
 from crt_exp.probes import grid, training
 from crt_exp.probes.cells import Cells
@@ -22,6 +21,7 @@ from crt_exp.report import draws, page
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
 RECORD = {"seconds": 1.0, "commit": "", "date": "2026-01-01", "versions": ""}
 EVALUATIONS = 20  # of a curve at most
+ROWS = {"crt_vit_mae_uptrain": 1281167, "crt_vit_scratch": 1281167}  # images of ImageNet, to count steps of an epoch
 
 
 class Known:
@@ -139,14 +139,13 @@ class Simulated(Cells):
 
 
 def schedule(overrides):
-    """Steps of a run and between its evaluations, where the options or their recipes say them; of ImageNet's epochs
-    those of the recipe's rows."""
+    """Steps of a run and between its evaluations, where the options or their recipes say them."""
     said, rows = {}, None
     for option in overrides:
         name, _, value = option.partition("=")
         if name in ("experiment", "task"):
             said |= trainer_of(CONF / name / f"{value}.yaml")
-            rows = recipe_words.spec_of(value).get("rows") if value in recipe_words.names() else None
+            rows = ROWS.get(value)
         elif name in ("trainer.steps", "trainer.eval_every"):
             said[name.removeprefix("trainer.")] = int(value)
     epoch = rows // said["batch"] if rows and "batch" in said else None

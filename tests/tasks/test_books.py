@@ -1,4 +1,4 @@
-"""task=books: rows of texts, perplexity per word, texts read on beyond a row, and text written by `sample`."""
+"""task=books: rows of texts, perplexity per word, texts read on beyond a row, and text written by `infer`."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import torch
 from refusals import check_refused
 from torch.utils.flop_counter import FlopCounterMode
 
-from crt_exp import sample
+from crt_exp import infer
 from crt_exp.attention.baselines import Exact
 from crt_exp.config import instantiate
 from crt_exp.data import DataError, books, sentence_pieces
@@ -190,7 +190,7 @@ def test_it_learns_and_writes(rows, attention, typed, tmp_path, capsys):
     assert last["word_perplexity"] == pytest.approx(np.exp(last["loss"] * last["tokens_per_word"]), rel=1e-6)
     assert 7 * 16 < last["tokens"] <= 8 * 16 or rows == "apart"              # the last row is a part of one
     assert all(0 < last[f"loss_at_{i}"] < 8 for i in range(1, 5))
-    code = sample.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=2", "length=12"])
+    code = infer.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=2", "length=12"])
     out = capsys.readouterr().out
     assert code == 0 and out.count("a bird") >= 2
 
@@ -204,7 +204,7 @@ def test_masked_tokens_of_both_sides(typed, tmp_path, capsys):
     assert last["tokens"] > 0 and np.isfinite(last["word_perplexity"]) and "loss_at_1" not in last
     kept = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert not kept["causal"] and kept["symbols"] == kept["vocabulary"]["mask"] + 1
-    assert sample.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=1", "length=2"]) == 2
+    assert infer.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=1", "length=2"]) == 2
     code, _, err = typed(f"task.init={tmp_path / 'run'}", "trainer.steps=0", directory="more")
     assert code == 2 and "was trained on other symbols" in err, err
 

@@ -1,4 +1,4 @@
-"""task=pixels: images as rows of values, bits per dimension, and images drawn and completed by `sample`."""
+"""task=pixels: images as rows of values, bits per dimension, and images drawn and completed by `infer`."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from refusals import check_refused
 
-from crt_exp import sample
+from crt_exp import infer
 from crt_exp.data.image_values import grid, in_square
 from crt_exp.mechanism import Mechanism
 from crt_exp.times import in_new_process
@@ -123,9 +123,9 @@ def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     values = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
     Image.fromarray(values).save(tmp_path / "half.png")
     words = [f"run={tmp_path / 'run'}", f"output={tmp_path / 'out.png'}", "n=3"]
-    assert sample.main(words) == 0
+    assert infer.main(words) == 0
     assert np.asarray(Image.open(tmp_path / "out.png")).shape == (96, 3 * 96 + 2 * 2)  # a value: 12 x 12 pixels
-    assert sample.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
+    assert infer.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
     found = np.asarray(Image.open(tmp_path / "out.png"))
     assert found.shape == (96, 4 * 96 + 3 * 2)
     first, *drawn = (found[::12, left:left + 96:12] for left in range(0, 4 * 98, 98))
@@ -133,8 +133,8 @@ def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     for image in drawn:                                      # the upper half is the image's, the lower one is drawn
         assert (image[:4] == values[:4]).all() and (image[4:] != values[4:]).any()
     capsys.readouterr()
-    assert sample.main(words[:1]) == 2 and "name the PNG to write" in capsys.readouterr().err
-    assert sample.main([*words, "length=10"]) == 2 and "an image of this run has 64 values" in capsys.readouterr().err
+    assert infer.main(words[:1]) == 2 and "name the PNG to write" in capsys.readouterr().err
+    assert infer.main([*words, "length=10"]) == 2 and "an image of this run has 64 values" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -20,13 +20,12 @@ from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.ptb import PTB
 
 PENN = Path(os.environ.get("CRT_DATA", "none")) / "ptb"
-SAMPLED = ["uniform", "log_uniform", "unigram", "exact", "quadratic", "multi_index", "features"]
+SAMPLED = ["uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
 GENERATED = {"words": 12, "train": 600, "validation": 150, "test": 150, "evenness": 0.1, "seed": 0}
 OPTIONS = {"corpus": "generated", "data_dir": None, "min_count": 1, "generated": GENERATED, "width": 16, "layers": 2,
            "dropout": 0.0, "bptt": 7, "softmax": "full",
-           "sampling": {"negatives": 5, "temperature": 1.0, "rebuild_every": 3, "tree": True, "codewords": 4,
-                        "alpha": 100.0}, "temperature": 1.0,
-           "lengths": {"queries": 0.0, "keys": 0.0}, "eval_columns": 4}
+           "sampling": {"negatives": 5, "temperature": 1.0, "rebuild_every": 3, "tree": True, "alpha": 100.0},
+           "temperature": 1.0, "lengths": {"queries": 0.0, "keys": 0.0}, "eval_columns": 4}
 
 
 @pytest.fixture

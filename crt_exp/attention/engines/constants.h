@@ -8,6 +8,3 @@
 #define BAD_DIRECTIONS 2   /* noise or parameters are not, */
 #define NO_MEMORY 3        /* memory ended, */
 #define BAD_SIZES 4        /* there would be more heavy keys, cells or reads than keys */
-#define FAN 16             /* children of a node of a tree: 16 entries of a feature, lines of the cache, are read at each step */
-#define LEVELS 16          /* of a tree, at most: more than 2**60 classes have */
-#define EXHAUSTED 1e-9     /* a sum less one of its rows, as a share of it, below which rounding would decide: taken as 0 */

@@ -10,7 +10,7 @@ def numbers(header: Path) -> dict[str, str]:
 
 
 _NUMBERS = numbers(Path(__file__).with_suffix(".h"))
-CHUNK, FAN, LEVELS = (int(_NUMBERS[name]) for name in ("CHUNK", "FAN", "LEVELS"))
+CHUNK = int(_NUMBERS["CHUNK"])
 NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY, BAD_SIZES = (
     int(_NUMBERS[name]) for name in ("NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY", "BAD_SIZES"))
-TINY, EXHAUSTED = float(_NUMBERS["TINY"]), float(_NUMBERS["EXHAUSTED"])
+TINY = float(_NUMBERS["TINY"])

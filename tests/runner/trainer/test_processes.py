@@ -24,9 +24,9 @@ from toy_runs import (
     records,
 )
 
-from crt_exp import recipes
 from crt_exp.config import ConfigError
 from crt_exp.runner import checkpoint, task_state
+from crt_exp.runner.command_line import compose
 from crt_exp.runner.run import Lock
 from crt_exp.runner.processes import StopSignals
 from crt_exp.runner.trainer_config import TrainerConfig, check_processes, start_world
@@ -230,7 +230,7 @@ def test_a_process_has_a_gpu_of_its_own(asked, around, message, monkeypatch):
 def test_the_conformer_of_960_hours_never_runs_on_one_gpu_unasked():
     """Its batch is counted in seconds a process: one GPU would train with an eighth of it."""
     for name in ("crt_conformer_960h", "hrf_conformer_960h"):
-        assert recipes.composed(name).trainer.processes == 8
+        assert compose([f"experiment={name}"]).trainer.processes == 8
 
 
 def config(**changes):

@@ -6,9 +6,7 @@ Each converter takes the files of a wheel in one folder and writes to another. N
 import json
 import shutil
 import struct
-from collections.abc import Callable
 from contextlib import redirect_stderr
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,25 +17,18 @@ import torch
 from crt_exp.data import DataError
 from crt_exp.models.encoders import quiet
 from crt_exp.models.folder import save_tensors
-from crt_exp.pretrained.published import Published
 from crt_exp.stored import json_object
+from wheel_models import ctranslate2, onnx
 
 # Tokens of reactions: atoms, bonds, brackets, as rxnfp 0.1.0 and rxnmapper 0.4.3 take strings apart.
 SMILES = (r"\%\([0-9]{3}\)|\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\||\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|"
           r"\%[0-9]{2}|[0-9]")
-PATTERNS = {"smiles": SMILES, "proteins": r"\[[A-Z]+\]|[A-Z]"}
-TEXTS = ("LICENSE", "LICENSE.md", "README.md")
-GGUF = "reading this file takes the package gguf: pip install 'crt_exp[models]'"
+TEXTS = ("LICENSE", "README.md")
 
 
-def check_readers(model: Published) -> None:
-    """Raises DataError where a package is missing that reads the files of this model."""
-    if model.kind == "gguf" and not find_spec("gguf"):
-        raise DataError(GGUF)
-
-
-def convert(model: Published, source: Path, folder: Path) -> None:
-    """Writes the model whose files lie in `source` to `folder`. Raises DataError for files of another kind."""
+def convert(model: Any, source: Path, folder: Path) -> None:
+    """Writes the model whose files lie in `source` to `folder`; model: a row of the table (`fetch_wheel_models.Wheel`).
+    Raises DataError for files of another kind."""
     try:
         with quiet():
             CONVERTERS[model.kind](model, source, folder)
@@ -48,21 +39,21 @@ def convert(model: Published, source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def as_it_is(model: Published, source: Path, folder: Path) -> None:
+def as_it_is(model: Any, source: Path, folder: Path) -> None:
     for member in model.members:
         shutil.copyfile(source / member.file, folder / member.file)
 
 
 # ---- weights of torch.save, tokens by a pattern
 
-def symbols(model: Published, source: Path, folder: Path) -> None:
-    """Of models whose tokens are the matches of a pattern, one a line of vocab.txt."""
+def symbols(model: Any, source: Path, folder: Path) -> None:
+    """Of models of reactions, whose tokens are the matches of SMILES, one a line of vocab.txt."""
     import transformers
 
     auto = getattr(transformers, model.architecture)
     config = auto.config_class.from_dict(json_object(source / "config.json") | {"architectures": [model.architecture]})
     made_of(auto, config, tensors_of(source / model.weights.file)).save_pretrained(folder)
-    tokenizer_of(source / "vocab.txt", PATTERNS[model.kind], config.max_position_embeddings).save_pretrained(folder)
+    tokenizer_of(source / "vocab.txt", config.max_position_embeddings).save_pretrained(folder)
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -84,14 +75,14 @@ def made_of(auto: type, config: Any, state: dict[str, torch.Tensor]) -> Any:
     return model
 
 
-def tokenizer_of(vocabulary: Path, pattern: str, most: int) -> Any:
-    """[CLS] tokens [SEP], as BERT's; what the pattern does not match is left out."""
+def tokenizer_of(vocabulary: Path, most: int) -> Any:
+    """[CLS] tokens [SEP], as BERT's; what SMILES does not match is left out."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     ids = {word: i for i, word in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(SMILES), behavior="removed", invert=True)
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -101,7 +92,7 @@ def tokenizer_of(vocabulary: Path, pattern: str, most: int) -> Any:
 
 # ---- GGUF
 
-def gguf(model: Published, source: Path, folder: Path) -> None:
+def gguf(model: Any, source: Path, folder: Path) -> None:
     """Rounded weights as the float32 numbers that they stand for."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -139,7 +130,7 @@ def architecture(file: Path) -> str:
 
 # ---- CTranslate2
 
-def speech(model: Published, source: Path, folder: Path) -> None:
+def speech(model: Any, source: Path, folder: Path) -> None:
     """Whisper for English, with what its generation takes."""
     from transformers import (
         GenerationConfig,
@@ -148,8 +139,6 @@ def speech(model: Published, source: Path, folder: Path) -> None:
         WhisperForConditionalGeneration,
         WhisperTokenizer,
     )
-
-    from crt_exp.pretrained import ctranslate2
 
     sizes, state = ctranslate2.whisper(*ctranslate2.read(source / model.weights.file))
     tokenizer = WhisperTokenizer.from_pretrained(source)
@@ -171,15 +160,11 @@ def special_ids(tokenizer: Any, listed: dict[str, Any]) -> dict[str, Any]:
 
 # ---- ONNX
 
-def images(model: Published, source: Path, folder: Path) -> None:
+def images(model: Any, source: Path, folder: Path) -> None:
     """A ViT as a folder of timm, which task.init and timm.create_model("local-dir:...") take."""
-    from crt_exp.pretrained import onnx
-
     config, state = onnx.dinov2(onnx.read(source / model.weights.file), model.architecture)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     save_tensors(state, folder / "model.safetensors")
 
 
-CONVERTERS: dict[str, Callable[[Published, Path, Path], None]] = {
-    "folder": as_it_is, "smiles": symbols, "proteins": symbols, "gguf": gguf, "ctranslate2": speech,
-    "onnx": images}
+CONVERTERS = {"folder": as_it_is, "smiles": symbols, "gguf": gguf, "ctranslate2": speech, "onnx": images}

@@ -1,0 +1,1 @@
+"""Weights of other formats as folders of transformers and timm."""
