@@ -100,7 +100,8 @@ def check_form(record: Any) -> None:
 @contextmanager
 def ignoring_buffers(kind: type) -> Iterator[None]:
     """Within it loading does not list the buffers of a swap as weights that it does not know."""
-    before, own = kind._keys_to_ignore_on_load_unexpected, "_keys_to_ignore_on_load_unexpected" in vars(kind)
+    own = "_keys_to_ignore_on_load_unexpected" in vars(kind)
+    before = getattr(kind, "_keys_to_ignore_on_load_unexpected", None)
     kind._keys_to_ignore_on_load_unexpected = [*(before or ()), r"\.swapped\."]
     try:
         yield
