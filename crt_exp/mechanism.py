@@ -21,6 +21,7 @@ from crt_exp.features.base import FeatureMap
 from crt_exp.hints import shown, whole_number
 from crt_exp.presets import (BASE, GROUPS, GroupChoice, apart, by_place, check_given, check_options, default_choice,
                              default_m, node_of, part_of, read_preset, resolved, still_known, uses, with_phi)
+from crt_exp.removed import removed
 from crt_exp.samplers import Noise
 from crt_exp.schema import ATTENTION, check_kind, check_node, is_map
 from crt_exp.stored import check_saved
@@ -116,10 +117,10 @@ class Mechanism:
                 m: int | None, sampler: Any, features: Any, seed: int) -> "Mechanism":
         """Of the contents of a file and the choices that it names, with these options and choices in place of them."""
         changes, options = apart({key: plain_number(value) for key, value in options.items()})
-        check_options(f"attention {name or BASE}", options, [*node, *sorted(uses(node))])
-        node = with_phi(resolved(node | options), changes["phi"])
-        check_given("attention", node)
-        check_node("attention", node, ATTENTION)
+        try:
+            node = _with_options(name, node, options, changes["phi"])
+        except ConfigError as error:
+            raise removed(f"attention.{key}={value}" for key, value in options.items()) or error from None
         if name is None and features is None:
             raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
         given = {"features": features or changes["features"] or None, "sampler": sampler or changes["sampler"] or None,
@@ -385,6 +386,16 @@ def _as_asked(made: nn.Module, sizes: dict[str, Any]) -> nn.Module:
                               f"{shown(getattr(made, key))}: its __init__ must hand **options on, "
                               "super().__init__(heads, d, **options)")
     return made
+
+
+def _with_options(name: str | None, node: dict[str, Any], options: dict[str, Any],
+                  of_phi: dict[str, Any]) -> dict[str, Any]:
+    """The contents of an attention's file with these options in place of its own. Raises ConfigError."""
+    check_options(f"attention {name or BASE}", options, [*node, *sorted(uses(node))])
+    node = with_phi(resolved(node | options), of_phi)
+    check_given("attention", node)
+    check_node("attention", node, ATTENTION)
+    return node
 
 
 def _words(saved: Any) -> list[tuple[str, Any]]:

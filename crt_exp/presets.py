@@ -13,7 +13,7 @@ from crt_exp.schema import FEATURES, SAMPLER, Group, check_defined, check_keys, 
 
 OF_MAP = "features."            # before an option of the map; so are those of the sampler and of phi
 GROUPS = {"features": FEATURES, "sampler": SAMPLER}
-GONE = {"far": "cells"}         # options that saved models may name, each at the one value that is left of it
+GONE = {"far": "cells", "error": None}  # options that saved models may name, each at the one value that is left of it
 MISSING = "???"                 # of what a file does not say and a user must
 BASE = "base/random_features"  # within conf/attention: what a map alone gets around it where a layer is asked for
 

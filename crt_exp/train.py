@@ -25,6 +25,7 @@ import signal
 
 from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.ranks import world_size
+from crt_exp.removed import removed
 from crt_exp.runner.command_line import Shown, check_command_line, with_file_names
 from crt_exp.runner.configuration import folders, local
 from crt_exp.runner.ending import Stopped, fail, mistakes_said
@@ -45,7 +46,7 @@ def main() -> None:
         print(said, end="")
         return
     except ConfigError as error:
-        fail(error)
+        fail(removed(sys.argv[1:]) or error)
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run)()
     except KeyboardInterrupt:  # between the runs of a sweep

@@ -93,9 +93,20 @@ def _bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, fet
             swap_layers(model, mechanism.layer, mechanism.name, layers, causal=causal, saved=False,
                         record=saved["mechanisms"][number])
     states = [module.swapped for _, module in model.named_modules() if "swapped" in module._modules]
+    _check_open(states, saved, folder)
     restore(model, states, files, folder, strict=True)
     record.write(model)
     return model
+
+
+def _check_open(states: list[nn.Module], saved: dict[str, Any], folder: str | Path) -> None:
+    """Raises ConfigError where an earlier version saved another number of retrieved keys for a layer than its mechanism
+    has, from a budget that all layers shared."""
+    own = {state.path: state.sizes.open for state in states if hasattr(state, "sizes")}
+    if any(open != own.get(path, open) for path, open in (saved.get("open") or {}).items()):
+        raise ConfigError(f"{folder}: crt_exp {saved.get('version')} saved it with a budget of retrieved keys, which "
+                          "was removed: load the weights by from_pretrained of its class, then call swap_attention "
+                          "with open=N")
 
 
 def _check_rows(mechanisms: Iterable[Mechanism], files: list[Path], folder: str | Path) -> None:
