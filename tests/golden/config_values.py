@@ -29,10 +29,7 @@ def _composed(overrides: list[str]) -> dict:
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
 
-    from crt_exp.runner.added_names import register
-
     os.environ.setdefault("CRT_DATA", "CRT_DATA")
-    register()
     GlobalHydra.instance().clear()
     overrides = [o.removeprefix("+") for o in overrides]
     with initialize_config_dir(str(CONF), version_base="1.3"):

@@ -16,7 +16,7 @@ transformers.logging.disable_progress_bar()
 MECHANISMS = {
     "favorpp": ("favorpp", {"m": 16}),
     "hrf_angular": ("hrf_angular", {"m": 8}),
-    "nearfar": ("nearfar", {"block": 4, "heavy": 2, "cells": 4, "open": 4, "exact_until": 5}),
+    "nearfar": ("nearfar", {"block": 4, "heavy": 2, "cells": 4, "exact_until": 5}),
 }
 TYPES = (
     "albert",
