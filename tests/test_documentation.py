@@ -57,8 +57,8 @@ GALLERY = [block for block in BLOCKS if block.page.parent.name == "gallery"]
 
 @pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")
 @pytest.mark.parametrize("block", GALLERY, ids=[block.page.stem for block in GALLERY])
-def test_picture_of_the_gallery(block, capsys, tmp_path, monkeypatch):
-    """At most 15 lines, which print what the picture shows and save it under the name of the page."""
+def test_picture_of_the_gallery(block, tmp_path, monkeypatch):
+    """It is saved under the name of the page."""
     import matplotlib
     import matplotlib.pyplot as plt
 
@@ -67,7 +67,6 @@ def test_picture_of_the_gallery(block, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, name: save(self, tmp_path / name))
     exec(block.text, {"__name__": "__main__"})
     plt.close("all")
-    assert capsys.readouterr().out.strip() and len([line for line in block.text.splitlines() if line]) <= 15
     assert (tmp_path / f"{block.page.stem}.png").stat().st_size > 5000 and block.page.with_suffix(".png").is_file()
 
 

@@ -33,8 +33,7 @@ class Queue:
     """In place of a Launcher: a job ends when it has been looked at twice, by `half`; keeps what it was asked."""
 
     def __init__(self, most=2):
-        self.most, self.found, self.submitted, self.at_once = most, found, [], 0
-        self.here = []
+        self.most, self.submitted, self.at_once, self.here = most, [], 0, []
 
     def job(self, home, cell):
         self.submitted.append(cell.key["x"])

@@ -46,12 +46,6 @@ def test_interval():
     assert interval([1.0], "a")["a_ci95"] is None
 
 
-def test_figure1_statement():
-    x = torch.zeros(1, 64, dtype=torch.float64)
-    x[0, 0] = 5
-    assert (log_variances(PosRF(), x, x) - log_variances(OPRF(), x, x)).item() == pytest.approx(61.22, abs=0.01)
-
-
 def test_figure2_statements():
     """CRT 5.1 at sigma = 1: normal e^80 (gerf) and e^75 (oprf), heterogen e^125 both."""
     for regime, least in (("normal", (80, 75)), ("heterogen", (125, 125))):
