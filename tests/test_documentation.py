@@ -52,33 +52,13 @@ def test_example(block, capsys):
     assert capsys.readouterr().out.strip()
 
 
-SHOWN = {"# near 1": lambda values: abs(values[-1] - 1) < 0.1,  # what a block says of the numbers that it prints
-         "# 0.39 and 0.81": lambda values: abs(values[0] - 0.39) < 0.05 and abs(values[1] - 0.81) < 0.05,
-         "less and less": lambda values: values == sorted(values, reverse=True) and values[-1] >= 0}
-SAYING = [(block, said) for block in EXAMPLES for said in SHOWN if said in block.text]
-
-
-@pytest.mark.parametrize("block, said", SAYING, ids=[said for _, said in SAYING])
-def test_what_a_block_says_of_its_numbers_is_so(block, said, capsys):
-    """For every draw of its vectors, not for one."""
-    for seed in range(10):
-        torch.manual_seed(seed)
-        exec(block.text, {"__name__": "__main__"})
-        values = [float(number) for number in re.findall(r"-?\d+\.\d+(?:e[+-]?\d+)?", capsys.readouterr().out)]
-        assert SHOWN[said](values), f"seed {seed}: {values}"
-
-
-def test_every_word_on_numbers_is_looked_at():
-    assert {said for _, said in SAYING} == {*SHOWN}
-
-
 GALLERY = [block for block in BLOCKS if block.page.parent.name == "gallery"]
 
 
 @pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")
 @pytest.mark.parametrize("block", GALLERY, ids=[block.page.stem for block in GALLERY])
-def test_picture_of_the_gallery(block, capsys, tmp_path, monkeypatch):
-    """At most 15 lines, which print what the picture shows and save it under the name of the page."""
+def test_picture_of_the_gallery(block, tmp_path, monkeypatch):
+    """It is saved under the name of the page."""
     import matplotlib
     import matplotlib.pyplot as plt
 
@@ -87,7 +67,6 @@ def test_picture_of_the_gallery(block, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, name: save(self, tmp_path / name))
     exec(block.text, {"__name__": "__main__"})
     plt.close("all")
-    assert capsys.readouterr().out.strip() and len([line for line in block.text.splitlines() if line]) <= 15
     assert (tmp_path / f"{block.page.stem}.png").stat().st_size > 5000 and block.page.with_suffix(".png").is_file()
 
 
@@ -179,13 +158,6 @@ def run_in(folder, *words):
              "PYTHONPATH": [ROOT, os.environ.get("PYTHONPATH", "")]}
     env = os.environ | {name: os.pathsep.join(map(str, parts)) for name, parts in paths.items()}
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-
-
-@pytest.mark.parametrize("kind, recipe", [(kind, kind) for kind in RECIPES], indirect=["recipe"], ids=RECIPES)
-def test_recipe_takes_the_files_of_its_row(kind, recipe):
-    """At most three, four for a task; its section writes no other."""
-    files = [str(path.relative_to(recipe)) for path in recipe.rglob("*") if path.is_file()]
-    assert sorted(files) == sorted(RECIPES[kind].files) and len(files) <= (4 if kind == "task" else 3)
 
 
 def test_every_kind_has_its_recipe():
@@ -397,54 +369,6 @@ def test_command_runs(words, tiny, typed, folder):
     code, out, err = typed(*words, *tiny, "logger=none", "hydra.run.dir=run")
     assert code == 0, err
     assert str(folder / "run") in out
-
-
-OF_A_RUN = re.compile(r"(?:task\.init|run)=(outputs/[\w-]+)")
-
-
-def test_a_run_that_a_command_starts_from_is_made_by_a_line_before_it():
-    for page in PAGES:
-        lines = [words for block in BLOCKS if block.page == page and block.language == "bash"
-                 for words in words_of(block.text)]
-        if page.name == "commands.md":
-            continue  # of one's own runs: outputs/mine
-        made = set()
-        for words in lines:
-            named = {match[1] for word in words if (match := OF_A_RUN.fullmatch(word))}
-            assert named <= made | {"outputs/mine", "outputs/proteins"}, " ".join(words)
-            made |= {word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")}
-
-
-def test_no_command_takes_the_folder_of_its_task_for_its_run():
-    """outputs/mlm holds all runs of task=mlm that name none: it is seldom empty."""
-    taken = {f"hydra.{kind}.dir=outputs/{task}" for kind in ("run", "sweep") for task in choices("task")}
-    assert not [words for words in COMMANDS if taken & {*words}]
-
-
-def test_no_command_reads_a_page_as_its_text():
-    """README.md has 10 rows of tokens: the text of examples is one that is long enough, and the same on every day."""
-    assert not [words for words in COMMANDS if any(word.endswith("=README.md") for word in words)]
-
-
-def chain():
-    """The commands of docs/training.md that read the text which comes along, in their order."""
-    lines = [words for block in BLOCKS if block.page.name == "training.md" and block.language == "bash"
-             for words in words_of(block.text)]
-    return [words[3:] for words in lines if {"task.text=wordnet", "task.corpus=wordnet"} & {*words}]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_what_the_commands_on_the_text_show(folder, typed):
-    """As they stand, one after another: a perplexity far below the number of symbols, of each of them."""
-    shown = {}
-    for words in chain():
-        code, out, err = typed(*words)
-        assert code == 0, err
-        shown[words] = [float(number) for number in re.findall(r"(?:perplexity|loss) ([\d.]+)", out)][:1]
-    said = re.search(r"perplexity (\d+) on definitions", (ROOT / "docs" / "training.md").read_text())
-    assert shown[chain()[0]] == [pytest.approx(float(said[1]), rel=0.1)] and len(shown) == 9
-    assert all(found and found[0] < 500 for found in shown.values()), shown
 
 
 def commands_of_recipes():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from crt_exp import hints, schema
 from crt_exp.attention import Window
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.config import ConfigError
@@ -40,12 +39,3 @@ def test_a_configuration_that_says_the_same_is_a_config_error(given, words):
     with pytest.raises(ConfigError, match=words) as error:
         Mechanism._read(name, dict(options))
     assert "\n" not in str(error.value)
-
-
-def test_one_wording_for_both():
-    for value in (0, 1.5, True, "2", None, [1]):
-        with pytest.raises(ValueError) as argument:
-            hints.check("block", value, hints.Count)
-        with pytest.raises(ConfigError) as key:
-            schema.check("block", value, hints.Count)
-        assert str(argument.value) == str(key.value) and type(argument.value) is ValueError

@@ -146,12 +146,6 @@ def test_a_run_of_a_page_takes_it(folder):
     assert records[-1]["final"]
 
 
-def test_a_page_says_size_and_part_in_its_own_command(folder, monkeypatch):
-    run_report(monkeypatch, "mine/shares.yaml", "--config-dir", "conf", "--arms", "two")
-    said = re.search("Command: `(.*?)`", Path("outputs/report/part/shares.md").read_text())[1]
-    assert said == 'python -m crt_exp.report mine/shares.yaml --config-dir conf --arms "two"'
-
-
 def test_python_takes_the_class(folder, capsys):
     (code,) = section("Everywhere", "python")
     exec(code, {"__name__": "__main__"})

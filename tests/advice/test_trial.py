@@ -94,18 +94,6 @@ def test_candidates_read_few_pieces():
     assert len(left) == 12 and "favorpp: +6.000 nats, 7 of 13" in lines[6]
 
 
-def test_time_that_is_left_is_that_of_the_pieces_that_are(monkeypatch):
-    """One piece, a hundred seconds."""
-    bench = Scripted()
-    monkeypatch.setattr("crt_exp.advice.trial.time.perf_counter", lambda: 100 * sum(bench.read.values()))
-    trial, lines = trial_of(bench, "window", "favorpp"), []
-    for _ in trial.measured(lines.append):
-        pass
-    spent, left = zip(*(map(int, re.search(r"\((\d+) s, at most (\d+) s", line).groups()) for line in lines[:-1]))
-    total = 100 * sum(bench.read.values())
-    assert all(s + at_most >= total - 1 for s, at_most in zip(spent, left)) and left[-1] < 1.5 * (total - spent[-1])
-
-
 def test_what_was_done_is_not_measured_again():
     first, second = Scripted(), Scripted()
     rows = list(trial_of(first, "window", "favorpp").measured(lambda line: None))
@@ -194,13 +182,6 @@ def test_long_steps_have_one_turn_and_what_is_out_none(ms, turns, monkeypatch):
     cost = bench.cost({"exact": None, "uniform": Mechanism.of("uniform")}, 64, 3, ["uniform"])
     assert [len(each) for each in cost["step"].values()] == turns
     assert [len(each) for each in cost["ms"].values()] == [3, 1]
-
-
-def test_what_is_out_has_one_turn():
-    bench = TextBench(llama(), ids(2), ids(1))
-    arms = {"exact": None, "uniform": Mechanism.of("uniform")}
-    assert {key: len(each) for key, each in bench.times(arms, bench.rows[:1], 3, once=["uniform"]).items()} == {
-        "exact": 3, "uniform": 1}
 
 
 @pytest.mark.parametrize("causal", [True, False])

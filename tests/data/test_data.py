@@ -131,11 +131,6 @@ def test_bad_number(name, text, problem, tmp_path):
     assert f"{path}, line 10, column {LAYOUTS[name].fields[j].name}: {text!r} is {problem}" in refusal(name, tmp_path)
 
 
-def test_empty_field_is_no_number(tmp_path):
-    write(tmp_path, "banknote", rows_of("banknote", r0c1=""))
-    assert "line 1, column skewness: '' is not a number" in refusal("banknote", tmp_path)
-
-
 @pytest.mark.parametrize("name", WITH_LEVELS)
 def test_unseen_level(name, tmp_path):
     j = place_of(name, numeric=False)

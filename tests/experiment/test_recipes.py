@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import re
 from functools import cache
 from pathlib import Path
 
@@ -12,13 +11,11 @@ from omegaconf import OmegaConf
 
 from crt_exp.config import CONF
 from crt_exp.models import conformer_transducer, language
-from crt_exp.report import page
 from crt_exp.runner.command_line import compose
 from crt_exp.runner.configuration import check_plain, plain
 
 FOLDER = CONF / "experiment"
 PAPERS = {row["recipe"]: row for row in csv.DictReader((Path(__file__).parent / "papers.csv").open())}
-HOURS = re.compile(r"# [\d.,]+ GPU hours a run \(docs/recipes\.md\)")
 recipes = pytest.mark.parametrize("name", PAPERS)
 composed = cache(lambda name: compose([f"experiment={name}"]))
 
@@ -46,27 +43,6 @@ def test_full_size_is_the_papers(name):
         made = [sizes["layers"], sizes["heads"], sizes.get("d", sizes.get("dim")), sizes.get("d_ff", sizes.get("ffn"))]
         assert made == [int(row[key]) for key in ("layers", "heads", "width", "ffn")]
     assert row["source"].startswith({"crt": "CRT", "hrf": "HRF", "performers": "Performers"}[name.split("_")[0]])
-
-
-@recipes
-def test_a_file_says_its_source_its_command_and_its_hours(name):
-    text = (FOLDER / f"{name}.yaml").read_text()
-    head = text[:text.index("defaults:")]
-    assert re.search(r"(Table|Fig\.) \d", head) and re.search(rf"python -m crt_exp (-m )?experiment={name}\b", head)
-    assert HOURS.search(head)
-
-
-FULL = {name: str(page.load(name).get("sizes", {}).get("full")) for name in page.names()}
-
-
-@pytest.mark.parametrize("name, recipe", [(name, recipe) for name, full in FULL.items() for recipe in PAPERS
-                                          if f"'experiment={recipe}'" in full])
-def test_facts_of_a_page_at_full_are_of_the_recipe(name, recipe):
-    """Its steps or epochs, and its rows where a batch is counted in them."""
-    facts = " ".join(page.load(name)["sizes"]["full"]["facts"].split())
-    trainer = composed(recipe).trainer
-    assert (f"{trainer.steps:,}" if trainer.steps else f"{trainer.epochs:g} epochs") in facts
-    assert not trainer.steps or recipe == "crt_uptrain" or f" of {trainer.batch} " in facts
 
 
 MAY_DIFFER = {"batch", "steps", "epochs", "lr", "warmup", "precision", "processes", "accumulate", "eval_every",

@@ -30,16 +30,3 @@ def test_other_code_is_computed_again_unless_cells_are_kept(keep, tmp_path, monk
     monkeypatch.setattr(cells, "fingerprint", lambda sources: "other")
     cells.Cells("mine", ["kernels.py"], keep).fill([{"x": 2}], square, "test", workers=1)
     assert len((tmp_path / "calls").read_text().split()) == 1 + (not keep)
-
-
-def test_a_measurement_in_parts(monkeypatch, tmp_path):
-    """Nothing begins after the minutes that are given; the same command goes on."""
-    keys = [{"i": i} for i in range(5)]
-    now = iter([0.0, 0.0, 0.0, 99.0, *[0.0] * 9])
-    monkeypatch.setattr(cells.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(cells, "_end", float("inf"))                  # as it is again behind this test
-    cells.limit(1)
-    made = cells.Cells("mine", [], folder=tmp_path)
-    with pytest.raises(cells.OutOfTime, match="3 of 5 cells are left"):
-        made.fill(keys, dict, "mine", workers=1)
-    assert cells.Cells("mine", [], folder=tmp_path).fill(keys, dict, "mine", workers=1)[keys[4]] == {"i": 4}

@@ -16,7 +16,7 @@ from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes.fidelity import NAMES, Fidelity, arms_of, mean_of, table
+from crt_exp.probes.fidelity import Fidelity, arms_of, mean_of
 from crt_exp.probes.subject import Subject
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -137,15 +137,6 @@ def test_arms():
                          (["favorp seed=3"], "seed = 0 is given beside it")):
         with pytest.raises(ConfigError, match=words):
             arms_of(texts, [4])
-
-
-def test_the_table_says_what_a_pass_costs():
-    each = {"attention": "exact", "m": None, "label": "exact"} | {
-        f"{key}{end}": 0.5 for key in NAMES for end in ("", "_ci95")}
-    cost = lambda length: {"split": "cost", "length": length, "ms": {"exact": length / 8}, "mib": {"exact": 2.0}}
-    found = table([cost(16), cost(64), {"split": "test", "attentions": [each]}])
-    assert found.columns[0] == "attention" and found["attention"][0] == "exact"
-    assert found["ms of 64 tokens"][0] == "8" and found["MiB of 64 tokens"][0] == "2"
 
 
 def test_means_are_paired_over_texts():

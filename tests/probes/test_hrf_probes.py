@@ -7,9 +7,7 @@ import torch
 from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
 from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import draws, page, render
-from crt_exp.report.page import Page
-from crt_exp.probes import flops, grid, sources
+from crt_exp.probes import flops, grid
 from crt_exp.probes.flops import Flops
 from crt_exp.probes.kernel import (
     QMC,
@@ -22,6 +20,7 @@ from crt_exp.probes.kernel import (
     log_relative_mse,
     squared_errors,
 )
+from crt_exp.report import page
 
 EXACT = Mechanism.of("exact")
 
@@ -139,33 +138,6 @@ def test_columns_are_the_features():
 
 
 # ---- reports
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "report"
-
-
-@pytest.mark.parametrize("name", ["hrf-pointwise", "hrf-qmc", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("hrf-clusters", "hrf-flops"))])
-def test_a_page_of_tiny_sizes(name, folder, monkeypatch):
-    """Each arm has draws in each setting, and each claim is judged."""
-    spec = page.load(name)
-    parts = [{**part, "probe": part["probe"] | {key: value for key, value in TINY.items() if key in part["probe"]},
-              "seeds": min(part.get("seeds", 1), 2), "workers": 1} for part in spec["sizes"]["small"]["parts"]]
-    if name == "hrf-qmc":
-        monkeypatch.setenv("CRT_DATA", "")
-        parts = [part | {"settings": {s: v for s, v in part["settings"].items() if "wine" in s}} for part in parts]
-    draws.write(name, grid.measure(name, sources.of_page(spec), {"parts": parts}), folder)
-    made = Page(name, folder)
-    assert {*made.draws["arm"]} >= {arm for part in parts for arm in grid.expanded(part["arms"])}
-    judged = [claim for claim in spec["claims"] if "verdict" not in claim]      # the others stand once, not judged
-    assert len(made.families["claims"]) == len(judged) * len(made.settings) + len(spec["claims"]) - len(judged)
-    assert all(arm in render.text(made, False) for arm in map(made.label, spec["controls"]))
-
-
-TINY = {"draws": 3, "pairs": 6, "angles": 5, "points": 10, "repeats": 2, "groups": 3}
 
 
 def test_arms_of_as_many_columns():

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
+from crt_exp.probes import grid, language_laws
 from crt_exp.report import page
-from crt_exp.runner.command_line import check_command_line
-from crt_exp.probes import grid, language_laws, runs
 
 
 def text_files(folder):
@@ -14,16 +13,6 @@ def text_files(folder):
         rows = [" ".join(rng.choice(list("abcdef"), 6)) for _ in range(lines)]
         (folder / f"ptb.{split}.txt").write_text("\n".join(rows) + "\n")
     return folder
-
-
-@pytest.mark.parametrize("size", ["small", "gpu", "full"])
-def test_every_model_is_a_command_line(size, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", "/data")
-    for name, given in page.load("hrf-lm")["sizes"][size]["starts"].items():
-        start = runs.Start.read(name, given)
-        run, = start.lines(0, start.home(tmp_path, []))
-        check_command_line([*run, "trainer.keep=1", "resume=auto", "logger=none", "hydra.run.dir=run"])
 
 
 def test_hybrids_have_about_as_many_operations_as_the_other_arms():

@@ -21,8 +21,6 @@ from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.probes import dense_peers, pretrained
 from crt_exp.probes import pretrained_encoders as encoders
 from crt_exp.probes.recall import Peer, attention_of
-from crt_exp.probes.grid import Part
-from crt_exp.report import page
 
 READ = [*pretrained.ROWS]
 ARMS = ("exact", "uniform", "nearfar exact_until=0", "favorpp m=8", "window block=8 first=2")
@@ -326,23 +324,3 @@ def known(text):
     if name == "exact":
         return {*options.values()} <= {*pretrained.DTYPES}
     return bool(attention_of(text))
-
-
-@pytest.mark.parametrize("size", ["small", "full"])
-def test_the_page_names_rows_arms_and_settings_that_exist(size):
-    """Every arm is one that its probe knows, every setting of a gate, bar or table is measured, that of a bar with its
-    arm and often enough for an interval, and rows are those of the probe."""
-    spec = page.load("pretrained")
-    parts = [Part.read(part) for part in spec["sizes"][size]["parts"]]
-    for part in parts:
-        assert {given["row"] for given in part.settings.values() if "row" in given} <= {*pretrained.ROWS}
-        assert all(known(text) for text in part.arms.values())
-        assert {*part.arms} <= {*spec["arms"]} and {*part.seeds_of} <= {*part.arms}
-    settings = {setting for part in parts for setting in part.settings}
-    for entry in (*spec["gates"], *spec["bars"], *spec["tables"], *spec["panels"]):
-        assert {*entry.get("settings", [])} <= settings
-    for bar in spec["bars"]:
-        for setting in bar["settings"]:
-            assert any(bar["arm"] in part.arms and setting in part.settings
-                       and (part.seeds_of.get(bar["arm"], part.seeds) >= 3 or part.fields[0].get("each") == "unit")
-                       for part in parts), (bar["text"], setting)

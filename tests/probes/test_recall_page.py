@@ -11,10 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.attention import exact_attention
 from crt_exp.config import ConfigError
-from crt_exp.probes import dense_peers, recall, runs, texts
+from crt_exp.probes import dense_peers, recall, texts
 from crt_exp.probes.recall import Law
-from crt_exp.report import page
-from crt_exp.runner.command_line import check_command_line
 
 SIZES = {"heads": 4, "d": 32, "far": 96, "weight": 0.9}
 BEHIND, AROUND = partial(Law, **SIZES, queries=256), partial(Law, **SIZES, both=True)
@@ -144,22 +142,6 @@ class Told:
 
     def nats(self, inputs, labels):
         return torch.cat([inputs[0, :32].double(), torch.ones(31).double()])
-
-
-@pytest.mark.parametrize("size", ["small", "gpu", "full"])
-def test_stages_are_command_lines_that_go_on_from_each_other(size, tmp_path, monkeypatch):
-    """Each by all that are before it; more steps are another place."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", "/data")
-    given = page.load("copying")["sizes"][size]["starts"]["copying"]
-    start = runs.Start.read("copying", given)
-    home = start.home(tmp_path, [])
-    lines = start.lines(0, home)
-    assert len({home.place(line) for line in lines}) == 4
-    assert all(f"task.init={home.place(before)}" in line for before, line in zip(lines, lines[1:]))
-    assert not [option for option in lines[0] if option.startswith("task.init")]
-    for line in lines:
-        check_command_line([*line, "trainer.keep=1", "resume=auto", "logger=none", "hydra.run.dir=run"])
 
 
 def test_what_stages_name_is_made(tmp_path, monkeypatch):

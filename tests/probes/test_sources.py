@@ -2,22 +2,12 @@
 
 import ast
 import shutil
-from pathlib import Path
 
 import pytest
 
 from crt_exp.config import CONF
+from crt_exp.probes import sources
 from crt_exp.report import page
-from crt_exp.probes import runs, sources
-
-TRAINING = {"lra": "tasks/lra.py", "kernels": "tasks/trembl.py", "books": "tasks/books.py", "pixels": "tasks/pixels.py",
-            "recall": "tasks/recall.py", "hrf-lm": "tasks/ptb.py", "fig3": "tasks/librispeech.py",
-            "table2": "tasks/glue.py", "encoders": "tasks/mlm.py", "fig4-left": "tasks/mae.py",
-            "fidelity": "tasks/mlm.py", "hrf-robotics": "probes/robotics.py"}
-MAPS = ("fig2", "hrf-clusters", "hrf-pointwise", "hrf-qmc", "performers-fig2", "table1")
-TRAINER = {"train.py", "runner/trainer.py", "runner/fit.py", "runner/optim.py", "mechanism.py", "attention/layer.py",
-           "attention/engines/native.c", "conf/trainer/default.yaml", "conf/attention/favorp.yaml",
-           "conf/features/pos.yaml"}
 
 
 def files(begin):
@@ -26,40 +16,6 @@ def files(begin):
 
 def of_page(name):
     return files(sources.of_page(page.load(name)))
-
-
-@pytest.mark.parametrize("name", page.names())
-def test_every_page_has_its_files_and_none_of_reports(name):
-    found = of_page(name)
-    assert {"probes/grid.py", "kernels.py", "features/exponential.py"} <= found
-    assert not [file for file in found if file.startswith(("report/", "conf/report", "probes/cells.py"))]
-
-
-@pytest.mark.parametrize("name, task", TRAINING.items())
-def test_pages_of_runs_depend_on_the_trainer_and_on_their_task_alone(name, task):
-    """Runs are started as command lines, whose task stands in the page's file or in the code."""
-    found = of_page(name)
-    assert TRAINER | {task} <= found
-    assert not {"tasks/lra.py", "tasks/books.py", "tasks/glue.py"} - {task} & found
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_pages_of_maps_depend_on_no_runs_and_no_layers(name):
-    found = of_page(name)
-    assert {"mechanism.py", "conf/features/pos.yaml", "samplers/blocks.py"} <= found
-    assert not [file for file in found if file.startswith(("runner/", "tasks/", "attention/", "swap/", "models/"))]
-
-
-EXACT = [(name, start) for name in page.names() for start, given in
-         page.load(name).get("sizes", {}).get("small", {}).get("starts", {}).items() if given.get("sources") == "exact"]
-
-
-@pytest.mark.parametrize("name, start", EXACT)
-def test_exact_models_depend_on_the_trainer_and_on_no_other_attention(name, start):
-    given = runs.Start.read(start, page.load(name)["sizes"]["small"]["starts"][start])
-    found = files(given.home(Path("runs"), []).sources)
-    assert {"runner/trainer.py", "attention/baselines.py", "conf/attention/exact.yaml"} <= found
-    assert not [file for file in found if "nearfar" in file or file.startswith(("features/", "samplers/", "swap/"))]
 
 
 CHANGES = [
@@ -107,28 +63,6 @@ def test_cells_are_stale_where_a_statement_of_their_files_changed(copied):
         now = fingerprints()
         assert {each for each in now if now[each] != known[each]} == stale, (name, after)
         known = now
-
-
-def test_a_measurement_of_ones_own(tmp_path, monkeypatch):
-    """Its file and those of its folder that it imports, also within functions; of the package what these import."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/gain.py").write_text("def measure():\n    from mine import more\n    return more\n")
-    (tmp_path / "mine/more.py").write_text("import torch\nfrom crt_exp import calibrate_attention\n")
-    begin = sources.of_page({"sizes": {"small": {"parts": [{"probe": {"_target_": "mine.gain.measure"}}]}}})
-    assert "mine/gain.py" in begin
-    assert {"mine/gain.py", "mine/more.py", "swap/calibration.py", "attention/layer.py"} <= files(begin)
-
-
-def test_the_order_of_paragraphs_of_a_page_measures_nothing_anew():
-    spec = page.load("table2")
-    turned = {**spec, "sizes": {name: dict(reversed(size.items())) for name, size in reversed(spec["sizes"].items())}}
-    assert sources.of_page(turned) == sources.of_page(spec) == tuple(sorted(sources.of_page(spec)))
-
-
-def test_files_that_do_not_exist_are_refused():
-    with pytest.raises(FileNotFoundError, match="tasks/none.py: not a file or folder of crt_exp"):
-        sources.fingerprint(("tasks/none.py",))
 
 
 def test_code_is_what_it_does_and_not_how_it_is_written():

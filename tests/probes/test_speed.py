@@ -1,23 +1,15 @@
 """Time and memory of attention: what is timed, the peers, and a page whose bars can fail."""
 
-import math
 
-import numpy as np
 import pytest
 import torch
 
 from crt_exp.attention import attention_reference
 from crt_exp.features import PosRF
-from crt_exp.report import draws
-from crt_exp.report.evidence import Verdict
-from crt_exp.report.page import Page, load
-from crt_exp.report.pages import speed as speed_page
-from crt_exp.samplers import orthogonal
-from crt_exp.probes import grid
-from crt_exp.probes import speed
-from crt_exp.probes.cells import Draw
-from crt_exp.probes.grid import Part
+from crt_exp.probes import grid, speed
 from crt_exp.probes.speed import ALONE, PASSES, Speed, chunked
+from crt_exp.report.page import load
+from crt_exp.samplers import orthogonal
 
 
 def test_task_measures_every_variant():
@@ -58,45 +50,6 @@ def test_times_leave_nothing_behind():
 
 
 # ---- the page, on times that are made up
-
-
-def page_of(tmp_path, training, lengths=(1024, 4096, 16384), processes=5, spread=0.01):
-    """training: ms of a training step by method and length, 100 for all others; processes differ by about `spread`."""
-    rng, names = np.random.default_rng(0), ("favorp", "favorpp", "nearfar", "exact", "uniform", "identity")
-    rows = [Draw(setting, name, metric, training.get((name, n), 100.0) * math.exp(spread * rng.normal()), unit, n)
-            for setting in (ALONE, "large") for n in lengths for name in names for unit in range(processes)
-            for metric in ("training", "inference")]
-    draws.write("speed", rows, tmp_path)
-    return Page("speed", tmp_path)
-
-
-@pytest.mark.parametrize("ms, word", [(2000, "holds"), (4000, "fails"), (3333, "cannot tell here")])
-def test_a_bar_is_judged_by_its_processes(ms, word, tmp_path):
-    page = page_of(tmp_path, {("nearfar", 4096): ms, ("exact", 4096): 10_000.0})
-    said = {verdict.claim.text: verdict for verdict in page.families["bars"] if isinstance(verdict, Verdict)}
-    verdict = said["near-far attention is at least 3 times as fast as exact attention at L = 4096"]
-    assert verdict.word == word and verdict.claim.difference.n == 5
-
-
-def test_exact_attention_is_overtaken_where_all_longer_intervals_say_so(tmp_path):
-    page = page_of(tmp_path, {("exact", 1024): 50.0, ("exact", 16384): 900.0, ("favorpp", 16384): 90.0,
-                              **{("uniform", n): 1.0 for n in (1024, 4096, 16384)}})
-    assert speed_page.crossover(page, "favorpp", "training") == "16384, 1024"
-    assert speed_page.first_lines(page)[0].startswith("**Uniform attention, a control, is faster than 12 of 12 arms**")
-    assert "large, L = 16384: without any attention 9" in speed_page.first_lines(page)[0]
-
-
-def test_every_length_has_five_rounds_and_peaks_their_limits():
-    parts = [Part.read(part) for part in load("speed")["sizes"]["small"]["parts"]]
-    timed, peaks = [part for part in parts if part.together], [part for part in parts if not part.together]
-    rounds = [part.seeds * case[2] for part in timed for share in part.settings.values() for case in share["cases"]]
-    assert min(rounds) >= 5
-    assert {*parts[0].arms} == {name for length in (1024, speed.TWINS_AT) for name in speed.makers(length)}
-    found = [(arm, length, seed) for part in peaks for _, arm, length, seed, _ in part.places()]
-    assert ("performer-pytorch causal", speed.PEER_CAUSAL, 0) in found and len(set(found)) == len(found)
-    theirs = ("identity", "uniform", "uniform causal")                       # their memory is that of their values
-    assert {name for name, n, _ in found if n == 65536} == {*speed.makers(65536)} - {*theirs}
-    assert ("exact", 4096, 0) in found and ("nearfar", 65536, 4) in found
 
 
 @pytest.mark.slow

@@ -21,25 +21,6 @@ LETTERS = ["task=trembl", "task.generated.sequences=60", "task.validation_share=
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:causal OPRF attention has no statistics yet")   # in so few steps
-def test_a_page_of_tiny_runs(tmp_path, monkeypatch, one_thread):
-    """proteins: every arm has draws, every claim is judged."""
-    monkeypatch.chdir(tmp_path)
-    ways = {"generated families, U": "unidirectional", "generated families, B": "bidirectional"}
-    given = page.load("proteins")["sizes"]["small"]["runs"]
-    tiny = {"common": [*LETTERS, *TINY], "seeds": 2, "seeds_of": {}, "workers": 1,
-            "settings": {setting: [f"task.direction={way}"] for setting, way in ways.items()}}
-    runs = [each | tiny | ({"where": each["where"] | {"least": -9.0}} if "where" in each else {}) for each in given]
-    draws.write("proteins", grid.measure("proteins", ["tasks/trembl.py"], {"runs": runs}), tmp_path)
-    made = Page("proteins", tmp_path)
-    for setting in ways:
-        here = {*made.draws[made.draws["setting"] == setting]["arm"]}
-        assert here >= {*runs[0]["only"].get(setting, runs[1]["arms"]), "exact", "uniform", "empirical baseline"}
-    assert len(made.families["claims"]) == 2 * 4 + 1 and "| exact |" in render.text(made, False)
-    assert {"generated families, U, held out", "generated families, B, held out"} < {*made.settings}
-
-
-@pytest.mark.slow
 def test_exact_models_swapped_and_trained_on(tmp_path, monkeypatch, one_thread):
     """redraw: step 0 of an arm that trains on is the swap with its noise; nothing is computed twice."""
     monkeypatch.chdir(tmp_path)
@@ -251,51 +232,6 @@ def test_tiny_models_swapped_and_trained_on(words):
     assert sum(draw.setting == "heads" for draw in made) == 2 * 2 * 2
     curve = [draw.x for draw in made if draw.setting == "on" and draw.table == "validation" and draw.unit == 1]
     assert curve == 2 * [0] + 2 * [1, 2]
-
-
-@pytest.mark.slow
-def test_tiny_encoders_swapped_trained_on_and_fine_tuned(words):
-    write_glue(words / "glue" / "SST-2", "sst2")
-    own = [*OWN, "task.vocabulary_size=150", "trainer.batch=4", "trainer.steps=2"]
-    start = {"common": [*own, "attention=exact"], "stages": [["task.block=16"]]}
-    about = {"split": "valid", "calibration": None, "length": None, "texts": 3}
-    part = {"probe": {"_target_": ERRORS, "start": {"start": "kind"}, "texts": about, "draws": 1, "window": [4, 24]},
-            "settings": {"kind": {}}, "seeds": 2, "workers": 1}
-    error = {"metric": "attention_error", "field": "attention_error_layers", "x": "layers", "table": "layers"}
-    common = ["task=mlm", "task.init=uptrain", "task.block=16", "trainer.batch=4", "task.cache_dir=null"]
-    runs = ON | {"before": {"task.model": "{setting}"}, "arms": ["exact", "favorp m=4"], "common": common,
-                 "where": {"metric": "share", "arm": "exact", "least": 0.0}}
-    tuned = ON | {"metrics": ["accuracy"], "tested": ["accuracy"], "seeds": 1, "arms": ["favorp m=4"],
-                  "settings": {"scratch": ["task.dataset=sst2"]}, "before": {"task.init": "of {arm}"}, "common": [
-                      "task=glue", "task.max_length=16", "task.cache_dir=null", "trainer.epochs=1", "trainer.batch=8"]}
-    size = {"workers": 1, "starts": {"kind": start | {"count": 2}, "of favorp m=4": {
-                "common": [*own, "attention=favorp", "features.m=4"], "stages": [["task.block=16"]]}},
-            "parts": [part | {"arms": ["favorp m=4", "favorpp m=4"], "fields": [error]},
-                      part | {"arms": ["uniform"], "fields": [error, {"metric": "cost", "field": "cost"}]},
-                      part | {"arms": ["exact"], "fields": [
-                          {"metric": "S", "field": "S", "x": "layers"}, {"metric": "pretrained", "field": "exact"},
-                          {"metric": "share", "field": "share", "unit": "no_unit"}]},
-                      {"probe": {"_target_": "crt_exp.probes.swapped.unigram", "start": {"start": "kind"}},
-                       "settings": {"kind": {}}, "arms": ["unigram"], "seeds": 2, "workers": 1,
-                       "fields": [{"metric": "pretrained", "field": "loss"}]},
-                      {"probe": {"_target_": "crt_exp.probes.swapped.scores", "data": "sst2"}, "arms": ["none"],
-                       "settings": {"scratch": {}}, "workers": 1,
-                       "fields": [{"metric": "accuracy", "field": "accuracy", "arm": "{arm}", "table": "test"}]}],
-            "runs": [runs | {"settings": {"kind": ["trainer.steps=0"]}},
-                     runs | {"settings": {"kind": ["trainer.steps=2", "trainer.eval_every=1"]}}, tuned],
-            "derived": [{"_target_": "crt_exp.probes.derived.means", "metric": "loss", "table": "validation",
-                         "arms": ["exact", "favorp m=4"], "count": 2, "into": {"kind": "each"}}]}
-    made = [*grid.measure("table2", ["probes/swapped.py"], size)]
-    each = [draw for draw in made if draw.setting == "each" and draw.metric == "loss"]
-    assert {draw.unit for draw in each} == {"kind, 0", "kind, 1"} and {draw.x for draw in each} == {0, 1, 2}
-    assert {draw.metric for draw in made if draw.setting == "kind"} == {
-        "S", "attention_error", "cost", "pretrained", "share", "loss"}
-    scores = {draw.arm: draw.value for draw in made if draw.setting == "scratch"}
-    assert {*scores} == {"favorp m=4", "majority class"} and all(0 <= score <= 1 for score in scores.values())
-    for run in size["runs"][:2]:
-        run["where"] = {"metric": "share", "arm": "exact", "least": 2.0}       # a kind that cannot tell is not swapped
-    again = [*grid.measure("table2", ["probes/swapped.py"], size)]
-    assert not [draw for draw in again if draw.setting == "kind" and draw.metric == "loss"]
 
 
 # ---- answers without a model

@@ -2,9 +2,10 @@
 
 import pytest
 
-from crt_exp.report.page import Page, load
 from crt_exp.probes import grid
 from crt_exp.probes.uci import CHOICE
+from crt_exp.report.page import load
+
 
 @pytest.mark.usefixtures("one_thread")
 def test_draws_of_a_tiny_size(tmp_path, monkeypatch):
@@ -28,14 +29,3 @@ def test_draws_of_a_tiny_size(tmp_path, monkeypatch):
              if (draw.metric, draw.setting, draw.unit) == ("validation", "wine", 0)}
     best = max(("trig", "oprf"), key=valid.get)
     assert value["wine", CHOICE, 0] == value["wine", best, 0]
-
-
-def test_intervals_are_of_overlapping_splits(tmp_path):
-    from crt_exp.report import draws
-    from crt_exp.report.evidence import overlapping
-    from crt_exp.probes.cells import Draw
-
-    draws.write("demo", [Draw("wine", "oprf", "accuracy", value, unit) for unit, value in enumerate((90., 92., 97.))],
-                tmp_path)
-    page = Page("demo", tmp_path, load("demo"))
-    assert page.interval([90.0, 92.0, 97.0]) == overlapping([90.0, 92.0, 97.0], page.spec["overlap"])

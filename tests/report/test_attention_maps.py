@@ -1,8 +1,6 @@
 """make attention-maps: matrices are those of the attention, similarity follows the shares, mistakes are told."""
 
-import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,17 +10,15 @@ from test_trembl import GENERATED, OPTIONS
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.fasta import entries
-from crt_exp.data.protein import LETTERS, STANDARD
-from crt_exp.report import __main__ as command_line
-from crt_exp.report import draws, page
+from crt_exp.data.protein import STANDARD
 from crt_exp.probes import attention_maps
 from crt_exp.probes.attention_maps import PAIRS, blosum62, correlation, likeness, likeness_by_frequency
 from crt_exp.probes.bench import fitted
+from crt_exp.report import __main__ as command_line
+from crt_exp.report import draws, page
 from crt_exp.swap.rollout import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 
-PROTEINS = Path(os.environ.get("CRT_DATA", "none")) / "protein"
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
 
 
@@ -190,27 +186,3 @@ def test_mistakes_are_told(words, told, made, tmp_path, monkeypatch):
     with pytest.raises((ConfigError, DataError)) as error:
         command_line.measure("attention-maps", "small", tmp_path, keep=False, again=False, options=words)
     assert told in str(error.value) and not list(tmp_path.rglob("*.csv"))
-
-
-def test_other_reports_take_no_options(monkeypatch, capsys):
-    code, _, err = called(monkeypatch, capsys, "fig1", "run=x")
-    assert code == 2 and err == "crt_exp.report: error: run=x: the report fig1 takes no options\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not PROTEINS.is_dir(), reason="needs $CRT_DATA/protein")
-def test_all_of_it_at_a_tiny_size(place, monkeypatch, capsys, one_thread):
-    """Trains two models on the proteomes, for a few steps; again, it computes nothing."""
-    few = ["trainer.steps=3", "task.max_length=32", "task.validation_share=0.01", "task.test_share=0.01"]
-    stage, = page.load("attention-maps")["sizes"]["small"]["starts"]["exact"]["stages"]
-    kept = [option for option in stage if option.split("=")[0] not in {each.split("=")[0] for each in few}]
-    resized(monkeypatch, {}, {"count": 2, "stages": [[*kept, *few]]})
-    code, out, err = called(monkeypatch, capsys, "attention-maps", "--out", str(place / "out"))
-    text = (place / "out/attention-maps.md").read_text()
-    cells = (place / "outputs/attention-maps/cells.jsonl").read_text()
-    read = entries(PROTEINS / "UP000000625_83333.fasta", LETTERS)
-    first = next(entry for entry in read if entry.accession == b"P0AA25")
-    assert code == 0 and len(first.tokens) == 109 and "P0AA25 of" in text and "| attention, trained |" in text, err
-    assert "a gate failed: the similarity of amino acids by attention correlates with BLOSUM62" in text
-    called(monkeypatch, capsys, "attention-maps", "--out", str(place / "out"))
-    assert cells == (place / "outputs/attention-maps/cells.jsonl").read_text()

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from crt_exp.probes.cells import Draw
 from crt_exp.report import decide, draws
 from crt_exp.report.decide import Decision
 from crt_exp.report.evidence import independent
 from crt_exp.report.page import Metric
-from crt_exp.probes.cells import Draw
 
 COMMITTED = Path(__file__).parents[2] / "outputs/report"
 
@@ -83,19 +83,3 @@ def test_one_name_is_one_method(committed):
         for method in {*shares, "uniform"} & {*timed}:
             lost, took = arms_of(committed, entry)[method], TIMED[timed[method].removesuffix(" causal")]
             assert alike(lost, entry["direction"]) == alike(took, entry["direction"]), f"{entry['name']}: {method}"
-
-
-def test_methods_without_times_are_named_apart(committed):
-    assert "near-far, small sets" not in committed.times["both"] and "near-far" in committed.times["causal"]
-    names = [method for _, shares in committed.settings for method in shares]
-    assert {"near-far", "near-far, exact to 1024", "FAVOR++, m = 16"} <= {*names}
-
-
-def test_every_number_names_the_arm_that_it_was_measured_by(committed):
-    """What near-far loses causally and what it takes so are of one arm each, which the row names."""
-    rows = {(row[0], row[1]): row for row in committed.table()}
-    assert rows["near-far", "causal"][4] == "`nearfar`" and rows["near-far", "causal"][-1] == "`nearfar causal`"
-    assert all(rows["near-far", "causal"][5:8])
-    assert rows["near-far", "both"][4] == "`nearfar exact_until=0`"
-    assert all(row[4] for row in rows.values() if row[2] or row[3])
-    assert all(row[-1] for row in rows.values() if any(row[5:8]))

@@ -10,16 +10,14 @@ from crt_exp.report.evidence import (
     Claim,
     Gate,
     Unjudged,
-    Unmeasured,
     equivalent,
-    exactly,
     holm,
     independent,
     inside,
     judged,
     overlapping,
+    share_between,
     signs,
-    won_by,
 )
 
 
@@ -76,12 +74,6 @@ def test_a_second_look_lowers_the_level():
     assert 0.029 < once.p < 0.05 and (once.word, twice.word) == ("holds", "cannot tell here")
 
 
-def test_what_is_not_measured_gives_its_reason():
-    row = Unmeasured("6 layers equal 12 of Reformer", "not comparable", "other sizes", "2.85 bits")
-    assert str(row) == "- **not comparable**: 6 layers equal 12 of Reformer (the paper: 2.85 bits): other sizes"
-    assert row.row() == {"claim": row.text, "verdict": row.word, "why": "other sizes", "paper": "2.85 bits"}
-
-
 def test_holm_by_hand():
     assert np.allclose(holm([0.01, 0.04, 0.03]), [0.03, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
@@ -95,24 +87,12 @@ def test_verdicts_say_all_three_words():
     assert verdicts[0].row()["verdict"] == "holds" and verdicts[0].p > verdicts[0].claim.difference.p
 
 
-def test_a_closed_form_is_told_as_exact():
-    verdict = judged([Claim("less variance", exactly(1.234), "nats"), Claim("by draws", independent([1.0, -1.0]))])[0]
-    assert verdict.word == "holds" and verdict.row()["n"] == 0
-    assert str(verdict) == "- **holds**: less variance: +1.23 nats (bar: above 0)"
-
-
 def test_what_a_failed_gate_leaves_unjudged_is_open_with_its_figure():
     gate = Gate("what uniform attention costs, in nats", 0.1, 0.5)
     left = Unjudged(Claim("A is better than B", independent([1.0, 1.1, 0.9]), "nats"), gate)
     assert left.row()["verdict"] == left.word == "cannot tell here" and left.row()["difference"] == pytest.approx(1)
     assert str(left).startswith("- **cannot tell here**, a gate failed: A is better than B: +1")
     assert left.row()["not_judged"] == "what uniform attention costs, in nats: 0.1"
-
-
-def test_gates_say_their_figures():
-    gates = [Gate("uniform attention costs, in nats", 0.7, least=0.5), Gate("mean |x + y|^2", 31.0, least=4, most=24)]
-    assert [g.passed for g in gates] == [True, False]
-    assert str(gates[1]) == "- **failed**: mean |x + y|^2: 31 (at least 4 and at most 24)"
 
 
 def test_what_cannot_be_judged_is_refused():
@@ -123,7 +103,8 @@ def test_what_cannot_be_judged_is_refused():
     assert independent([0.0, 0.0]).p == 1 and independent([1.0, 1.0]).p == 0
 
 
-def test_the_first_line_says_what_a_control_beats():
-    assert won_by("the mean of V", {"scale 1": ["a", "b"], "scale 2": []}, 4) == (
-        "**The mean of V, a control, beats 2 of 4 arms.** scale 1: a, b.")
-    assert won_by("the mean of V", {"scale 1": []}, 4) == "None of 4 arms is worse than the mean of V, a control."
+def test_the_interval_of_a_share_covers_where_the_claim_tells_nothing():
+    """Fieller's: its ends are the shares at which Student's test of ours - s whole has p = 0.05."""
+    ours, whole = np.array([0.9, 0.8, 1.1, 0.7]), np.array([1.0, 1.1, 1.2, 0.9])
+    assert [independent(ours - end * whole).p for end in share_between(ours, whole)] == pytest.approx([0.05, 0.05])
+    assert math.isnan(share_between(ours, whole - 1)[0])

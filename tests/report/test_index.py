@@ -1,35 +1,48 @@
-"""make report: the verdicts of all reports."""
+"""The index of all verdicts is that of the committed reports, and a verdict is on the side of its bar that it says."""
 
-import csv
+import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 
-from crt_exp.report import index
-from crt_exp.report.evidence import Claim, Gate, Unjudged, exactly, independent, judged
+from crt_exp.report import draws, index
+from crt_exp.report.evidence import Share, Unmeasured
+from crt_exp.report.page import Page, names
+
+COMMITTED = sorted((Path(__file__).parents[2] / "outputs/report").glob("*.md"))
 
 
-def test_every_verdict_is_listed_with_what_it_rests_on(tmp_path, monkeypatch, capsys):
-    up, down, flat = (Claim(text, independent(values), "nats") for text, values in
-                      (("up|wards", [1, 1.1, 1.2]), ("downwards", [-1, -1.1, -1.2]), ("level", [1, -1, 0.1])))
-    reports = {"first": judged([up, down, flat]), "second": [Unjudged(up, Gate("costs", 0.1, 0.5))], "third": [],
-               "fourth": judged([Claim("certain", exactly(2.5))])}
-    for name in reports:
-        (tmp_path / f"{name}.md").write_text(f"# {name}\n\nVersions: torch 2; commit 0123456789ab, tree unchanged.\n")
-    monkeypatch.setattr(index, "verdicts", lambda page: [
-        {"family": "bars", **{key: str(value) for key, value in verdict.row().items()}}
-        for verdict in reports[page.stem]])
-    index.main(tmp_path)
-    assert ("Own bars and questions: 5 verdicts: 2 holds, 1 fails, 0 conflict, 0 not comparable, 2 cannot tell here, "
-            "1 of these because a gate failed.") in capsys.readouterr().out
-    text = (tmp_path / "index.md").read_text()
-    assert "| [first](first.md) | 1 | 1 | 0 | 0 | 1 | 0123456789ab |" in text
-    assert "[index.csv](index.csv)" in text and "up|wards" not in text
-    rows = list(csv.DictReader((tmp_path / "index.csv").read_text().splitlines()))
-    assert rows[0]["value"] == "+1.1 ± 0.248 nats" and rows[0]["bar"] == "above 0" and rows[-1]["n"] == "3"
-    assert "Reports without a verdict: [third](third.md)" in text
-    assert (tmp_path / "index.csv").read_text().count("\n") == 1 + 5
+@cache
+def committed(name, folder):
+    """A page with its draws, read and judged once."""
+    return Page(name, folder)
 
 
-def test_no_report_is_an_error(tmp_path, monkeypatch):
+def test_the_committed_index_is_that_of_the_committed_reports(monkeypatch):
+    monkeypatch.setattr(index, "Page", committed)
+    pages = [path for path in COMMITTED if path.stem not in index.WITHOUT]
+    made = index.text(pages, {page.stem: index.verdicts(page) for page in pages})
+    assert COMMITTED[0].with_name("index.md").read_text() == made, "make report"
+
+
+@pytest.mark.parametrize("name", names())
+def test_committed_lines_put_the_value_on_the_side_of_the_bar_that_the_verdict_says(name):
+    """The number that is printed, read back: above or below the bar as the difference is above or below 0."""
+    if not draws.there(name):
+        return
+    claims = [each.claim for each in committed(name, COMMITTED[0].parent).verdicts if not isinstance(each, Unmeasured)]
+    for claim in claims:
+        text = claim.against.shown(claim.difference).replace("e^", "")
+        if isinstance(claim.bar, Share) or abs(claim.difference.mean) < 0.01 * abs(claim.against.at):
+            continue  # three digits do not tell, or the bar is of each unit
+        value, margin = float(re.match(r"[+-]?[\d.e+-]+", text)[0]), [float(x) for x in re.findall(
+            r"-?[\d.]+(?:e[+-]?\d+)?", claim.against.said)]
+        inside = {"most": value < margin[0], "below": value < margin[0], "least": value > margin[0],
+                  "above": value > margin[0]}.get(claim.against.said.split()[-2], margin[0] < value < margin[-1])
+        assert inside == (claim.difference.mean > 0), f"{claim.text}: {text}, {claim.against.said}"
+
+
+def test_no_report_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no report in .*make one first"):
         index.main(tmp_path)
