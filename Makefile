@@ -3,16 +3,12 @@
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
 # FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
 # ARMS=, SEEDS=   of reports: some of their arms, ARMS="exact favorp", and so many seeds; the page goes to outputs/report/part
-# LAUNCHER=...    of reports: each run is a job of a queue, LAUNCHER="slurm partition=gpu" (docs/training.md, Many machines)
-# DISCARD=1       of reports: delete their runs once the draws are written (they stay in outputs/runs otherwise)
 # OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
 OPTIONS ?=
 ARMS    ?=
 SEEDS   ?=
-DISCARD ?=
-LAUNCHER ?=
 FILES  ?=
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
@@ -78,8 +74,7 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 $(REPORTS): $(STAMP)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS)) $(if $(DISCARD),--discard) \
-	  $(if $(LAUNCHER),--launcher "$(LAUNCHER)") $(OPTIONS)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS)) $(OPTIONS)
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report --all --size $(SIZE)

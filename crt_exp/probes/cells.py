@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from tqdm import tqdm
 
 from crt_exp.config import carried
 from crt_exp.runner.run import commit, machine, read_records
-from crt_exp.probes import jobs
 from crt_exp.probes.sources import fingerprint
 from crt_exp.times import Watch, in_new_process
 
@@ -55,35 +53,6 @@ class Draw:
     versions: str = ""
 
 
-class OutOfTime(ValueError):
-    """The minutes of `limit` are over."""
-
-
-_end: float = float("inf")  # of `limit`, as time.monotonic() counts
-
-
-def limit(minutes: float) -> None:
-    """From now on no cell begins after so many minutes: a long measurement in parts."""
-    global _end
-    _end = time.monotonic() + 60 * minutes
-
-
-def in_time(keys: Sequence[Key]) -> Iterator[Key]:
-    for key in keys:
-        if time.monotonic() >= _end:
-            return
-        yield key
-
-
-_launcher: jobs.Launcher | None = None  # of `through`
-
-
-def through(launcher: jobs.Launcher | None) -> None:
-    """From now on each cell is a job of this launcher; None: they are computed here."""
-    global _launcher
-    _launcher = launcher
-
-
 class Cells:
     """Results by key in outputs/<name>/cells.jsonl: a repeated command computes only what is missing.
 
@@ -107,18 +76,14 @@ class Cells:
 
     def fill(self, keys: Sequence[Key], compute: Callable[..., Any], label: str, workers: int | None = None,
              apart: bool = False) -> "Cells":
-        """compute(**key) for every key that is missing, each kept as it ends: one process for each core at hand, or a
-        job each, see `through`. apart: one at a time, each in a process that has done nothing else, as jobs are."""
+        """compute(**key) for every key that is missing, each kept as it ends: one process for each core at hand. apart:
+        one at a time, each in a process that has done nothing else."""
         missing = distinct([key for key in keys if key not in self])  # two processes must not share a run
         call = carried(compute)  # here, for joblib takes cells in threads of its own, which know no names
-        results = self._in_jobs(missing, call) if _launcher else self._here(missing, call, workers, apart)
+        results = self._computed(missing, call, workers, apart)
         for key, value, seconds in tqdm(results, total=len(missing), desc=label, disable=None, leave=False):
             self._keep({"key": key, "value": value, "seconds": round(seconds, 3), "code": self.code,
                         "commit": short_commit(), "date": str(date.today()), "versions": versions()})
-        left = sum(key not in self for key in keys)
-        if left:
-            raise OutOfTime(f"{label}: the time given is over and {left} of {len(keys)} cells are left; those that are "
-                            "computed are kept, and the same command goes on")
         return self
 
     def draw(self, key: Key, setting: str, arm: str, metric: str, value: float | str, unit: str | int = "",
@@ -131,16 +96,12 @@ class Cells:
         return Draw(setting, arm, metric, value, unit, x, table, seconds, record["commit"], record["date"],
                     record["versions"])
 
-    def _here(self, missing: Sequence[Key], compute: Callable[..., Any], workers: int | None, apart: bool
-              ) -> Iterator[tuple[Key, Any, float]]:
+    def _computed(self, missing: Sequence[Key], compute: Callable[..., Any], workers: int | None, apart: bool
+                  ) -> Iterator[tuple[Key, Any, float]]:
         cores = min(1 if apart else workers or joblib.cpu_count(), max(len(missing), 1))
         with without_interrupts():
             return joblib.Parallel(n_jobs=cores, return_as="generator_unordered", pre_dispatch=cores)(
-                joblib.delayed(timed)(compute, key, apart) for key in in_time(missing))
-
-    def _in_jobs(self, missing: Sequence[Key], compute: Callable[..., Any]) -> Iterator[tuple[Key, Any, float]]:
-        cells = (jobs.Cell(compute, key, self.sources, self.code) for key in in_time(missing))
-        return jobs.results(_launcher, self.path.with_name("jobs"), cells)
+                joblib.delayed(timed)(compute, key, apart) for key in missing)
 
     def _keep(self, record: dict[str, Any]) -> None:
         with self.path.open("a") as file:
@@ -156,8 +117,8 @@ def distinct(keys: Sequence[Key]) -> list[Key]:
 
 
 def forget(name: str, folder: Path = Path("outputs")) -> None:
-    """Sets the cells of a measurement aside, as cells.jsonl.old, and its jobs: all is measured again."""
-    for path in filter(Path.exists, (folder / name / "cells.jsonl", folder / name / "jobs")):
+    """Sets the cells of a measurement aside, as cells.jsonl.old: all is measured again."""
+    for path in filter(Path.exists, (folder / name / "cells.jsonl",)):
         old = path.with_name(f"{path.name}.old")
         shutil.rmtree(old, ignore_errors=True)  # where it is a folder
         path.replace(old)

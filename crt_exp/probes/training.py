@@ -181,13 +181,6 @@ def folders(size: Mapping[str, Any], sources: Sequence[str]) -> list[Path]:
     return [Path(place) for place in sorted(runs_of - starts) if Path(place).is_dir()]
 
 
-def discard(size: Mapping[str, Any], sources: Sequence[str]) -> int:
-    """Deletes `folders`; the cells of these runs stay. Returns how many they were."""
-    for place in (there := folders(size, sources)):
-        shutil.rmtree(place)
-    return len(there)
-
-
 def set_aside(size: Mapping[str, Any], sources: Sequence[str]) -> None:
     """Gives `folders` the name NAME.old, so that these runs are trained again."""
     for place in folders(size, sources):

@@ -5,7 +5,6 @@ NAME.md and NAME.png.
 """
 
 import argparse
-import math
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from crt_exp.config import ConfigError, own_names, unknown
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
 from crt_exp.probes import chosen as choice
-from crt_exp.probes import cells, grid, jobs, sources, training
+from crt_exp.probes import cells, grid, sources, training
 
 FULL = "full"  # the papers' own setting
 SIZES = ("small", "gpu", FULL)
@@ -44,9 +43,9 @@ def options_of(report: str, known: Iterable[str], words: Sequence[str]) -> dict[
 
 
 def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options: Sequence[str] = (),
-            discard: bool = False, arms: str = "", seeds: int = 0) -> Path:
-    """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing. discard: deletes
-    its runs then, but for the models that others begin with. arms, seeds: a part of it, see `chosen`.
+            arms: str = "", seeds: int = 0) -> Path:
+    """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing. arms, seeds: a part
+    of it, see `chosen`.
     Raises ConfigError for a size that the page does not declare, and for options that it does not take."""
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
@@ -63,10 +62,7 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options
         cells.forget(name)
         training.set_aside(chosen, begin)
     with one_group(name):
-        written = draws.write(name, grid.measure(name, begin, chosen, keep), folder)
-    if discard:
-        print(f"deleted: {training.discard(chosen, begin)} runs; the models that runs begin with stay")
-    return written
+        return draws.write(name, grid.measure(name, begin, chosen, keep), folder)
 
 
 @contextmanager
@@ -112,8 +108,7 @@ def make(args: argparse.Namespace) -> None:
         return
     part = " ".join([f'ARMS="{args.arms}"'] * bool(args.arms) + [f"SEEDS={args.seeds}"] * bool(args.seeds))
     folder = page.folder_of(page.load(args.name), args.size, args.out, bool(part))
-    written = measure(args.name, args.size, folder, args.keep, args.again, args.options, args.discard, args.arms,
-                      args.seeds)
+    written = measure(args.name, args.size, folder, args.keep, args.again, args.options, args.arms, args.seeds)
     print(f"written: {written}")
     print(f"written: {render.write(page.Page(args.name, folder, size=args.size, part=part))}")
 
@@ -136,11 +131,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--arms", default="", help="these of its arms alone: \"exact favorp\", \"favorp m=64; elu\"; the "
                       f"page goes to {draws.FOLDER / page.PART}")
     made.add_argument("--seeds", type=int, default=0, help="so many of its seeds, the first ones")
-    made.add_argument("--discard", action="store_true", help="delete the runs once their draws are written; without it "
-                      "they stay in outputs/runs, each with its last weights")
-    made.add_argument("--launcher", default="", metavar="NAME KEY=VALUE ...", help="each run, and each other cell, is "
-                      "a job of a queue: \"slurm partition=gpu\", a launcher of hydra/launcher and its settings")
-    made.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; repeat to go on")
     return made
 
 
@@ -148,9 +138,7 @@ def main() -> None:
     args = parser().parse_args()
     if args.all == bool(args.name):
         parser().exit(2, f"crt_exp.report: error: which page? NAME, one of these, or --all\n{listed()}\n")
-    cells.limit(args.minutes)
     try:
-        cells.through(jobs.Launcher.read(args.launcher) if args.launcher else None)
         with own_names([args.config_dir] if args.config_dir else []):
             make(args)
     except (ValueError, OSError, DataError) as error:
@@ -161,8 +149,8 @@ def main() -> None:
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         cells.end_workers()
-        kept = "cells that are computed are kept" + ", jobs stay in the queue" * bool(args.launcher)
-        print(f"crt_exp.report: stopped by SIGINT; {kept}, and the same command goes on", file=sys.stderr)
+        print("crt_exp.report: stopped by SIGINT; cells that are computed are kept, and the same command goes on",
+              file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 

@@ -18,8 +18,8 @@ OPTIONS = {
     "reformer": " chunk=16 buckets=8 hashes=2",
     "window": " block=32 first=2",
 }
-NEAR_FAR = [f"{SMALL} exact_until=64", f"{SMALL} exact_until=0 first_order=true", "nearfar preset=cheap exact_until=128",
-            "nearfar preset=quality exact_until=128"]
+NEAR_FAR = [f"{SMALL} exact_until=64", f"{SMALL} exact_until=0 first_order=true",
+            "nearfar preset=cheap exact_until=128", "nearfar preset=quality exact_until=128"]
 RETRIEVED = [f"{SMALL} open=16 exact_until=64", f"{SMALL} open=48 exact_until=0 first_order=true"]  # causal alone
 DIRECTIONS = {"both": {}, "causal": {"causal": True}, "cross": {"cross": True}}
 LENGTHS = {50: 41, 700: 520}  # queries: keys of cross-attention
@@ -46,7 +46,8 @@ def cases(name: str) -> dict:
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for direction, sizes in DIRECTIONS.items() if name not in RETRIEVED else [("causal", DIRECTIONS["causal"])]:
+        for direction in DIRECTIONS if name not in RETRIEVED else ["causal"]:
+            sizes = DIRECTIONS[direction]
             for length, keys in LENGTHS.items():
                 for engine, dtype in DTYPES.items():
                     S = keys if direction == "cross" else length

@@ -101,8 +101,3 @@ def denominator_gradients(grad: Tensor, out: Tensor, grad_logsum: Tensor | None,
     blocks = zip(grad.split(BLOCK, 2), out.split(BLOCK, 2))  # without products of the size of the output
     dots = torch.cat([(g.to(dtype) * o).sum(-1) for g, o in blocks], 2)
     return -dots if grad_logsum is None else grad_logsum - dots
-
-
-def tile_width(columns: int) -> int:
-    """Of so many columns in a Triton program: a power of two, at least 16."""
-    return max(16, 1 << (columns - 1).bit_length())
