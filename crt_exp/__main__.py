@@ -8,10 +8,9 @@ RUNNER = ("hydra", "omegaconf", "yaml")  # of the extra `run`
 
 def main() -> None:
     try:
-        from crt_exp.runner.processes import catch_interrupts, end_with_agent
+        from crt_exp.runner.processes import catch_interrupts
 
         catch_interrupts()
-        end_with_agent()
     except KeyboardInterrupt:
         sys.stderr.write("crt_exp: stopped by SIGINT before the run began\n")
         sys.exit(130)

@@ -32,7 +32,7 @@ MAPS = {"trig": "#56B4E9", "gerf": "#8C7AE6", "pois": "#009E73", "geom": "#11773
         "geom_plus": "#882255"}
 # Of samplers, none of them that of a map, of near-far or of exact attention.
 SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "sobol": "#3949AB", "halton": "#8C6D31",
-            "stratified": "#5B8C5A", "hadamard": "#B5651D", "givens": "#546E7A"}
+            "hadamard": "#B5651D", "givens": "#546E7A"}
 PEERS = {"window": "#8B4513", "hedgehog": "#C71585"}  # other attention that pages compare with
 CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
           "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",

@@ -1,8 +1,6 @@
 """python -m crt_exp.infer run=DIR [key=value ...]: use the model that a run has trained. The run's task decides.
 
-imagenet                the five likeliest classes of input=, an image or a folder of images; maps=out.png (or --maps
-                        out.png) draws attention rollout: exact attention next to the linear attention of the run, or
-                        next to FAVOR++ (attention=, m=) where the run has exact attention
+imagenet                the five likeliest classes of input=, an image or a folder of images
 librispeech             the text in input=, an audio file or a folder, and the second at which each symbol was said;
                         long audio is cut where it is quietest
 trembl, books, pixels   sequences that the model generates
@@ -10,7 +8,6 @@ trembl, books, pixels   sequences that the model generates
 Exit code 2: a mistake, which is printed, or files that could not be read.
 """
 
-import copy
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,23 +25,20 @@ from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError, image_values, images, speech_table
 from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, decoded, padded, seconds_of
 from crt_exp.hints import Count, NotNegative, Whole, above, at_least, at_most, below, describe, parameters, shown
-from crt_exp.mechanism import Mechanism
 from crt_exp.models import language, recogniser, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
 from crt_exp.models.generation import TokenChoice, generate
 from crt_exp.nonfinite import NotFinite
 from crt_exp.schema import check
-from crt_exp.swap.rollout import rollout
 from crt_exp.whole_files import whole
 
-LIKELIEST, IMAGES_AT_ONCE, DRAWN = 5, 16, 6  # classes of an image; images in a batch; images in the picture
+LIKELIEST, IMAGES_AT_ONCE = 5, 16              # classes of an image; images in a batch
 SEGMENTS_AT_ONCE, BLOCK = 8, 0.02            # of audio; seconds over which loudness is measured
 SMALLEST_SIDE = 96                           # pixels that a generated image has at least, about
 
 WORDS = {"run": "directory of the run", "names": "folder of your own names, the --config-dir of that run",
-         "input": "file, or a folder of files", "maps": "PNG to draw", "attention": "what exact attention is drawn "
-         "next to", "m": "its projections", "size": "pixels of a side, where they differ from the run's",
+         "input": "file, or a folder of files", "size": "pixels of a side, where they differ from the run's",
          "segment": "seconds of audio that are heard at once",
          "prompt": "what each sequence begins with; for pixels an image, to complete",
          "known": "share of the rows of that image that are given, from the top", "n": "sequences",
@@ -59,10 +53,7 @@ WORDS = {"run": "directory of the run", "names": "folder of your own names, the 
 class ImageOptions:
     run: str
     input: str
-    maps: str | None = None
-    attention: str | None = None
-    m: Annotated[int, at_least(1), at_most(2**16)] | None = None     # beyond, noise and positions fill the memory
-    size: Annotated[int, at_least(1), at_most(2**12)] | None = None
+    size: Annotated[int, at_least(1), at_most(2**12)] | None = None     # beyond, positions fill the memory
     names: str | None = None
 
 
@@ -115,14 +106,11 @@ def usage() -> str:
 
 def infer(arguments: list[str]) -> int:
     """Raises ConfigError and DataError."""
-    if "--maps" in arguments:
-        at = arguments.index("--maps")
-        arguments = [*arguments[:at], "maps=" + "".join(arguments[at + 1:at + 2]), *arguments[at + 2:]]
     run = next((word.removeprefix("run=") for word in arguments if word.startswith("run=")), "")
     if not run:
         raise ConfigError("run=... is missing: it takes the directory of a run")
     kind, call = KINDS[kind_of(run)]
-    options = read(kind, [word.removeprefix("--") if word.startswith("--maps=") else word for word in arguments])
+    options = read(kind, arguments)
     return call(options) or 0
 
 
@@ -149,34 +137,17 @@ class ImageInput(NamedTuple):
 
 
 def classify(options: ImageOptions) -> None:
-    check_maps(options)
     with own_names([options.names] if options.names else []):
         kept = vision.load(options.run, options.size)
-    compared = compared_models(kept.model, options) if options.maps else {}  # before anything is computed
     files = image_files(Path(options.input).expanduser())
-    results, first = [], []
+    results = []
     for at in range(0, len(files), IMAGES_AT_ONCE):
-        inputs = list(readable(files[at:at + IMAGES_AT_ONCE], kept, alone=len(files) == 1))
-        first += inputs[:DRAWN - len(first)]
-        results += classified(kept, inputs)
+        results += classified(kept, list(readable(files[at:at + IMAGES_AT_ONCE], kept, alone=len(files) == 1)))
     if not results:
         raise DataError(f"none of the {len(files)} files of {options.input} can be read as an image")
     print(drawing.markdown(["image", *(f"{place}." for place in range(1, 1 + len(results[0][1])))],
                            [[name, *(f"{label} {share:.3f}" for label, share in likely)] for name, likely in results]),
           end="")
-    if compared:
-        draw_maps(kept, options.run, compared, first, Path(options.maps))
-        print(f"attention rollout of {len(first)} of {len(results)} images: {options.maps}")
-
-
-def check_maps(options: ImageOptions) -> None:
-    """Raises ConfigError for a picture that is no PNG, and for options of a picture where none is drawn."""
-    if options.maps is not None and not options.maps.lower().endswith(".png"):
-        raise ConfigError(f"maps={options.maps}: it is drawn as PNG, so give a name that ends in .png")
-    unused = [f"{key}=..." for key in ("attention", "m") if getattr(options, key) is not None]
-    if unused and options.maps is None:
-        raise ConfigError(f"{' and '.join(unused)}: what exact attention is drawn next to, and nothing is drawn; give "
-                          "maps=out.png, or leave it out")
 
 
 def image_files(place: Path) -> list[Path]:
@@ -213,58 +184,6 @@ def classified(kept: vision.KeptClassifier, inputs: Sequence[ImageInput]) -> lis
     best = shares.topk(min(LIKELIEST, len(kept.classes)))
     return [(each.name, [(kept.classes[i], share) for i, share in zip(classes, shares)])
             for each, classes, shares in zip(inputs, best.indices.tolist(), best.values.tolist())]
-
-
-def compared_models(model: nn.Module, options: ImageOptions) -> dict[str, nn.Module]:
-    """The model with exact and with linear attention, by the titles of their pictures.
-
-    Raises ConfigError where another linear attention is asked for than the one that the run was trained with.
-    """
-    own = {part.swapped.mechanism for part in model.modules() if "swapped" in part._modules}
-    if own and (options.attention is not None or options.m is not None):
-        raise ConfigError(f"this run was trained with {', '.join(own)}: leave attention and m out, which are for a run "
-                          "with exact attention")
-    exact = Mechanism.of("exact").swap(copy.deepcopy(model))
-    if own:
-        return {"exact": exact, ", ".join(map(drawing.label, own)): model}
-    other = Mechanism.parse(options.attention or "favorpp", m=options.m)
-    title = drawing.label(other.name) + (f", m = {other.m}" if other.m else "")
-    return {"exact": exact, title: other.swap(copy.deepcopy(model))}
-
-
-def patch_weights(model: nn.Module, pixels: Tensor) -> Tensor:
-    """(B, rows, columns): how much of each patch reaches what the head reads, by attention rollout."""
-    flow, before = rollout(model, pixels), model.num_prefix_tokens
-    weights = flow[:, 0] if model.global_pool == "token" else flow[:, before:].mean(1)
-    return weights[:, before:].unflatten(1, model.patch_embed.dynamic_feat_size(pixels.shape[-2:]))
-
-
-def draw_maps(kept: vision.KeptClassifier, run: str, models: dict[str, nn.Module], inputs: Sequence[ImageInput],
-              place: Path) -> None:
-    """An image a row: itself, and over it the rollout of each model, on a scale that both share."""
-    pixels, description = torch.stack([each.tensor for each in inputs]), vision.checkpoint_of(run).description
-    mean, std = (torch.tensor(values)[:, None, None] for values in (description.mean, description.std))
-    seen = (pixels * std + mean).permute(0, 2, 3, 1).clamp(0, 1)  # rounding alone leaves that range
-    maps = {title: patch_weights(model, pixels) for title, model in models.items()}
-    likely = {title: [best[0] for _, best in classified(kept._replace(model=model), inputs)]
-              for title, model in models.items()}
-    columns = 1 + len(models)
-    fig, axes = drawing.new_figure(len(inputs), columns, figsize=(2.9 * columns, 2.6 * len(inputs)), squeeze=False)
-    for i, (each, row) in enumerate(zip(inputs, axes)):
-        row[0].imshow(seen[i].numpy())
-        row[0].set_title(Path(each.name).name, fontsize=8)
-        both = torch.stack([rolled[i] for rolled in maps.values()])
-        for ax, title in zip(row[1:], maps):
-            ax.imshow(seen[i].numpy())
-            drawn = ax.imshow(maps[title][i].numpy(), extent=row[0].images[0].get_extent(), alpha=0.65, cmap="viridis",
-                              vmin=float(both.min()), vmax=float(both.max()))
-            ax.set_title("{}: {} {:.2f}".format(title, *likely[title][i]), fontsize=8)
-        fig.colorbar(drawn, ax=row[1:].tolist(), shrink=0.8)
-    for ax in axes.flat:
-        ax.set(xticks=[], yticks=[])
-        ax.grid(False)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    drawing.save_figure(fig, place)
 
 
 # ---- audio -----------------------------------------------------------------------------------------------------------

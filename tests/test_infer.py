@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from small_speech import tone, write_digits
 from test_language import kept, mechanism
@@ -26,7 +25,7 @@ from crt_exp.data.plan import Plan
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import greedy
 from crt_exp.probes import runs
-from crt_exp.swap.rollout import attention_matrices, rollout
+from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.trembl import VOCABULARY, TrEMBL
 
 
@@ -94,23 +93,12 @@ def test_table_holds_the_probabilities_of_the_model(name, root, called):
         assert found == {model.classes[j]: round(p, 3) for j, p in zip(best.indices.tolist(), best.values.tolist())}
 
 
-@pytest.mark.parametrize("name, asked", [("exact", []), ("exact", ["attention=favorp", "m=8"]), ("favorpp", [])])
-def test_maps_are_drawn(name, asked, root, tmp_path, called):
-    place = tmp_path / "new/maps.png"
-    arguments = [f"run={root / name}", f"input={root / 'digits/0.png'}", *asked]
-    code, out, _ = called(*arguments, "--maps", place)
-    assert code == 0 and f"attention rollout of 1 of 1 images: {place}" in out
-    with Image.open(place) as drawn:
-        assert np.asarray(drawn).std() > 10
-    assert called(*arguments, f"maps={place}")[0] == 0
-
-
 def test_matrices_are_those_of_the_attention(root):
     """Rows sum to 1, exact ones are the softmax, linear ones approach them; that of uniform attention is known."""
     model, _, transform = vision.load(root / "exact")
     pixels = transform(images.read(root / "digits/0.png"))[None]
     with pytest.raises(ValueError, match="no attention of this VisionTransformer is swapped"):
-        rollout(model, pixels)
+        attention_matrices(model, pixels)
     exact = attention_matrices(swap_attention(model, "exact"), pixels)
     block = model.blocks[0]
     tokens = model._pos_embed(model.patch_embed(pixels))
@@ -119,9 +107,8 @@ def test_matrices_are_those_of_the_attention(root):
     linear = attention_matrices(swap_attention(model, "favorpp", m=4096), pixels)
     assert torch.allclose(linear[0].sum(-1), torch.ones(1, 4, 17), atol=1e-5)
     assert (linear[0] - exact[0]).abs().max() < 0.1 * exact[0].max()
-    uniform = rollout(swap_attention(model, "uniform"), pixels)
-    assert torch.allclose(uniform, 0.25 * torch.eye(17) + 0.75 / 17, atol=1e-6)
-    assert torch.allclose(infer.patch_weights(model, pixels), torch.full((1, 4, 4), 0.75 / 17), atol=1e-6)
+    uniform = attention_matrices(swap_attention(model, "uniform"), pixels)
+    assert torch.allclose(uniform[0], torch.full((1, 4, 17, 17), 1 / 17), atol=1e-6)
 
 
 def test_a_folder_with_a_file_that_is_no_image(root, tmp_path, called):
@@ -339,13 +326,8 @@ def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
     ("run={exact}", "input=... is missing"),
     ("run={exact} inptu={digit}", "did you mean input?"),
     ("run={exact} input={digit} input={digit}", "input=... comes twice"),
-    ("run={exact} input={digit} maps=m.jpg", "ends in .png"),
-    ("run={exact} input={digit} --maps", "ends in .png"),
     ("run={exact} input={digit} size=9", "task.size = 9 is no multiple of the patch"),
     ("run={exact} input={digit} size=x", "size = x: it takes a whole number"),
-    ("run={favorpp} input={digit} maps=m.png attention=favorp", "this run was trained with favorpp"),
-    ("run={exact} input={digit} attention=favorp m=8", "attention=... and m=...: what exact attention is"),
-    ("run={exact} input={digit} maps=m.png m=100000000", "of at least 1 and at most 65536, or null"),
     ("run={spoken} input=/nowhere.wav", "input = /nowhere.wav: there is no such file or folder"),
     ("run={spoken} input={digit} segment=0", "segment = 0: it takes a number of at least 1"),
     ("run={proteins} prompt=MKJ", "prompt: 'J', letter 3, is not in the vocabulary"),

@@ -12,7 +12,7 @@ from crt_exp.features import GERF, SMREG, FeatureMap, TrigRF
 from crt_exp.features.base import align, log_expm1
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.kernels import Kernel, check_kernel, log_0f1
+from crt_exp.kernels import log_0f1
 
 ENSEMBLES = ("iid", "orthogonal", "simplex")
 NODES = 200    # Gauss-Legendre nodes of the simplex average: 1e-13 up to d = 1024
@@ -125,20 +125,3 @@ def _pairs_per_row(m: int, d: int) -> float:
     """sum over blocks of b (b - 1) / m."""
     full, rest = divmod(m, d)
     return (full * d * (d - 1) + rest * (rest - 1)) / m
-
-
-def log_orthogonality_gap(kernel: Kernel, x: Tensor, y: Tensor, m: int) -> Tensor:
-    """log of a lower bound on Var_iid - Var_ort for m <= d rows, s = +1, every A
-    (CRT Theorem 4.1, Performers Theorem 2).
-
-    (1 - 1/m) 2/(d + 2) C with C = (K - e^-N)^2, for the softmax kernel (SM - e^(-N/2))^2. CRT leaves C open, as a
-    function of |x + y|; it depends on N as well. `ensemble_log_variance` has the exact gap.
-    """
-    check_kernel(kernel)
-    x, y = x.double(), y.double()
-    d, weight = x.shape[-1], 0.5 if kernel == "softmax" else 1.0
-    if m > d:
-        raise ValueError(f"m = {m}: the bound is for one block, m <= d = {d}")
-    norms, s_plus = x.square().sum(-1) + y.square().sum(-1), (x + y).square().sum(-1)
-    share = (1 - 1 / m) * 2 / (d + 2)
-    return (math.log(share) if share else -math.inf) + 2 * (log_expm1(s_plus / 2) - weight * norms)

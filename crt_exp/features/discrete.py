@@ -112,7 +112,7 @@ class DiscreteRF(FeatureMap):
         """omega (..., m, d), whole numbers in float64, from the Gaussian rows of the noise."""
         if not noise.gaussian:
             raise ValueError(f"{type(self).__name__} needs noise with exactly Gaussian rows (iid, orthogonal, simplex, "
-                             "stratified, scrambled halton or sobol): counts made of approximate rows are badly biased")
+                             "scrambled halton or sobol): counts made of approximate rows are badly biased")
         return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
 
     def _quantile(self, g: Tensor, rate: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class LaplaceRF(SpectralRF):
 
     def directions(self, noise: Noise) -> Noise:
         if not noise.gaussian:
-            raise ValueError("LaplaceRF needs noise with exactly Gaussian rows (iid, orthogonal, simplex, stratified, "
+            raise ValueError("LaplaceRF needs noise with exactly Gaussian rows (iid, orthogonal, simplex, "
                              "scrambled halton or sobol)")
         g = noise.rows().double()
         cauchy = g.sign() / torch.tan(math.pi * torch.special.ndtr(-g.abs()))

@@ -30,7 +30,7 @@ from crt_exp.models.language import KeptLanguageModel, LanguageModel
 from crt_exp.probes.bench import fitted
 from crt_exp.probes.grid import digest
 from crt_exp.runner.configuration import kept_task
-from crt_exp.swap.rollout import attention_matrices
+from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.base import Reader
 
 OWN = "a run of task=trembl"

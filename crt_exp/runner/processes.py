@@ -1,5 +1,4 @@
-"""The processes of a run, one or many: who takes part, what they agree on, how they are asked to stop,
-and with whom they end.
+"""The processes of a run, one or many: who takes part, what they agree on, and how they are asked to stop.
 
 Imports here are quick: __main__ uses this module before the libraries, whose imports take seconds.
 """
@@ -21,7 +20,6 @@ from typing import Any
 from crt_exp.ranks import inside_torchrun, rank, world_size
 
 STEP_LIMIT = 120.0  # seconds that a step of one of several processes may take to end after a signal
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, agreed on by all processes
 SWEEP = "CRT_EXP_SWEEP"  # the sweep that a run belongs to: the name of its directory, and one of its own
 
@@ -220,41 +218,6 @@ def end_early(*unused: Any) -> None:
     os._exit(128 + signal.SIGINT)
 
 
-# ---- processes that end with their parent ----------------------------------------------------------------------------
-
-
-def end_with_parent(parent: int) -> None:
-    """From now on this process gets a SIGTERM when its parent, the process `parent`, ends, however that ends (kill -9).
-
-    On Linux the kernel sends it; elsewhere a thread looks each second.
-    """
-    if not death_signal():
-        threading.Thread(target=follow, args=(parent,), daemon=True).start()
-    elif os.getppid() != parent:  # it had ended before
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def end_with_agent() -> None:
-    """Under torchrun the processes of a run end with its agent, which may be killed too."""
-    if inside_torchrun():
-        end_with_parent(os.getppid())
-
-
-def death_signal() -> bool:
-    """Asks the kernel for the signal; whether it can."""
-    if sys.platform != "linux":
-        return False
-    import ctypes
-
-    return ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) == 0
-
-
-def follow(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 # ---- a torchrun of its own -------------------------------------------------------------------------------------------
 
 
@@ -263,10 +226,10 @@ def torchrun(count: int, overrides: list[str]) -> None:
 
     In a sweep each run is a torchrun of its own. A signal to stop is passed on once, and the run's Preempted raised
     when it has checkpointed. Raises ProcessesFailed where a process failed; what went wrong stands above, on standard
-    error. The processes end when this one is killed.
+    error.
     """
-    command = [sys.executable, "-m", "crt_exp.runner.processes", str(os.getpid()), "--standalone",
-               f"--nproc_per_node={count}", "-m", "crt_exp", *overrides]
+    command = [sys.executable, "-m", "crt_exp.runner.processes", "--standalone", f"--nproc_per_node={count}",
+               "-m", "crt_exp", *overrides]
     env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600", **os.environ}  # seconds that a checkpoint may take
     env.pop("SUBMITIT_EXECUTOR", None)  # the processes get a SIGTERM
     child = subprocess.Popen(command, env=env, start_new_session=True)  # the terminal's ^C reaches it once, through us
@@ -292,10 +255,8 @@ class ProcessesFailed(RuntimeError):
         self.code = max(code, 1)
 
 
-def agent(parent: int, args: list[str]) -> int:
-    """torchrun itself, on a process of its own that ends with its parent;
-    returns the exit code of the first that failed."""
-    end_with_parent(parent)
+def agent(args: list[str]) -> int:
+    """torchrun itself, on a process of its own; returns the exit code of the first process that failed."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -319,4 +280,4 @@ def says_more(record: logging.LogRecord) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(agent(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(agent(sys.argv[1:]))

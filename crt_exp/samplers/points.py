@@ -1,4 +1,4 @@
-"""Samplers of single points: independent, stratified and quasi-Monte Carlo."""
+"""Samplers of single points: independent and quasi-Monte Carlo."""
 
 import math
 from collections.abc import Callable
@@ -16,17 +16,6 @@ def iid(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[i
     """Independent Gaussian rows. Exact."""
     m, d = check(m, d, batch, generator)
     return DenseNoise(normal((*batch, m, d), generator).to(dtype), gaussian=True)
-
-
-def stratified(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-               dtype: torch.dtype = torch.float32) -> DenseNoise:
-    """Latin hypercube rows g = Phi^-1((perm_l + U) / m): each coordinate hits every one of m equal strata once. Exact.
-
-    Made for the discrete maps, whose features are products over coordinates; serves every map.
-    """
-    m, d = check(m, d, batch, generator)
-    strata = uniform((*batch, m, d), generator).argsort(-2)
-    return DenseNoise(gaussian_quantile((strata + uniform((*batch, m, d), generator)) / m).to(dtype), gaussian=True)
 
 
 def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (), scramble: bool = True,

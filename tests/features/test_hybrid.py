@@ -8,7 +8,6 @@ from hybrid_cases import draw, vectors
 from maps import HYBRID
 
 from crt_exp import samplers
-from crt_exp.bounds import angles
 from crt_exp.features import (
     CERF,
     OPRF,
@@ -31,7 +30,7 @@ from crt_exp.kernels import angle
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 
 
-EXACT = (samplers.iid, samplers.orthogonal, samplers.simplex, samplers.halton, samplers.sobol, samplers.stratified)
+EXACT = (samplers.iid, samplers.orthogonal, samplers.simplex, samplers.halton, samplers.sobol)
 
 
 def at_angle(theta, r=1.0, d=3):
@@ -139,32 +138,19 @@ def test_gaussian_hybrid_is_exact_at_equal_vectors_alone():
 
 @pytest.mark.parametrize("r", [1.0, 1.7])
 def test_relative_errors_over_the_angle(r):
+    """The closed forms of HRF (25) and Theorem D.1 for two vectors of length r at angle theta."""
     m, n, theta = 6, 4, torch.linspace(1e-3, math.pi - 1e-3, 400, dtype=torch.float64)
     x, y = at_angle(theta, r)
-    closed = {TrigRF(): angles.trig_relative_error(theta, r, m), HypRF(): angles.positive_relative_error(theta, r, m)}
-    for phi, error in closed.items():
+    trig, positive = (math.sqrt(2 / m) * torch.sinh(2 * r**2 * part(theta / 2).square())
+                      for part in (torch.sin, torch.cos))
+    for phi, error in ((TrigRF(), trig), (HypRF(), positive)):
         variance = phi.log_variance(x, y) - 2 * (x * y).sum(-1) - math.log(m)
         torch.testing.assert_close((variance / 2).exp(), error, rtol=1e-6, atol=1e-9)
-        assert error.max() <= angles.largest_relative_error(r, m) * (1 + 1e-9)
-        assert error.max() > 0.99 * angles.largest_relative_error(r, m)
+    share = theta / math.pi
+    angular = (share * (share - share / n + 1 / n) * positive.square()
+               + (1 - share) * (1 - share + share / n) * trig.square()).sqrt()
     ours = (AngularHybrid().log_relative_variance(x, y, AngularHybrid().fit(None), n, m) / 2).exp()
-    torch.testing.assert_close(ours, angles.angular_relative_error(theta, r, m, n), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("n", [1, 8, 1000])
-@pytest.mark.parametrize("r", [1.0, 2.0, 3.0])
-def test_largest_error_of_the_angular_hybrid_and_its_limits(r, n):
-    m, theta = 5, torch.linspace(0, math.pi, 20_001, dtype=torch.float64)
-    largest = angles.angular_relative_error(theta, r, m, n).max()
-    assert largest <= angles.largest_angular_error(r, m, n)
-    if n == 1000:
-        assert largest > angles.largest_angular_error(r, m, n) / 3
-    small = torch.tensor(1e-9, dtype=torch.float64)
-    for theta in (small, math.pi - small):
-        slope = angles.angular_relative_error(theta, r, m, n) / small.sqrt()
-        assert float(slope) == pytest.approx(angles.angular_error_at_the_ends(r, m, n), rel=1e-3)
-    with pytest.raises(ValueError, match="at least 1"):
-        angles.largest_angular_error(0.9, m, n)
+    torch.testing.assert_close(ours, angular, rtol=1e-6, atol=1e-9)
 
 
 def test_gaussian_coefficients_are_never_clipped():

@@ -59,7 +59,7 @@ def test_directions_stay_orthogonal_and_fast(phi):
     assert fast.matrix_free and isinstance(fast, samplers.HadamardNoise)
 
 
-@pytest.mark.parametrize("phi, sampler", in_turn(SPECTRAL, [samplers.simplex, samplers.stratified, samplers.halton,
+@pytest.mark.parametrize("phi, sampler", in_turn(SPECTRAL, [samplers.simplex, samplers.halton,
                                                             samplers.sobol], each=2),
                          ids=lambda value: getattr(value, "__name__", repr(value)))
 def test_every_exact_sampler_is_unbiased(phi, sampler):

@@ -16,7 +16,7 @@ from crt_exp.probes.attention_maps import PAIRS, blosum62, correlation, likeness
 from crt_exp.probes.bench import fitted
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, page
-from crt_exp.swap.rollout import attention_matrices
+from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}

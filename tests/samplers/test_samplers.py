@@ -14,7 +14,7 @@ from crt_exp import samplers
 from crt_exp.features import OPRF, SMREG, GeomRF, PoisRF, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp import drawing as palette
-from crt_exp.samplers import givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol, stratified
+from crt_exp.samplers import givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol
 from crt_exp.samplers.blocks import cholesky_qr, householder_qr
 from crt_exp.samplers.noise import fwht
 
@@ -197,11 +197,6 @@ def test_row_lengths(d):
     torch.testing.assert_close(fixed, torch.full((50,), float(n * d)).double())
     chi = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64).lengths.squeeze(-1).square()
     assert within(chi, n) and within(chi**2, n * (n + 2))
-
-
-def test_stratified_visits_every_stratum():
-    u = torch.special.ndtr(rows(stratified, 10, 3, 20))
-    assert torch.equal((10 * u).floor().sort(-2).values, torch.arange(10.0).double()[:, None].expand(20, 10, 3))
 
 
 def test_unscrambled_points_are_the_sequences():

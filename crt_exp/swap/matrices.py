@@ -1,4 +1,4 @@
-"""Where a model looks: the attention matrices of its layers, exact or linear, and their rollout.
+"""The attention matrices of a model's layers, exact or linear.
 
 A linear attention never forms its matrix, but that is its output for the unit vectors as values. Legend: B batch,
 H heads, L tokens.
@@ -37,16 +37,3 @@ def attention_matrices(model: nn.Module, *inputs: Tensor,
             stack.callback(state.register_forward_hook(note).remove)
         model(*inputs)
     return matrices
-
-
-def rollout(model: nn.Module, *inputs: Tensor) -> Tensor:
-    """(B, L, L): how much of each token's input reaches each token's output, through attention and the paths around it.
-
-    The product over layers of (A + I) / 2 with A the mean over heads: Abnar and Zuidema, Quantifying Attention Flow in
-    Transformers, 2020, section 3. Entries of signed features may be negative.
-    """
-    layers = attention_matrices(model, *inputs, keep=lambda A: A.mean(1))
-    flow = torch.eye(layers[0].shape[-1], dtype=layers[0].dtype, device=layers[0].device)
-    for A in layers:
-        flow = (A @ flow + flow) / 2
-    return flow
