@@ -3,10 +3,8 @@
 # SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
 # FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
 # ARMS=, SEEDS=   of reports: some of their arms, ARMS="exact favorp", and so many seeds; the page goes to outputs/report/part
-# OPTIONS=...     of attention-maps: key=value, such as OPTIONS='run=outputs/mine input=mine.fasta entry=P12345'
 VENV   ?= .venv
 SIZE   ?= small
-OPTIONS ?=
 ARMS    ?=
 SEEDS   ?=
 FILES  ?=
@@ -74,7 +72,7 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 $(REPORTS): $(STAMP)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS)) $(OPTIONS)
+	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS))
 
 report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
 	@$(PY) -m crt_exp.report --all --size $(SIZE)

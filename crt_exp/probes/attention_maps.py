@@ -1,9 +1,7 @@
 """Attention matrices of a protein model, exact and swapped, and which amino acids its attention takes for alike.
 
-Models are runs of task=trembl: exact ones, or a user's with its own attention. Probes take them with the choices of a
-page: input (a FASTA file; None: the proteomes), entry (an accession; None: that of `example`, {file, entry}, or the
-first of the input), m (projections as typed; None: those of the arms), first (letters that are kept; None: all), and
-`content`, a digest of what the user named, so that other files of the same names are read anew. Rows name the entry.
+Models are runs of task=trembl with exact attention. `example` {file, entry} names the sequence whose attention is
+drawn, in a FASTA file of the proteomes. Rows name the entry.
 
 Which amino acids are alike, and BLOSUM62: as Vig et al., BERTology meets biology, 2020. Each amino acid has, of every
 head, the share of attention that goes to it; two are alike as far as these shares go together over heads. How frequent
@@ -40,50 +38,38 @@ Row = dict[str, Any]
 # ---- matrices
 
 
-def maps(arm: Mapping[str, str], run: str, noises: int, example: Mapping[str, str], seed: int, input: str | None = None,
-         entry: str | None = None, m: str | None = None, first: str | None = None, content: Sequence[str] = ()
-         ) -> Iterator[Row]:
+def maps(arm: Mapping[str, str], run: str, noises: int, example: Mapping[str, str], seed: int) -> Iterator[Row]:
     """Of the model with exact attention and with the first arm, each query's weights as text, and the errors of all
-    arms, by layer and draw of the noise. A run that has other attention is drawn with its own, and `uniform`.
+    arms, by layer and draw of the noise.
 
-    Raises DataError and ConfigError for a run, file, entry or number that cannot be used.
+    Raises DataError and ConfigError for a run, file or entry that cannot be used.
     """
-    projections, count = number("m", m), number("first", first)
-    _, place, accession = chosen(input, entry, example)
-    protein = entry_of(place, accession)
+    _, place = proteomes(example)
+    protein = entry_of(place, example["entry"])
     kept, letters, named = of_proteins(run), list(protein.tokens), {"entry": protein.accession.decode()}
-    own = kept.mechanism.name
-    if own != "exact":
-        if m is not None:
-            raise ConfigError(f"m={m}: this run was trained with {own}, which is drawn next to exact attention: leave "
-                              "it out")
-        arm, noises = {own: own, "uniform": "uniform"}, 1
     exact = matrices(kept.build(Mechanism.of("exact")), letters)
     yield named | {"letters": decode(letters)[:exact[0].shape[-1]], "file": place.name}
-    yield from (named | row for row in weights("exact", exact, count))
+    yield from (named | row for row in weights("exact", exact))
     for name, text in arm.items():
         for noise in range(noises):
-            made = matrices(swapped(kept, text, projections, noise, letters), letters)
+            made = matrices(swapped(kept, text, noise, letters), letters)
             if name == next(iter(arm)) and not noise:
-                yield from (named | row for row in weights(name, made, count))
+                yield from (named | row for row in weights(name, made))
             yield named | {"arm": name, "noise": noise, "error": errors_of(made, exact),
-                           "layer": [*range(len(exact))], "table": "error" if noises > 1 else "one draw"}
+                           "layer": [*range(len(exact))], "table": "error"}
 
 
-def weights(arm: str, layers: list[Tensor], first: int | None) -> Iterator[Row]:
+def weights(arm: str, layers: list[Tensor]) -> Iterator[Row]:
     """Of each head, layer.head, a text for each query: the weights of the keys."""
     for i, layer in enumerate(layers):
         for j, A in enumerate(layer):
-            rows = [" ".join(f"{weight:.3g}" for weight in row) for row in A[:first, :first].tolist()]
+            rows = [" ".join(f"{weight:.3g}" for weight in row) for row in A.tolist()]
             yield {"arm": arm, "head": f"{i}.{j}", "row": rows, "query": [*range(len(rows))]}
 
 
-def swapped(kept: KeptLanguageModel, text: str, m: int | None, seed: int, letters: list[int]) -> LanguageModel:
-    """The run's weights with that attention; causal maps fitted to the entry, where they were not trained."""
-    if text == kept.mechanism.name:
-        return kept.build()
-    mechanism = Mechanism.parse(text, seed=seed)
-    model = kept.build(mechanism if m is None else mechanism.projecting(m))
+def swapped(kept: KeptLanguageModel, text: str, seed: int, letters: list[int]) -> LanguageModel:
+    """The run's weights with that attention; causal maps fitted to the entry."""
+    model = kept.build(Mechanism.parse(text, seed=seed))
     return fitted(model, [read_by(model, letters)])
 
 
@@ -100,12 +86,11 @@ def errors_of(estimates: list[Tensor], exact: list[Tensor]) -> list[float]:
 # ---- amino acids
 
 
-def alike(arm: str, runs: Sequence[str], sequences: int, example: Mapping[str, str], seed: int,
-          input: str | None = None, entry: str | None = None, content: Sequence[str] = ()) -> Iterator[Row]:
+def alike(arm: str, runs: Sequence[str], sequences: int, example: Mapping[str, str], seed: int) -> Iterator[Row]:
     """r with BLOSUM62 and its p of each model, of one like it with random weights, and of controls that are the same
     for all models; of the mean over trained models the similarity of each pair of amino acids. arm: "trained"."""
-    files, place, accession = chosen(input, entry, example)
-    named, score = {"entry": entry_of(place, accession).accession.decode()}, blosum62()
+    files, place = proteomes(example)
+    named, score = {"entry": entry_of(place, example["entry"]).accession.decode()}, blosum62()
     chains = sequences_of(files, sequences)
     composition, similar = frequencies(chains), []
     controls = {"composition": likeness(composition),
@@ -115,7 +100,7 @@ def alike(arm: str, runs: Sequence[str], sequences: int, example: Mapping[str, s
         similar.append(likeness(shares(kept.build(), chains)))
         untrained = likeness(shares(with_random_weights(kept, chains[0], run), chains))
         for name, matrix in {arm: similar[-1], **controls, "random weights": untrained}.items():
-            yield named | {"arm": name, "model": i, "table": "alike" if len(runs) > 1 else "one model",
+            yield named | {"arm": name, "model": i, "table": "alike",
                            **correlation(matrix, score)._asdict()}
     for a, b in zip(*PAIRS):
         for name, matrix in ((arm, np.mean(similar, 0)), ("BLOSUM62", score)):
@@ -140,22 +125,15 @@ def sequences_of(files: Sequence[str], count: int) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def after_swap(arm: str, run: str, example: Mapping[str, str], seed: int, input: str | None = None,
-               entry: str | None = None) -> Row:
+def after_swap(arm: str, run: str, example: Mapping[str, str], seed: int) -> Row:
     """The loss on the test split of a run's weights in this attention."""
-    _, place, accession = chosen(input, entry, example)
+    _, place = proteomes(example)
     task = kept_task(run, init=run)
     found = task.metrics(task.build(Mechanism.parse(arm)).eval(), "test", Reader(task))
-    return {"entry": entry_of(place, accession).accession.decode(), "model": seed, "loss": found["loss"]}
+    return {"entry": entry_of(place, example["entry"]).accession.decode(), "model": seed, "loss": found["loss"]}
 
 
 # ---- what is chosen
-
-
-def number(key: str, value: str | None) -> int | None:
-    if value is not None and not (value.isdecimal() and int(value) > 0):
-        raise ConfigError(f"{key}={value}: it takes a whole number of at least 1")
-    return None if value is None else int(value)
 
 
 def of_proteins(run: str) -> KeptLanguageModel:
@@ -166,21 +144,18 @@ def of_proteins(run: str) -> KeptLanguageModel:
     return kept
 
 
-def chosen(input: str | None, entry: str | None, example: Mapping[str, str]) -> tuple[list[str], Path, str | None]:
-    """The FASTA files whose sequences tell amino acids apart, the one with the entry, and its accession (None: the
-    first of the file). Raises DataError where there is none."""
-    if input is not None:
-        return [input], Path(input).expanduser(), entry
+def proteomes(example: Mapping[str, str]) -> tuple[list[str], Path]:
+    """The FASTA files, and the one with the example. Raises DataError where there is none."""
     folder = task_folder("protein", None)
     if folder is None or not (folder / example["file"]).is_file():
         raise missing("protein", folder and folder / example["file"])
-    return [str(path) for path in fasta.fasta_files(folder)], folder / example["file"], entry or example["entry"]
+    return [str(path) for path in fasta.fasta_files(folder)], folder / example["file"]
 
 
-def entry_of(path: Path, accession: str | None) -> fasta.FastaEntry:
+def entry_of(path: Path, accession: str) -> fasta.FastaEntry:
     """Raises DataError where the file has no such entry."""
     for entry in fasta.entries(path, LETTERS):
-        if accession in (None, entry.accession.decode()):
+        if accession == entry.accession.decode():
             return entry
     raise DataError(f"{path} has no entry {accession}: give one of its accessions, such as "
                     f"{next(fasta.entries(path, LETTERS)).accession.decode()}")

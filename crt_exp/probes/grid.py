@@ -192,24 +192,6 @@ def drawn(cells: Cells, key: Key, row: Mapping[str, Any], what: Mapping[str, Any
 # ---- what names stand for
 
 
-def given(value: Any, options: Mapping[str, str]) -> Any:
-    """With what a user gave in the place of each {option: name}, or null, and of {digest: [name]} the `digest` of what
-    files these name."""
-    if isinstance(value, Mapping):
-        if [*value] == ["option"]:
-            return options.get(value["option"])
-        if [*value] == ["digest"]:
-            return [digest(Path(options[name])) for name in value["digest"] if name in options]
-        return {key: given(each, options) for key, each in value.items()}
-    return [given(each, options) for each in value] if isinstance(value, list) else value
-
-
-def unconditional(size: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the conditions of `runs`: at the papers' size a gate leaves verdicts open and stops no training."""
-    given = [{key: value for key, value in each.items() if key != "where"} for each in size.get("runs", [])]
-    return {**size, **({"runs": given} if given else {})}
-
-
 def digest(path: Path) -> str:
     """Of a file, or of the weights in a folder; empty where there is none."""
     path, made = path.expanduser(), hashlib.sha256()

@@ -8,11 +8,11 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from crt_exp.config import ConfigError, own_names, unknown
+from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
 from crt_exp.probes import chosen as choice
@@ -27,35 +27,17 @@ class PagesFailed(ValueError):
     """Some pages cannot be made; their errors are said."""
 
 
-def options_of(report: str, known: Iterable[str], words: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE for the `options` of a report's file. Raises ConfigError for other words."""
-    known, result = [*known], {}
-    for word in words:
-        key, _, value = word.partition("=")
-        if not known:
-            raise ConfigError(f"{word}: the report {report} takes no options")
-        if key not in known:
-            raise unknown(f"option of the report {report}", key, known)
-        if not value or key in result:
-            raise ConfigError(f"{word}: {f'{key} comes twice' if key in result else f'write {key}=VALUE'}")
-        result[key] = value
-    return result
-
-
-def measure(name: str, size: str, folder: Path, keep: bool, again: bool, options: Sequence[str] = (),
-            arms: str = "", seeds: int = 0) -> Path:
+def measure(name: str, size: str, folder: Path, keep: bool, again: bool, arms: str = "",
+            seeds: int = 0) -> Path:
     """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing. arms, seeds: a part
     of it, see `chosen`.
-    Raises ConfigError for a size that the page does not declare, and for options that it does not take."""
+    Raises ConfigError for a size that the page does not declare."""
     spec = page.load(name)
     if size not in spec.get("sizes", {}):
         raise ConfigError(f"SIZE={size}: the report {name} declares {', '.join(spec.get('sizes', {})) or 'no size'}")
     begin = sources.of_page(spec)
-    name, known, chosen = Path(name).stem, spec.get("options", {}), spec["sizes"][size]
-    given = options_of(name, known, options)
-    for option in given:
-        chosen = chosen | (known[option] or {})
-    chosen = grid.given(chosen if size != FULL else grid.unconditional(chosen), given)
+    name, chosen = Path(name).stem, spec["sizes"][size]
+    chosen = chosen if size != FULL else grid.unconditional(chosen)
     if arms or seeds:
         chosen = choice.chosen(chosen, arms, seeds)
     if again:
@@ -108,7 +90,7 @@ def make(args: argparse.Namespace) -> None:
         return
     part = " ".join([f'ARMS="{args.arms}"'] * bool(args.arms) + [f"SEEDS={args.seeds}"] * bool(args.seeds))
     folder = page.folder_of(page.load(args.name), args.size, args.out, bool(part))
-    written = measure(args.name, args.size, folder, args.keep, args.again, args.options, args.arms, args.seeds)
+    written = measure(args.name, args.size, folder, args.keep, args.again, args.arms, args.seeds)
     print(f"written: {written}")
     print(f"written: {render.write(page.Page(args.name, folder, size=args.size, part=part))}")
 
@@ -122,7 +104,6 @@ def parser() -> argparse.ArgumentParser:
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("name", metavar="NAME", nargs="?", help="one of those below")
     made.add_argument("--all", action="store_true", help="render every page, and the index, from the committed draws")
-    made.add_argument("options", metavar="KEY=VALUE", nargs="*", help="of reports that take some: attention-maps")
     made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
     made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")

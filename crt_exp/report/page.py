@@ -23,8 +23,6 @@ come after those of the file.
     commands:   true, for those of the first grid of `runs`, or text
     sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.probes.grid.measure`; facts: of this size;
                 instead: what stands at this size in place of words, arms, settings and places x, see `at_size`
-    options:    KEY of KEY=VALUE on the command line -> what is in the place of the size's own keys where it is given,
-                or null; in sizes {option: KEY} stands for VALUE, see `crt_exp.probes.grid.given`
 """
 
 import importlib.util
@@ -60,13 +58,13 @@ from crt_exp.report.evidence import (
 
 FOLDER = CONF / "report"
 KEYS = ("title", "finding", "data", "source", "facts", "arms", "controls", "metrics", "main", "at", "table", "gates",
-        "claims", "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "commands", "options",
+        "claims", "bars", "independence", "looks", "choices", "overlap", "tables", "panels", "commands",
         "sizes")
 SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads all pages in a tenth of the time
 NO_ROWS = np.empty(0, int)
 PART = "part"                           # folder of pages of some arms or seeds
 X_KEYS = ("x", "at", "of_x", "over_x")  # of places
-MEASURING = ("sizes", "options")
+MEASURING = ("sizes",)
 FAMILIES = {"claims": "The paper's claims", "bars": "Own bars and questions"}  # judged apart
 
 

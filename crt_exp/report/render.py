@@ -3,8 +3,6 @@ too long for a page."""
 
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from crt_exp.report import figures, tables, verdicts
 from crt_exp.report.evidence import LEVEL, LOOKS
 from crt_exp.report.page import Page, home
 from crt_exp.runner.run import write_atomic
-from crt_exp.probes import sources
 from crt_exp.probes.runs import flat
 from crt_exp.probes.training import Grid
 
@@ -173,22 +170,6 @@ def draws_name(page: Page) -> str:
 
 
 def age(page: Page) -> str:
-    """The commits of the draws, and how many commits since then have touched the files that decide them."""
+    """The commits of the draws."""
     commits = sorted({commit.rstrip("+") for commit in page.draws["commit"]} - {""})
-    files = sources.closure(sources.of_page(page.spec)) if "sizes" in page.spec else ()
-    since = {commit: commits_since(commit, files) for commit in commits}
-    return "; ".join(f"commit {commit}" + ("" if count is None else f", {count} commits to its code since then")
-                     for commit, count in since.items()) or "no commit"
-
-
-def commits_since(commit: str, files: Sequence[Path]) -> int | None:
-    """None where the checkout has no such commit, or is none."""
-    if shutil.which("git") is None:
-        return None
-    root = sources.PACKAGE.parent
-    command = ["git", "-C", str(root), "rev-list", "--count", f"{commit}..HEAD", "--",
-               *(str(file) for file in files if file.is_relative_to(root))]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return int(result.stdout) if result.returncode == 0 else None
-
-
+    return ", ".join(f"commit {commit}" for commit in commits) or "no commit"

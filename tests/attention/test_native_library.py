@@ -69,31 +69,6 @@ def test_without_a_compiler(cache, monkeypatch, caplog):
     assert native.library() is None and not caplog.records
 
 
-@pytest.mark.slow
-@needs_library
-def test_built_ahead_of_use(tmp_path):
-    """By a command that says where the library lies and how long it took, once."""
-    def build():
-        done = subprocess.run([sys.executable, "-m", "crt_exp.attention.engines.native"], capture_output=True,
-                              text=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)})
-        return done.returncode, done.stdout + done.stderr
-
-    code, said = build()
-    library, = (tmp_path / "crt_exp" / "native").glob("*.so")
-    assert code == 0 and re.fullmatch(rf"{re.escape(str(library))} compiled in \d+\.\d s\n", said)
-    before = library.stat()
-    assert build() == (0, f"{library} was there already\n") and library.stat().st_ino == before.st_ino
-
-
-@pytest.mark.parametrize("name, value, reason", [("CC", "no-such-compiler", "cannot be built: .*no-such-compiler"),
-                                                 ("XDG_CACHE_HOME", "/dev/null", "cannot be kept .*name a folder"),
-                                                 ("CRT_EXP_NATIVE", "0", "nothing to compile")])
-def test_what_cannot_be_built_ahead_says_why(name, value, reason, cache, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=reason):
-        native_library.build()
-
-
 def test_message_of_the_compiler(small, caplog):
     native_library.SOURCES[0].write_text("int main(void) { return 0 }\n")
     with caplog.at_level(logging.WARNING):

@@ -1,7 +1,6 @@
 """The C sources as a library: compiled for this machine at first use, by its C compiler, and kept for later processes.
 
-gcc makes the fastest code; that of clang takes about 1.2 times as long. `python -m crt_exp.attention.engines.native`
-compiles it ahead of use.
+gcc makes the fastest code; that of clang takes about 1.2 times as long.
 
 A kept library is loaded only where it is byte for byte what was written, by this user, in a folder that nobody else can
 write to: one that a full disk cut short would kill the process, and one that another user left there would run as this
@@ -22,7 +21,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,31 +53,6 @@ def library() -> ctypes.CDLL | None:
         _warn("the attention kernels for this CPU could not be compiled (%s): %s. Install a C compiler, or name one in "
               "CC; %s", _reason(e), PRODUCTS, SILENCE)
         return None
-
-
-def build() -> tuple[Path, float | None]:
-    """The kept library, loaded once to see that it can be, and the seconds that its making took, None where it was
-    there.
-
-    Raises ValueError where it cannot be compiled, kept or loaded, with the reason and what to do.
-    """
-    if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
-        raise ValueError("CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products: there is nothing to compile")
-    folder, trouble = _cache()
-    if folder is None:
-        raise ValueError(f"the attention kernels cannot be kept ({trouble}): name a folder in XDG_CACHE_HOME that you "
-                         "alone can write to")
-    start, there = time.perf_counter(), set(folder.glob("*.so"))
-    try:
-        with compiled() as file:
-            seconds = time.perf_counter() - start
-            ctypes.CDLL(str(file))
-            if file.parent != folder:
-                raise ValueError(f"the attention kernels were compiled, but could not be written to {folder}")
-    except FAILURES as e:
-        raise ValueError(f"the attention kernels for this CPU cannot be built: {_reason(e)}. CC names the compiler, "
-                         "XDG_CACHE_HOME the folder where they are kept") from None
-    return file, None if file in there else seconds
 
 
 def _compile(command: list[str], file: Path) -> None:

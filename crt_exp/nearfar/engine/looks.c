@@ -1,5 +1,5 @@
-/* The products of queries with all keys of the past, as whole numbers: exact, so the same in vectors, in the tiles of AMX
-   where the processor has them and the system lets a process use them, and in PyTorch (nearfar/looks.py). */
+/* The products of queries with all keys of the past, as integers: exact, so the same in vectors and in PyTorch
+   (nearfar/looks.py). */
 
 #include "looks.h"
 
@@ -40,76 +40,6 @@ float whole_of(const float *turned, int dp, int8_t *to) {
     }
     return most > LEAST ? most / 127 : 0;
 }
-
-/* ---- Tiles ---- */
-
-#if defined(__AMX_INT8__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-
-enum { TILE = 16, ASK = 0x1023, TILE_DATA = 18 };       /* rows of a tile, and columns of four numbers; of arch_prctl */
-
-static int tiles_allowed(void) {
-    static int known = -1;                              /* the same whoever asks */
-    int allowed = __atomic_load_n(&known, __ATOMIC_RELAXED);
-    if (allowed < 0) {
-        allowed = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
-        __atomic_store_n(&known, allowed, __ATOMIC_RELAXED);
-    }
-    return allowed;
-}
-
-/* One or two tiles of queries, of which those behind the last are whatever lies there, and nobody's; two panels at a
-   time. */
-INLINE void look_in_tiles(const int both, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int n,
-                          int32_t *to, const int32_t *bias) {
-    const int ld = LOOKED * sizeof(int32_t), row = PANEL * sizeof(int32_t);
-    const int8_t *others = queries + TILE * dp;
-    for (int j = 0; j < n; j += 2 * PANEL) {
-        const uint8_t *one = panels + j / PANEL * step, *next = one + step;
-        _tile_loadd(0, bias, row);
-        _tile_loadd(1, bias, row);
-        if (both) _tile_loadd(2, bias + TILE * PANEL, row);
-        if (both) _tile_loadd(3, bias + TILE * PANEL, row);
-        for (int p = 0; p < dp; p += 4 * TILE) {
-            _tile_loadd(4, queries + p, dp);
-            _tile_loadd(6, one + p * PANEL, 4 * PANEL);
-            _tile_loadd(7, next + p * PANEL, 4 * PANEL);
-            if (both) _tile_loadd(5, others + p, dp);
-            _tile_dpbsud(0, 4, 6);
-            _tile_dpbsud(1, 4, 7);
-            if (both) _tile_dpbsud(2, 5, 6);
-            if (both) _tile_dpbsud(3, 5, 7);
-        }
-        _tile_stored(0, to + j, ld);
-        _tile_stored(1, to + j + PANEL, ld);
-        if (both) _tile_stored(2, to + TILE * LOOKED + j, ld);
-        if (both) _tile_stored(3, to + TILE * LOOKED + j + PANEL, ld);
-    }
-}
-
-static void look_by_tiles(const int8_t *queries, int R, int dp, const uint8_t *panels, int64_t step, int n, int32_t *to,
-                          const int32_t *bias) {
-    struct {
-        uint8_t palette, start, none[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } sizes = {.palette = 1};
-    int32_t begins[AT_ONCE * PANEL];
-    for (int i = 0; i < 8; i++) sizes.bytes[i] = 4 * TILE, sizes.rows[i] = TILE;
-    for (int i = 0; i < AT_ONCE * PANEL; i++) begins[i] = bias[i / PANEL];
-    _tile_loadconfig(&sizes);
-    if (R > TILE) look_in_tiles(1, queries, dp, panels, step, n, to, begins);
-    else look_in_tiles(0, queries, dp, panels, step, n, to, begins);
-    _tile_release();
-}
-
-static int in_tiles(int dp) { return dp % (4 * TILE) == 0 && tiles_allowed(); }
-#else
-static int in_tiles(int dp) { return 0; }
-static void look_by_tiles(const int8_t *queries, int R, int dp, const uint8_t *panels, int64_t step, int n, int32_t *to,
-                          const int32_t *bias) {}
-#endif
 
 /* ---- Vectors ---- */
 
@@ -166,18 +96,12 @@ INLINE void look_in_vectors(const int rows, const int8_t *queries, int dp, const
         UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * LOOKED + j + e * LANES) = sum[i][e];
 }
 
-static void look_by_vectors(const int8_t *queries, int R, int dp, const uint8_t *panels, int64_t step, int n, int32_t *to,
-                            const int32_t *bias) {
+void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
+             int32_t *to) {
     for (int j = 0; j < n; j += WIDE * LANES) {
         int i = 0;
         for (; i + BESIDE <= R; i += BESIDE)
             look_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
         for (; i < R; i++) look_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
     }
-}
-
-void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
-             int32_t *to) {
-    if (in_tiles(dp)) look_by_tiles(queries, R, dp, panels, step, n, to, bias);
-    else look_by_vectors(queries, R, dp, panels, step, n, to, bias);
 }
