@@ -1,6 +1,5 @@
 """The driver of what measures: cells and draws of a page's file, arms by name, and what is refused."""
 
-
 import pytest
 
 from crt_exp.probes import grid

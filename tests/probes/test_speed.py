@@ -1,6 +1,5 @@
 """Time and memory of attention: what is timed, the peers, and a page whose bars can fail."""
 
-
 import pytest
 import torch
 

@@ -1,6 +1,5 @@
 """What is timed, at tiny sizes: each arm takes its turn, rows say whose they are, and pages judge by process."""
 
-
 import pytest
 import torch
 
