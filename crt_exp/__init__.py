@@ -17,7 +17,6 @@ _HOMES = {
     "crt_exp.swap.swap": ("unswap_attention", "describe_attention"),
     "crt_exp.pretrained.saved": ("from_pretrained",),
     "crt_exp.advice.call": ("advise",),
-    "crt_exp.pretrained.card": ("card",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -6,12 +6,15 @@ command line. Folders of one's own (`own_names`) add to it.
 
 import difflib
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
@@ -137,15 +140,31 @@ def place(made: Any) -> str:
     return made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"
 
 
-def read_conf(path: Path) -> dict[str, Any]:
-    """A file of conf/ that the library reads, with or without OmegaConf, or one of `own_names`. Raises ConfigError
-    naming the line."""
-    from crt_exp.plain_yaml import read
+class Values(yaml.SafeLoader):
+    """YAML whose words are null, true and false, and whose numbers may have an exponent without a point: 1e-3."""
 
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        if len({*keys}) < len(keys):
+            raise yaml.constructor.ConstructorError(problem="a key comes twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in (("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
+                               ("bool", "true|True|false|False", [*"tTfF"]), ("int", r"[-+]?\d+", [*"-+0123456789"]),
+                               ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", [*"-+0123456789."])):
+    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+
+
+def read_conf(path: Path) -> dict[str, Any]:
+    """A file of conf/ that the library reads without OmegaConf, or one of `own_names`. Raises ConfigError naming the
+    line."""
     try:
-        return read(path)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from None
+        return yaml.load(path.read_text(encoding="utf-8"), Values)
+    except (yaml.YAMLError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def construct(node: dict[str, Any], **options: Any) -> Any:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from crt_exp.config import ConfigError
+import yaml
+
+from crt_exp.config import ConfigError, Values
 from crt_exp.hints import shown
-from crt_exp.plain_yaml import scalar
 
 WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # blanks within brackets and quotes divide nothing
 PLAIN = re.compile(r"[\w.+*/:-]+")
@@ -42,7 +43,7 @@ def written(value: Any) -> str:
         return f"[{','.join(map(written, value))}]"
     if not isinstance(value, str):
         return repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else shown(value)
-    if PLAIN.fullmatch(value) and scalar(value, 1) == value:
+    if PLAIN.fullmatch(value) and yaml.load(value, Values) == value:
         return value
     quote = "'" if '"' in value else '"'
     return f"{quote}{value}{quote}"
@@ -50,7 +51,10 @@ def written(value: Any) -> str:
 
 def _value(text: str, key: str, value: str) -> Any:
     try:
-        return scalar(value, 1)
-    except ValueError:
+        found = yaml.load(value, Values)
+    except yaml.YAMLError:
+        found = {}
+    if any(isinstance(each, dict | list) for each in (found if isinstance(found, list) else [found])):
         raise ConfigError(f"attention {text!r}: {key} = {value}: it takes a number, a word, true, false, null or "
-                          "a list of these in brackets") from None
+                          "a list of these in brackets")
+    return found

@@ -19,13 +19,13 @@ ROOMS = [
     ["attention.engines"],
     ["attention"],
     ["nearfar"],
-    ["config", "plain_yaml", "schema", "stored", "arguments"],
+    ["config", "removed", "schema", "stored", "arguments"],
     ["data", "environments"],
     ["metrics"],
     ["swap"],
     ["mechanism", "mechanism_text", "presets"],
     ["pretrained.published"],
-    ["pretrained.saved", "pretrained.card"],
+    ["pretrained.saved"],
     ["drawing"],
     ["sampled_softmax"],
     ["models"],
@@ -105,7 +105,7 @@ def test_the_core_needs_no_runs_and_no_data():
 def test_maps_samplers_and_layers_need_no_configuration():
     """They are made of arguments; names and files become these in `Mechanism`, which stands above."""
     for room in ("kernels", "samplers", "features", "bounds", "attention", "nearfar"):
-        check_apart(room, {"config", "schema", "plain_yaml", "stored", "arguments", "mechanism", "presets"})
+        check_apart(room, {"config", "schema", "stored", "arguments", "mechanism", "presets"})
 
 
 def check_apart(room, apart):

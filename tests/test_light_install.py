@@ -1,4 +1,4 @@
-"""`pip install crt_exp` brings torch, numpy, scipy, scikit-learn and safetensors: the library needs no more."""
+"""`pip install crt_exp` brings torch, numpy, scipy, scikit-learn, safetensors and PyYAML: the library needs no more."""
 
 import subprocess
 import sys
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from crt_exp.config import CONF
-from crt_exp.plain_yaml import read
+from crt_exp.config import CONF, read_conf
 
-LIGHT = {"torch", "numpy", "scipy", "scikit-learn", "safetensors"}
+LIGHT = {"torch", "numpy", "scipy", "scikit-learn", "safetensors", "pyyaml"}
 BLOCKED = """
 import sys
 
@@ -24,7 +23,7 @@ class Hiding:
 
 sys.meta_path[:] = map(Hiding, sys.meta_path)
 """
-NAMES = ("hydra", "omegaconf", "yaml", "transformers", "timm", "pandas", "matplotlib", "datasets", "accelerate",
+NAMES = ("hydra", "omegaconf", "transformers", "timm", "pandas", "matplotlib", "datasets", "accelerate",
          "wandb", "torchvision", "torchaudio", "tqdm", "psutil", "jiwer", "Bio", "soundfile", "sentencepiece",
          "peft", "huggingface_hub", "tokenizers", "PIL")
 USES = """
@@ -94,16 +93,14 @@ FILES = [CONF / "config.yaml", *(path for group in ("attention", "features", "sa
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
 def test_files_are_read_as_omegaconf_reads_them(path):
-    found, expected = read(path), OmegaConf.to_container(OmegaConf.load(path))
+    found, expected = read_conf(path), OmegaConf.to_container(OmegaConf.load(path))
     if path.name == "config.yaml":  # of whose last part the library reads nothing
         del found["hydra"], expected["hydra"]
     assert found == expected
 
 
-@pytest.mark.parametrize("text, message", [("a: {b: 1}", "line 1: {"), ("a: 1\na: 2", "line 2"),
-                                           ("a: 1\n  b: 2", "line 2"), ("a b", "line 1: it takes"),
-                                           ("a: [1,\n 2]", "line 1: a list")])
-def test_what_it_does_not_read_is_refused(text, message, tmp_path):
+@pytest.mark.parametrize("text", ["a: 1\na: 2", "a: 1\n  b: 2", "a: [1,\n 2", "a: !!python/name:os.system"])
+def test_what_is_no_plain_yaml_is_refused(text, tmp_path):
     (tmp_path / "x.yaml").write_text(text + "\n")
-    with pytest.raises(ValueError, match=f"x.yaml, {message}".replace("{", r"\{")):
-        read(tmp_path / "x.yaml")
+    with pytest.raises(ValueError, match="x.yaml: (.|\n)*line"):
+        read_conf(tmp_path / "x.yaml")

@@ -6,7 +6,6 @@ of it, as a row of outputs/report/<name>.csv: what a page compares, and all that
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -114,14 +113,6 @@ class Cells:
 def distinct(keys: Sequence[Key]) -> list[Key]:
     """Each key once, in order."""
     return [*{json.dumps(key): key for key in keys}.values()]
-
-
-def forget(name: str, folder: Path = Path("outputs")) -> None:
-    """Sets the cells of a measurement aside, as cells.jsonl.old: all is measured again."""
-    for path in filter(Path.exists, (folder / name / "cells.jsonl",)):
-        old = path.with_name(f"{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)  # where it is a folder
-        path.replace(old)
 
 
 def timed(compute: Callable[..., Any], key: Key, apart: bool = False) -> tuple[Key, Any, float]:

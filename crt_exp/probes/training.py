@@ -4,7 +4,6 @@ Arms of one seed read the same rows in the same order and start from the same we
 """
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
@@ -169,24 +168,6 @@ def stages(name: str, given: Mapping[str, Any], sources: Sequence[str]) -> list[
 def last(given: Mapping[str, Any], sources: Sequence[str]) -> dict[str, list[Key]]:
     """The keys of the models of starts: name -> the last run of each, by seed."""
     return {name: [line[-1] for line in stages(name, each, sources)] for name, each in given.items()}
-
-
-def folders(size: Mapping[str, Any], sources: Sequence[str]) -> list[Path]:
-    """Those that are there of the runs of a size, but for the models of `starts`, which measurements begin with."""
-    models = last(size.get("starts", {}), sources)
-    starts = {folder(key) for keys in models.values() for key in keys}
-    grids = [Grid.read(given, models) for given in size.get("runs", [])]
-    trials = [trial for given in grids for trial in given.trials()]
-    runs_of = {folder(key) for trial in trials for key in trial.keys([*trial.settings], sources).values()}
-    return [Path(place) for place in sorted(runs_of - starts) if Path(place).is_dir()]
-
-
-def set_aside(size: Mapping[str, Any], sources: Sequence[str]) -> None:
-    """Gives `folders` the name NAME.old, so that these runs are trained again."""
-    for place in folders(size, sources):
-        old = place.with_name(f"{place.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        place.rename(old)
 
 
 def measured(grid: Grid, made: Sequence[Draw], cells: Cells, sources: Sequence[str], name: str) -> Iterator[Draw]:

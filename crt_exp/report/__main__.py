@@ -16,7 +16,7 @@ from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
 from crt_exp.probes import chosen as choice
-from crt_exp.probes import cells, grid, sources, training
+from crt_exp.probes import cells, grid, sources
 
 FULL = "full"  # the papers' own setting
 SIZES = ("small", "gpu", FULL)
@@ -27,8 +27,7 @@ class PagesFailed(ValueError):
     """Some pages cannot be made; their errors are said."""
 
 
-def measure(name: str, size: str, folder: Path, keep: bool, again: bool, arms: str = "",
-            seeds: int = 0) -> Path:
+def measure(name: str, size: str, folder: Path, keep: bool, arms: str = "", seeds: int = 0) -> Path:
     """Writes the draws of a page, of cells that are kept in outputs/ and of those that are missing. arms, seeds: a part
     of it, see `chosen`.
     Raises ConfigError for a size that the page does not declare."""
@@ -40,9 +39,6 @@ def measure(name: str, size: str, folder: Path, keep: bool, again: bool, arms: s
     chosen = chosen if size != FULL else grid.unconditional(chosen)
     if arms or seeds:
         chosen = choice.chosen(chosen, arms, seeds)
-    if again:
-        cells.forget(name)
-        training.set_aside(chosen, begin)
     with one_group(name):
         return draws.write(name, grid.measure(name, begin, chosen, keep), folder)
 
@@ -90,7 +86,7 @@ def make(args: argparse.Namespace) -> None:
         return
     part = " ".join([f'ARMS="{args.arms}"'] * bool(args.arms) + [f"SEEDS={args.seeds}"] * bool(args.seeds))
     folder = page.folder_of(page.load(args.name), args.size, args.out, bool(part))
-    written = measure(args.name, args.size, folder, args.keep, args.again, args.arms, args.seeds)
+    written = measure(args.name, args.size, folder, args.keep, args.arms, args.seeds)
     print(f"written: {written}")
     print(f"written: {render.write(page.Page(args.name, folder, size=args.size, part=part))}")
 
@@ -108,7 +104,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
     made.add_argument("--config-dir", metavar="DIR", help="a folder of your own names, as that of python -m crt_exp")
-    made.add_argument("--again", action="store_true", help="measure everything again")
     made.add_argument("--arms", default="", help="these of its arms alone: \"exact favorp\", \"favorp m=64; elu\"; the "
                       f"page goes to {draws.FOLDER / page.PART}")
     made.add_argument("--seeds", type=int, default=0, help="so many of its seeds, the first ones")

@@ -97,8 +97,6 @@ def test_a_plain_load_is_refused_where_it_is_saved_again(auto, tmp_path):
     swapped(bert).save_pretrained(tmp_path)
     model = auto.from_pretrained(tmp_path)
     assert alike(model.eval(), made(bert), bert)
-    with pytest.raises(ValueError, match="no swapped attention"):
-        crt_exp.card(model)
     model.save_pretrained(tmp_path / "exact")
     with pytest.raises(ConfigError, match="noise and statistics are not in the weights"):
         crt_exp.from_pretrained(auto, tmp_path / "exact")
@@ -156,18 +154,6 @@ def test_two_models_of_one_configuration_stay_apart():
     second.config = first.config
     swap_attention(first, "uniform")
     assert not hasattr(second.config, "crt_exp")
-
-
-def test_a_card_says_mechanism_fidelity_and_command(tmp_path):
-    model = swapped(gpt2)
-    text = crt_exp.card(model, tmp_path)
-    assert (tmp_path / "README.md").read_text() == text
-    assert "| favorpp | 2 of 2 | m = 32" in text and "| transformer.h.1.attn | 0." in text
-    assert "crt_exp.from_pretrained(GPT2LMHeadModel" in text and "from transformers import GPT2LMHeadModel" in text
-    with pytest.raises(ValueError, match="is there already"):
-        crt_exp.card(model, tmp_path)
-    with pytest.raises(ValueError, match="no swapped attention"):
-        crt_exp.card(made(bert))
 
 
 def test_the_import_stays_light():
