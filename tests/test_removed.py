@@ -13,7 +13,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.removed import REMOVED
 
 VALUES = {"attention.error": "0.1", "attention.open=[]": "attention.open=[1,2]", "task.budget": "8",
-          "task.sampling.codewords": "8", "trainer.sequence_parallel": "2"}
+          "task.sampling.codewords": "8", "trainer.sequence_parallel": "2", "trainer.profile": "true"}
 GROUPS = {"attention": ["task=mlm", "attention=nearfar"], "task.softmax": ["task=ptb"], "task.sampling": ["task=ptb"],
           "task.budget": ["task=transfer", "attention=nearfar"], "trainer": ["task=mlm", "attention=exact"]}
 

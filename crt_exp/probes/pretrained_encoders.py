@@ -1,14 +1,13 @@
-"""What other attention makes of pretrained encoders: sentences and paragraphs, speech, reactions.
+"""What other attention makes of pretrained encoders: sentences and paragraphs, speech.
 
 Nothing is padded: what is read together has one length. Models are those of `python -m crt_exp.data fetch`, or folders.
-Legend: B texts, L tokens, h the width of states, A atoms.
+Legend: B texts, L tokens, h the width of states.
 """
 
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,13 @@ import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer
+from transformers import AutoModel, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from crt_exp.data import glue, speech
-from crt_exp.data.text import IGNORED, lines_of, local_blocks, official_file
+from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.metrics import error_rates
 from crt_exp.probes.bench import Bench
-from crt_exp.probes.bench_pieces import SHARE, nats
 from crt_exp.probes.pretrained import arranged, folder_of
 from crt_exp.probes.recall import attention_of
 from crt_exp.probes.texts import FOLDER
@@ -33,9 +31,6 @@ FITTED = 64                   # sentences or paragraphs that attention is fitted
 NEAREST = 10                  # paragraphs that are retrieved
 RATE = 16_000                 # samples a second
 AT_MOST, A_SECOND = 16, 8     # tokens that are written for a clip, and more for each second: people say up to 5.3
-DRAWS = 8                     # of masks for a reaction
-LAYER, HEAD = 10, 5           # whose weights are the map of atoms (Schwaller et al., 2021)
-ATOM = re.compile(r"Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\[[A-Z][^]]*]")
 
 
 # ---- sentences and paragraphs
@@ -247,67 +242,3 @@ def encoder_times(arm: Mapping[str, str], model: str, subset: str, rounds: int, 
     spent = bench.times(arms, bench.training[0], rounds)
     return [{"arm": name, "ms": each, "mib": bench.memory(arms[name], bench.training[0])}
             for name, each in spent.items()]
-
-
-# ---- reactions
-
-
-ACIDS = ("CC", "CCC", "CC(C)C", "c1ccccc1", "Cc1ccc(Cl)cc1", "CCOC(=O)C")
-AMINES = ("NCc1ccccc1", "NCCC", "NC1CCCCC1", "NCCO", "Nc1ccc(F)cc1", "NCC(C)C")
-ALCOHOLS = ("OCC", "OCCC", "OC(C)C")
-
-
-def reactions() -> tuple[list[str], list[str]]:
-    """Acids with amines, written by rule, and, for what is fitted, acids with alcohols."""
-    judged, fitted_to = ([f"{acid}C(=O)O.{other}>>{acid}C(=O){other}" for acid, other in product(ACIDS, each)]
-                         for each in (AMINES, ALCOHOLS))
-    return judged, fitted_to
-
-
-@lru_cache(maxsize=1)
-def mapper(model: str) -> tuple[nn.Module, Any]:
-    folder = folder_of(model)
-    made = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    return made.eval(), AutoTokenizer.from_pretrained(folder)
-
-
-@torch.no_grad()
-def atoms(arm: str, model: str, seed: int) -> dict[str, Any]:
-    """Of each reaction the share of the product's atoms that go to the atom that exact attention gives them."""
-    made, tokenizer = mapper(model)
-    judged, fitted_to = (tokenizer(each)["input_ids"] for each in reactions())
-    exact = [chosen(made, tokenizer, ids) for ids in judged]
-    with Bench(made, training=[ids for _, ids in alike(fitted_to)]).swapped(attention_of(arm, seed=seed)):
-        found = [chosen(made, tokenizer, ids) for ids in judged]
-    return {"share": [float((a == b).float().mean()) for a, b in zip(exact, found)]}
-
-
-def chosen(model: nn.Module, tokenizer: Any, ids: Sequence[int]) -> Tensor:
-    """(A,): the reactant's atom on which each atom of the product has most of its weight."""
-    names = tokenizer.convert_ids_to_tokens(ids)
-    middle = names.index(">>")
-    places = [i for i, name in enumerate(names) if ATOM.fullmatch(name) and name not in tokenizer.all_special_tokens]
-    weights = model(torch.tensor([ids]), output_attentions=True).attentions[LAYER][0, HEAD]
-    before, after = ([i for i in places if i < middle], [i for i in places if i > middle])
-    return weights[after][:, before].argmax(-1)
-
-
-@torch.no_grad()
-def masked(arm: str, model: str, seed: int) -> dict[str, Any]:
-    """Of each reaction the loss of masked symbols, `nats`, and what of it is `above` exact attention."""
-    made, tokenizer = mapper(model)
-    judged, fitted_to = (tokenizer(each)["input_ids"] for each in reactions())
-    exact = [guessed(made, tokenizer, ids, i) for i, ids in enumerate(judged)]
-    with Bench(made, training=[ids for _, ids in alike(fitted_to)]).swapped(attention_of(arm, seed=seed)):
-        found = [guessed(made, tokenizer, ids, i) for i, ids in enumerate(judged)]
-    return {"nats": found, "above": [ours - own for ours, own in zip(found, exact)]}
-
-
-def guessed(model: nn.Module, tokenizer: Any, ids: Sequence[int], i: int) -> float:
-    """Nats a masked symbol of reaction i; masks are the same for all attention, and its marks are never masked."""
-    rows = torch.tensor([ids] * DRAWS)
-    draw = torch.rand(rows.shape, generator=torch.Generator().manual_seed(i))
-    draw[torch.isin(rows, torch.tensor(tokenizer.all_special_ids))] = 1.0
-    hidden = draw <= draw.amin(1, keepdim=True).clamp(min=SHARE)
-    logits = model(input_ids=rows.masked_fill(hidden, tokenizer.mask_token_id)).logits
-    return float(nats(logits, rows.masked_fill(~hidden, IGNORED)).mean())

@@ -1,10 +1,9 @@
-"""What a run shows while it trains: the progress line, and where its time goes."""
+"""What a run shows while it trains: the progress line."""
 
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
 from queue import Empty, Full, Queue
 from threading import Event, Thread
 from typing import Any
@@ -12,10 +11,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-IDLE = nullcontext()
 EVERY = 10.0             # seconds between plain lines
 READER_PATIENCE = 5.0  # seconds that reading one item ahead may take when nobody wants it any more
-WORK = ("forward", "backward", "clip", "optimiser")
 
 
 class ProgressLine:
@@ -83,52 +80,6 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class Stopwatch:
-    """Seconds in the parts of a step; on a GPU each part waits for the device, so a profiled run is slower."""
-
-    def __init__(self, on: bool, device: torch.device):
-        self.on, self.gpu = on, device.type == "cuda"
-        self.seconds: dict[str, float] = {}
-        self.steps = -1  # the first step is not counted: it also pays for what is done once
-
-    def __call__(self, part: str):
-        return self._measure(part) if self.on else IDLE
-
-    @contextmanager
-    def _measure(self, part: str) -> Iterator[None]:
-        start = self._now()
-        try:
-            yield
-        finally:
-            self.seconds[part] = self.seconds.get(part, 0.0) + self._now() - start
-
-    def _now(self) -> float:
-        if self.gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def count(self) -> None:
-        """A step has ended."""
-        self.steps += 1
-        if self.steps == 0:
-            self.seconds = {}
-
-    def shares(self) -> dict[str, float]:
-        """Fractions of a step by part; "outside" is what is not forward, backward, clipping or optimiser,
-        so data is in it."""
-        whole = self.seconds["step"]
-        parts = {part: self.seconds.get(part, 0.0) / whole for part in (*WORK, "data")}
-        return parts | {"outside": 1 - sum(parts[part] for part in WORK)}
-
-    def report(self) -> str:
-        if self.steps < 1:
-            return "profile: fewer than two steps, nothing measured"
-        share = self.shares()
-        parts = ", ".join(f"{part} {share[part]:.1%}" for part in WORK)
-        return (f"profile: {self.steps} steps of {self.seconds['step'] / self.steps * 1e3:.2f} ms: {parts}; "
-                f"loop overhead (outside these) {share['outside']:.1%}, of it waiting for data {share['data']:.1%}")
 
 
 def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:

@@ -34,7 +34,7 @@ from crt_exp.stored import read_json, read_yaml
 from crt_exp.whole_files import whole
 
 # may differ between a run and its continuation
-FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.profile", "trainer.prefetch", "trainer.keep",
+FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.prefetch", "trainer.keep",
              "trainer.cpu", "trainer.save_minutes", "task.cache_dir", "task.workers")
 LOG = "run.log"
 LOCK = ".lock"  # within the run directory

@@ -27,7 +27,7 @@ from crt_exp.runner.adapters import lightened
 from crt_exp.runner.generators import generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
 from crt_exp.runner.processes import Preempted, StopSignals, World
-from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
+from crt_exp.runner.progress import ProgressLine, read_ahead
 from crt_exp.runner.run import Run
 from crt_exp.runner.sharding import shard
 from crt_exp.runner.sweep import direction
@@ -72,7 +72,7 @@ class Trainer:
                                    self.adapters)
         self.rate, self.stopping, self.overdue = 0.0, False, False
         self.feed: Iterator[Any] | None = None
-        self.signals, self.clock = StopSignals(), Stopwatch(config.profile, world.device)
+        self.signals = StopSignals()
 
     def _build(self, mechanism: Mechanism) -> None:
         """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
@@ -113,8 +113,6 @@ class Trainer:
                     break
                 self._step()
             self._finish()
-        if self.config.profile and self.world.main:
-            print(self.clock.report())
         return self.run.records
 
     def _rows(self) -> float:
@@ -150,27 +148,22 @@ class Trainer:
 
     def _step(self) -> None:
         """One optimiser step, or the discovery that the epoch is over."""
-        with self.clock("step"):
-            with self.clock("data"):
-                batches = self._next_batches()
-            if batches is None:
-                return
-            before = generators(self.world.device)
-            self.rate = schedule(self.config.schedule, self.progress.step, self.total, self.config.warmup)
-            set_rate(self.optimizer, self.rate)
-            try:
-                loss = self._forward_backward(batches)
-            except NotFinite as error:
-                raise self._met(error, batches, before) from None
-            with self.clock("clip"):
-                norm = self._clip()
-            loss, norm = self._agree(loss, norm, batches, before)
-            with self.clock("optimiser"):
-                self._update()
-            self._advance(loss, norm)
-            with torch.no_grad():
-                self.task.updated(self.module, self.progress.step)
-        self.clock.count()
+        batches = self._next_batches()
+        if batches is None:
+            return
+        before = generators(self.world.device)
+        self.rate = schedule(self.config.schedule, self.progress.step, self.total, self.config.warmup)
+        set_rate(self.optimizer, self.rate)
+        try:
+            loss = self._forward_backward(batches)
+        except NotFinite as error:
+            raise self._met(error, batches, before) from None
+        norm = self._clip()
+        loss, norm = self._agree(loss, norm, batches, before)
+        self._update()
+        self._advance(loss, norm)
+        with torch.no_grad():
+            self.task.updated(self.module, self.progress.step)
 
     def _next_batches(self) -> list[Any] | None:
         """The micro-batches of the next step; None, once, at the end of an epoch of unknown length."""
@@ -211,10 +204,9 @@ class Trainer:
         shares, total = self._shares(batches), 0.0
         for i, (batch, share) in enumerate(zip(batches, shares)):
             with self._synchronising(i == len(batches) - 1), same_step(self.model, i > 0):
-                with self.clock("forward"):
-                    loss = self._loss(self.model, batch)
-                with self.clock("backward"):  # gradients are averaged over processes: times their number makes it a sum
-                    self.world.accelerator.backward(loss * (share * self.world.size))
+                loss = self._loss(self.model, batch)
+                # gradients are averaged over processes: times their number makes it a sum
+                self.world.accelerator.backward(loss * (share * self.world.size))
             total = total + loss.detach().float() * share
         return total
 

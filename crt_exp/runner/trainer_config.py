@@ -50,7 +50,6 @@ class TrainerConfig:
     select: Literal["best", "last"]
     patience: Count | None
     prefetch: Whole
-    profile: bool
     adapt: Literal["lora"] | None
     lora: Lora
     freeze: Sequence[str]

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 from transformers import (
-    AlbertConfig,
-    AlbertForMaskedLM,
     BertConfig,
     BertModel,
     LlamaConfig,
@@ -41,22 +39,6 @@ class Letters:
 
     def apply_chat_template(self, said, tokenize, add_generation_prompt):
         return f"[{said[0]['content']}]"
-
-
-class Symbols(Letters):
-    """One of atoms and signs."""
-
-    def __call__(self, texts):
-        return {"input_ids": [[97, *self.ids(each), 98] for each in texts]}
-
-    def ids(self, text):
-        known = "CNOFclBr()=123.>"
-        return [1 + known.index(letter) if letter in known else 30 + ord(letter) % 60 for letter in text]
-
-    def convert_ids_to_tokens(self, ids):
-        names = ["CNOFclBr()=123.>"[i - 1] if 0 < i <= 16 else "x" for i in ids]
-        middle = names.index(">")
-        return [*names[:middle], ">>", "x", *names[middle + 2:]]
 
 
 @pytest.fixture(autouse=True)
@@ -260,51 +242,6 @@ def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
         encoders.words("exact", "", "train", 5, 0)
     rows = encoders.encoder_times({"exact": "exact", "ours": "nearfar exact_until=0"}, "", "train", 2, 0)
     assert [len(row["ms"]) for row in rows] == [2, 2]
-
-
-@pytest.fixture
-def mapper(monkeypatch):
-    torch.manual_seed(0)
-    model = AlbertForMaskedLM(AlbertConfig(vocab_size=100, embedding_size=8, hidden_size=32, num_hidden_layers=12,
-                                           num_attention_heads=8, intermediate_size=16, initializer_range=2.0,
-                                           attn_implementation="eager")).eval()
-    monkeypatch.setattr(encoders, "mapper", lambda name: (model, Symbols()))
-    few = [each[:3] for each in encoders.reactions()]
-    monkeypatch.setattr(encoders, "reactions", lambda: few)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_atoms_are_mapped_with_each_attention(mapper, arm):
-    share = encoders.atoms(arm, "", 0)["share"]
-    assert len(share) == 3 and (arm != "exact" or share == [1.0] * 3) and (arm != "uniform" or min(share) < 1)
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_masked_symbols_are_guessed_with_each_attention(mapper, arm):
-    found = encoders.masked(arm, "", 0)
-    assert len(found["above"]) == len(found["nats"]) == 3 and min(found["nats"]) > 0
-    lost = max(map(abs, found["above"]))
-    assert lost == 0 if arm == "exact" else lost > 1e-3 if arm == "uniform" else lost < 10
-
-
-def test_masked_symbols_cannot_be_seen_and_marks_are_never_masked(mapper):
-    seen = []
-
-    def model(input_ids):
-        seen.append(input_ids)
-        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 100))
-    ids = [97, *range(1, 31), 98]
-    assert encoders.guessed(model, Symbols(), ids, 0) == pytest.approx(torch.tensor(100.0).log())
-    hidden = seen[0] == Symbols.mask_token_id
-    assert hidden.any(1).all() and not hidden[:, [0, -1]].any() and 0.05 < hidden.float().mean() < 0.3
-    assert torch.equal(seen[0][~hidden], torch.tensor([ids] * encoders.DRAWS)[~hidden])
-
-
-def test_reactions_keep_their_atoms():
-    """But for the water that leaves: one oxygen."""
-    for reaction in (*encoders.reactions()[0], *encoders.reactions()[1]):
-        before, after = (encoders.ATOM.findall(side) for side in reaction.split(">>"))
-        assert sorted(before) == sorted([*after, "O"])
 
 
 # ---- the page

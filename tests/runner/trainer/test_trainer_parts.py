@@ -11,7 +11,7 @@ import torch
 import toy
 
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
-from crt_exp.runner.progress import ProgressLine, Stopwatch, read_ahead
+from crt_exp.runner.progress import ProgressLine, read_ahead
 from crt_exp.tasks.base import Plan
 
 
@@ -171,17 +171,3 @@ def test_plain_lines_where_there_is_no_terminal(shown, monkeypatch):
         line.step(1.25)
     assert sys.stderr.getvalue() == "".join(f"{each}\n" for each in noted) and len(noted) == shown
     assert not shown or re.fullmatch(r"step 5 of 10, loss 1.25, accuracy 0.5000, \S+ samples/s, 0\S+ left", noted[0])
-
-
-def test_stopwatch_shares():
-    clock = Stopwatch(True, torch.device("cpu"))
-    for _ in range(3):
-        with clock("step"):
-            for part in ("data", "forward", "backward", "optimiser"):
-                with clock(part):
-                    time.sleep(0.01)
-            time.sleep(0.01)
-        clock.count()
-    shares = clock.shares()
-    assert clock.steps == 2 and 0.3 < shares["outside"] < 0.5 and 0.1 < shares["data"] < 0.3
-    assert not Stopwatch(False, torch.device("cpu")).report().startswith("profile: 0")
