@@ -2,9 +2,7 @@
 
 gcc makes the fastest code; that of clang takes about 1.2 times as long.
 
-A kept library is loaded only where it is byte for byte what was written, by this user, in a folder that nobody else can
-write to: one that a full disk cut short would kill the process, and one that another user left there would run as this
-user.
+A kept library appears whole or not at all, and is loaded only where this user alone could have written it.
 
 Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the library is kept (default ~/.cache), and
 CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning that
@@ -44,10 +42,6 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         with compiled() as file:
-            if _is_library(file):
-                return _loaded(file)
-            _record(file).unlink(missing_ok=True)                 # it is compiled again, once
-        with compiled() as file:
             return _loaded(file)
     except FAILURES as e:
         _warn("the attention kernels for this CPU could not be compiled (%s): %s. Install a C compiler, or name one in "
@@ -68,15 +62,6 @@ def _reason(error: Exception) -> str:
     return next((line for line in lines if "error" in line), lines[0] if lines else "no message")
 
 
-def _is_library(file: Path) -> bool:
-    """Whether the loader takes it for a library, or would but for something that a new one would not mend."""
-    try:
-        ctypes.CDLL(str(file))
-    except OSError as e:
-        return any(words in str(e) for words in ("not permitted", "denied", "cannot open shared object file"))
-    return True
-
-
 def _loaded(file: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(file))
@@ -95,7 +80,7 @@ def compiled() -> Iterator[Path]:
     command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS.split()]
     name = f"native-{_kind(command)}.so"
     folder, trouble = _cache()
-    if folder is not None and _intact(folder / name):
+    if folder is not None and _is_kept(folder / name):
         yield folder / name
         return
     with tempfile.TemporaryDirectory(prefix="crt_exp-") as private:
@@ -150,38 +135,20 @@ def _ours(path: Path, others: int = 0o022) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & others
 
 
-def _intact(file: Path) -> bool:
-    """Whether a kept library is there, is ours, and is what its record says."""
-    try:
-        if not (_ours(file) and _ours(_record(file))):
-            _warn("%s belongs to another user, or others can write to it: it is not loaded, but compiled again", file)
-            return False
-        return _record(file).read_bytes() == _seal(file.read_bytes())
-    except OSError:
+def _is_kept(file: Path) -> bool:
+    """Whether a library is there and is ours."""
+    if not file.exists():
         return False
+    if not _ours(file):
+        _warn("%s belongs to another user, or others can write to it: it is not loaded, but compiled again", file)
+        return False
+    return True
 
 
 def _keep(made: Path, file: Path) -> Path:
-    """Puts a library and its record in the cache, on the disk: another process may read, or do the same, at any moment.
-
-    Two that compile at once make the same bytes; where not, a record that does not fit costs the next process a
-    compilation.
-    """
-    _keep_content(file, made.read_bytes())
+    """Puts a library in the cache: another process may read, or do the same, at any moment."""
+    _write(file, made.read_bytes())
     return file
-
-
-def _keep_content(file: Path, content: bytes) -> None:
-    _write(file, content)
-    _write(_record(file), _seal(content))
-
-
-def _record(file: Path) -> Path:
-    return file.with_suffix(".sha256")
-
-
-def _seal(content: bytes) -> bytes:
-    return f"{len(content)} {hashlib.sha256(content).hexdigest()}\n".encode()
 
 
 def _write(file: Path, content: bytes) -> None:
