@@ -16,6 +16,7 @@ REMOVED = {
     "task=board": "task=advise, or make pretrained",
     "task.softmax=multi_index": "task.softmax=quadratic, unigram or features",
     "task.sampling.codewords": "task.softmax=quadratic, unigram or features",
+    "sampler=stratified": "sampler=halton or sobol",
     "trainer.profile": "torch.profiler or py-spy",
     "trainer.sequence_parallel": "trainer=fsdp, or a smaller trainer.batch",
 }
