@@ -120,7 +120,8 @@ class Mechanism:
         try:
             node = _with_options(name, node, options, changes["phi"])
         except ConfigError as error:
-            raise removed(f"attention.{key}={value}" for key, value in options.items()) or error from None
+            of_near_far = options.items() if name == "nearfar" else ()
+            raise removed(f"attention.{key}={value}" for key, value in of_near_far) or error from None
         if name is None and features is None:
             raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
         given = {"features": features or changes["features"] or None, "sampler": sampler or changes["sampler"] or None,

@@ -89,7 +89,7 @@ def compiled() -> Iterator[Path]:
             print("compiling the attention kernels for this processor, once: some 10 s", file=sys.stderr, flush=True)
         _compile(command, made)
         try:
-            kept = made if folder is None else _keep(made, folder / name)
+            kept = made if folder is None else _write(folder / name, made.read_bytes())
         except OSError as e:
             kept, trouble = made, e
         if trouble:
@@ -145,14 +145,9 @@ def _is_kept(file: Path) -> bool:
     return True
 
 
-def _keep(made: Path, file: Path) -> Path:
-    """Puts a library in the cache: another process may read, or do the same, at any moment."""
-    _write(file, made.read_bytes())
-    return file
-
-
-def _write(file: Path, content: bytes) -> None:
-    """All of it or nothing, for this user alone: renamed when it is on the disk."""
+def _write(file: Path, content: bytes) -> Path:
+    """The file, written whole or not at all, for this user alone: renamed when it is on the disk. Another process may
+    read it, or write the same, at any moment."""
     handle, new = tempfile.mkstemp(dir=file.parent, prefix="new-")
     try:
         with open(handle, "wb") as stream:
@@ -163,6 +158,7 @@ def _write(file: Path, content: bytes) -> None:
     except BaseException:
         Path(new).unlink(missing_ok=True)
         raise
+    return file
 
 
 def _warn(message: str, *values: object) -> None:
