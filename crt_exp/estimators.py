@@ -28,7 +28,6 @@ from crt_exp.samplers import Noise
 from crt_exp.samplers.blocks import one_thread
 
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
-LOOKED_AT = 1024  # rows that parameters and centre are taken from: more of them gain no variance
 SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
 ONE_MAP_EACH = {"laplace": LaplaceRF(), "matern12": MaternRF(nu=0.5), "matern32": MaternRF(nu=1.5),
                 "matern52": MaternRF(nu=2.5), "rational_quadratic": RationalQuadraticRF(),
@@ -94,8 +93,8 @@ class RandomFeatureEstimator(BaseEstimator):
         self.scale_ = (2 * self.gamma_) ** 0.5 / lengths
         self.center_ = np.zeros(d)
         if self._centred:
-            rows, weights = _spread_rows(X, weight)
-            self.center_ = rows.astype(np.float64).T @ (weights / weights.sum())
+            weight = np.ones(X.shape[0]) if weight is None else weight
+            self.center_ = sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X)) / weight.sum()
 
     @property
     def _centred(self) -> bool:
@@ -114,13 +113,14 @@ class RandomFeatureEstimator(BaseEstimator):
         return generator
 
     def _statistics(self, X, weight: np.ndarray | None) -> Statistics:
-        """Of scaled rows that are evenly spread, in float64: a fit to some costs variance, never bias. The least
-        entries, below which some maps refuse rows, are those of all."""
-        rows, weights = _spread_rows(X, weight)
+        """Of the scaled rows, in float64; a map that is fitted to vectors has at most ROWS of them, evenly spread."""
+        weight = np.ones(X.shape[0]) if weight is None else weight
         if self.map_.on_vectors:
-            x = self._scaled(rows.astype(np.float64))
+            counted = np.flatnonzero(weight)
+            places = np.linspace(0, len(counted) - 1, min(ROWS, len(counted))).astype(int)
+            x = self._scaled(X[counted[places]].astype(np.float64))
             return Statistics.of(x, x)
-        known = self._means(rows, weights)
+        known = self._means(X, weight)
         if not isinstance(self.map_, PositiveExponential):
             known["minimum"] = self._least(X)
         moments = Moments.known(**{name: torch.from_numpy(value) for name, value in known.items()})
@@ -174,7 +174,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     room.
 
     Attributes: map_, params_, noise_, gamma_, n_features_in_; scale_ (n_features,), which multiplies X; center_, the
-    mean of up to 1024 rows, zero for trig; random_weights_ (n_features, n_components) and random_offset_
+    mean of the rows, zero for trig; random_weights_ (n_features, n_components) and random_offset_
     (n_components,) of trig and of kernels of x - y, where Z = sqrt(2 / n_components) cos(X random_weights_ +
     random_offset_) as in RBFSampler (times e^(|X scale_|^2 / 2) for kernel="softmax"), and of pos, hyp, smreg and oprf,
     where Z = exp(X random_weights_ + random_offset_ - c |(X - center_) scale_|^2) with c = 1 (1/2 for
@@ -314,14 +314,6 @@ def check_lengths(length_scale, d: int) -> np.ndarray:
     if not (np.isfinite(lengths) & (lengths > 0)).all():
         raise ValueError(f"length_scale = {length_scale}: every length must be a positive number")
     return np.broadcast_to(lengths, d)
-
-
-def _spread_rows(X, weight: np.ndarray | None) -> tuple:
-    """At most LOOKED_AT rows of those that count, evenly spread, and their weights."""
-    counted = range(X.shape[0]) if weight is None else np.flatnonzero(weight)
-    places = np.linspace(0, len(counted) - 1, min(LOOKED_AT, len(counted))).astype(int)
-    chosen = places if weight is None else counted[places]
-    return X[chosen], np.ones(len(chosen)) if weight is None else weight[chosen].astype(np.float64)
 
 
 def _variance(X, weight: np.ndarray | None = None) -> float:

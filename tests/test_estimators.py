@@ -313,15 +313,19 @@ def test_a_map_brings_its_own_kernel():
     assert np.isfinite(fast.fit_transform(P)).all()
 
 
-def test_a_fit_looks_at_some_of_many_rows():
-    """And costs no variance: parameters are those of all rows but for a few percent. Where they decide what a map
-    takes, as the least entries do, it looks at all; trigonometric features do not depend on rows at all."""
-    P = np.random.default_rng(0).normal(size=(20_000, 3))
-    P[7] = -9.0
-    some, every = (RandomFeatures("oprf", n_components=4, random_state=0).fit(P[:n]) for n in (20_000, 1000))
-    assert pytest.approx(every.params_.A, rel=0.1) == some.params_.A
-    shifted = RandomFeatures("pois_plus", n_components=4, gamma=0.01, random_state=0).fit(P)
-    assert (shifted.transform(P) >= 0).all()
+@pytest.mark.parametrize("mechanism", palette.maps(TWO_SIDES))
+def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
+    P = np.random.default_rng(0).normal(size=(5000, 3))
+    P[7::2] *= 3
+    one, two = (RandomFeatures(mechanism, n_components=4, gamma=0.01, random_state=0).fit(rows)
+                for rows in (P, np.random.default_rng(1).permutation(P)))
+    np.testing.assert_allclose(one.transform(P), two.transform(P), rtol=1e-9, atol=1e-12)
+    if mechanism != "trig":
+        np.testing.assert_allclose(one.center_, P.mean(0))
+
+
+def test_trigonometric_features_do_not_depend_on_the_rows_of_the_fit():
+    P = np.random.default_rng(0).normal(size=(100, 3))
     one, two = (RandomFeatures("trig", n_components=5, random_state=0).fit(rows) for rows in (P, 3 + P[:10]))
     assert (one.transform(P) == two.transform(P)).all()
 
