@@ -15,7 +15,7 @@ REPORTS = Path("outputs/report")
 def on_files(files, config):
     """Adds the committed reports to the site, as report/."""
     root = Path(config.config_file_path).parent / REPORTS
-    for path in sorted(root.iterdir()):
+    for path in sorted(filter(Path.is_file, root.iterdir())):
         files.append(File.generated(config, f"report/{path.name}", abs_src_path=str(path)))
     return files
 

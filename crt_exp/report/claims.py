@@ -38,7 +38,6 @@ from crt_exp.report.evidence import (
     equivalent,
     exactly,
     inside,
-    share_between,
     signs,
 )
 
@@ -214,6 +213,4 @@ def share(page: "Page", entry: dict[str, Any], setting: str) -> Share:
     where = {"setting": setting, "table": entry.get("table"), "x": entry.get("x")}
     metric = entry.get("metric", page.main)
     ours, whole = gains(page, entry, metric, where)
-    ends = share_between(ours, whole) if len(ours) > 1 else (math.nan, math.nan)
-    return Share(entry["keeps"], 1, f"at least {entry['keeps']:g}",
-                 kept=float(ours.mean() / whole.mean()), low=ends[0], high=ends[1])
+    return Share(entry["keeps"], 1, f"at least {entry['keeps']:g}", ours=ours.to_numpy(), whole=whole.to_numpy())

@@ -26,6 +26,15 @@ class Interval:
     half: float
     p: float
     n: int
+    level: float = LEVEL
+    sides: int = 2  # of the test: 1 for equivalence
+
+    def at(self, level: float) -> "Interval":
+        """Student's interval that excludes 0 where p <= level."""
+        if not self.half > 0:  # of no width, or of a sign test
+            return self
+        wanted, had = (stdtrit(self.n - 1, each / self.sides) for each in (level, self.level))
+        return replace(self, half=self.half * float(wanted / had), level=level)
 
     @property
     def low(self) -> float:
@@ -100,19 +109,19 @@ class Bar:
 
 @dataclass(frozen=True)
 class Share(Bar):
-    """A bar that is a share of what another arm gains, which differs from unit to unit: `kept` is the share of the
-    means, between `low` and `high`, and the claim's difference how far the gain lies beyond `at` of the other."""
+    """A bar that is a share of what another arm gains, which differs from unit to unit: the claim's difference is how
+    far the gain lies beyond `at` of the other. ours, whole: the gains of both."""
 
-    kept: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
+    ours: Sequence[float] = ()
+    whole: Sequence[float] = ()
 
     def value(self, difference: float) -> float:
-        return self.kept
+        return float(np.mean(self.ours) / np.mean(self.whole))
 
     def shown(self, beyond: Interval) -> str:
-        ends = "" if math.isnan(self.low) else f" [{self.low:.3g}, {self.high:.3g}]"
-        return f"{self.kept:.3g}{ends} of it"
+        low, high = share_between(self.ours, self.whole, beyond.level) if len(self.ours) > 1 else (math.nan, math.nan)
+        ends = "" if math.isnan(low) else f" [{low:.3g}, {high:.3g}]"
+        return f"{self.value(beyond.mean):.3g}{ends} of it"
 
 
 def with_unit(value: str, unit: str) -> str:
@@ -146,8 +155,8 @@ def inside(values: np.ndarray, bound: float) -> np.ndarray:
 
 def equivalent(values: Sequence[float], bound: float) -> Interval:
     """How far the mean lies inside -bound to bound, with the p-value of two one-sided tests (TOST)."""
-    distance = independent(inside(np.asarray(values, float), bound))
-    return replace(distance, p=distance.p / 2)
+    distance = independent(inside(np.asarray(values, float), bound), 2 * LEVEL)
+    return replace(distance, p=distance.p / 2, level=LEVEL, sides=1)
 
 
 def share_between(ours: Sequence[float], whole: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
@@ -168,7 +177,7 @@ def signs(values: Sequence[float]) -> Signs:
     values = _checked(values)
     above, below = int((values > 0).sum()), int((values < 0).sum())
     p = min(1.0, 2 * float(bdtr(min(above, below), above + below, 0.5))) if above + below else 1.0
-    return Signs(float(np.median(values)), math.nan, p, len(values), above, below)
+    return Signs(float(np.median(values)), math.nan, p, len(values), above=above, below=below)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -218,7 +227,7 @@ class Claim:
     def row(self, word: Word) -> dict[str, float | int | str]:
         """For the index of all verdicts."""
         interval = self.difference
-        width = {} if math.isnan(interval.half) else {"difference_ci95": interval.half}
+        width = {} if math.isnan(interval.half) else {"difference_ci95": interval.at(LEVEL).half}
         closed = {} if self.closed is None else {"closed_form": self.shown_closed()}
         return {"claim": self.text, "verdict": word, "value": self.value, "bar": self.against.said,
                 "difference": interval.mean, **width, "unit": self.unit, "n": interval.n, **closed,
@@ -283,9 +292,15 @@ def won_by(control: str, beaten: Mapping[str, Sequence[str]], of: int) -> str:
 
 
 def judged(claims: Sequence[Claim]) -> list[Verdict]:
-    """All verdicts of a family, with Holm's correction over them, each at the level that its looks leave."""
-    corrected = holm([claim.difference.p for claim in claims])
-    return [Verdict(claim, p, LOOKS[claim.looks]) for claim, p in zip(claims, corrected)]
+    """All verdicts of a family, with Holm's correction over them, each at the level that its looks leave.
+
+    The interval of each is that of its corrected test: it excludes the bar where the verdict is holds or fails."""
+    verdicts = []
+    for claim, p in zip(claims, holm([claim.difference.p for claim in claims])):
+        level = LOOKS[claim.looks]
+        own = claim.difference.at(level * claim.difference.p / p if p else level)
+        verdicts.append(Verdict(replace(claim, difference=own), p, level))
+    return verdicts
 
 
 @dataclass(frozen=True)
@@ -335,7 +350,7 @@ def _student(values: Sequence[float], variance_share: float, level: float) -> In
     n, mean = len(values), float(values.mean())
     error = float(values.std(ddof=1)) * math.sqrt(variance_share)
     p = float(2 * stdtr(n - 1, -abs(mean) / error)) if error > 0 else float(mean == 0)
-    return Interval(mean, float(stdtrit(n - 1, 1 - level / 2)) * error, p, n)
+    return Interval(mean, float(stdtrit(n - 1, 1 - level / 2)) * error, p, n, level)
 
 
 def _checked(values: Sequence[float]) -> np.ndarray:

@@ -50,12 +50,14 @@ def write_tables(path: Path, apart: Sequence[tables.Table]) -> None:
 
 
 def text(page: Page, picture: bool, sections: Sequence[tables.Table | str] | None = None) -> str:
-    """A sentence, a picture, at most five lines of claims, then tables; what these rest on is folded."""
+    """A sentence, a picture, at most five lines of claims, then tables; what these rest on is folded. A part of a page
+    judges nothing: its claims and their correction are those of the whole."""
     spec, (shown, apart) = page.spec, tables.fitting(sections_of(page) if sections is None else sections)
     at_home = page.size == home(spec) and not page.part
     parts = [f"# {spec['title']}", " ".join(spec["finding"].split()) if at_home and "finding" in spec else "",
-             "\n\n".join(page.first_lines()), f"![{spec['title']}]({page.name}.png)" if picture else "",
-             *verdicts.sections(page), *(str(section).rstrip() for section in shown), linked(page, apart),
+             *([] if page.part else page.first_lines()), f"![{spec['title']}]({page.name}.png)" if picture else "",
+             *([] if page.part else verdicts.sections(page)), *(str(section).rstrip() for section in shown),
+             linked(page, apart),
              verdicts.details("How it was measured", how(page)), verdicts.details("Choices", choices(page)),
              origin(page)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -76,7 +78,7 @@ def linked(page: Page, apart: Sequence[tables.Table]) -> str:
 def how(page: Page) -> str:
     """Facts, gates, the unit of independence, and the commands of the runs."""
     unit = f"Unit of independence: {page.spec['independence']}." if "independence" in page.spec else ""
-    gates = [str(gate) for gate in dict.fromkeys(gate for _, gate in page.gates)]
+    gates = [] if page.part else [str(gate) for gate in dict.fromkeys(gate for _, gate in page.gates)]
     told = "\n".join(["What the settings can tell:", "", *gates]) if gates else ""
     return "\n\n".join(part for part in (facts(page), unit, told, commands(page)) if part)
 

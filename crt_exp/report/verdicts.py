@@ -9,6 +9,7 @@ from crt_exp.report.page import FAMILIES, Page
 
 Judged = Verdict | Unjudged | Unmeasured
 MOST = 24  # rows of a folded table; the index's csv has the others
+INTERVALS = "Intervals of claims are at the level of Holm's corrected test: 95% over all of the list together."
 HEAD = {"claim": "claim", "verdict": "verdict", "value": "value", "bar": "bar", "closed_form": "closed form", "n": "n",
         "p": "p", "more": "more"}
 
@@ -16,10 +17,10 @@ HEAD = {"claim": "claim", "verdict": "verdict", "value": "value", "bar": "bar", 
 def sections(page: Page) -> list[str]:
     """The paper's claims, one line each, and their table; then the table of own bars."""
     claims, bars = page.families.values()
-    own = [details(f"{FAMILIES['bars']}: {counted(bars)}", table(page, bars))] if bars else []
+    own = [details(f"{FAMILIES['bars']}: {counted(bars)}", f"{table(page, bars)}\n\n{INTERVALS}")] if bars else []
     if not claims:
         return own
-    return [f"## {FAMILIES['claims']}: {counted(claims)}\n\n" + "\n".join(lines(claims)),
+    return [f"## {FAMILIES['claims']}: {counted(claims)}\n\n" + "\n".join(lines(claims)) + f"\n\n{INTERVALS}",
             details("The same with number of units and p-value", table(page, claims)), *own]
 
 

@@ -9,6 +9,7 @@ from scipy import stats
 from crt_exp.report.evidence import (
     Claim,
     Gate,
+    Share,
     Unjudged,
     equivalent,
     holm,
@@ -83,8 +84,25 @@ def test_verdicts_say_all_three_words():
     values = {"up": [1.0, 1.1, 0.9, 1.0], "down": [-1.0, -1.1, -0.9, -1.0], "none": [1.0, -1.0, 0.5, -0.4]}
     verdicts = judged([Claim(name, independent(v), "nats") for name, v in values.items()])
     assert [v.word for v in verdicts] == ["holds", "fails", "cannot tell here"]
-    assert "**fails**: down: -1 ± 0.13 nats (bar: above 0)" in str(verdicts[1])
+    assert "**fails**: down: -1 ± 0.198 nats (bar: above 0)" in str(verdicts[1])
     assert verdicts[0].row()["verdict"] == "holds" and verdicts[0].p > verdicts[0].claim.difference.p
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_interval_excludes_the_bar_exactly_where_the_verdict_is_decided(seed):
+    rng = np.random.default_rng(seed)
+    draws = [rng.normal(mean, size=rng.integers(3, 12)) for mean in rng.uniform(0, 2, size=rng.integers(1, 9))]
+    made = [independent(values) for values in draws] + [overlapping(values, 0.05) for values in draws]
+    claims = [Claim("above", each, looks=looks) for each in made for looks in (1, 2)]
+    claims += [Claim("equal", equivalent(values, 1.0)) for values in draws]
+    for verdict in judged(claims):
+        interval = verdict.claim.difference
+        assert (interval.low > 0 or interval.high < 0) == (verdict.word != "cannot tell here")
+    gains = [(whole * rng.uniform(0.3, 0.8) + rng.normal(size=9), whole) for whole in rng.normal(3, size=(3, 9))]
+    for verdict in judged([Claim("share", independent(ours - whole / 2), bar=Share(0.5, 1, "", ours=ours, whole=whole))
+                           for ours, whole in gains]):
+        low, high = map(float, verdict.claim.value.split("[")[1].split("]")[0].split(", "))
+        assert (low > 0.5 or high < 0.5) == (verdict.word != "cannot tell here")
 
 
 def test_what_a_failed_gate_leaves_unjudged_is_open_with_its_figure():
