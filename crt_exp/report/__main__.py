@@ -101,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", metavar="NAME", nargs="?", help="one of those below")
     made.add_argument("--all", action="store_true", help="render every page, and the index, from the committed draws")
     made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
-    made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
+    made.add_argument("--out", type=lambda text: Path(text).expanduser(),
+                      help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
     made.add_argument("--config-dir", metavar="DIR", help="a folder of your own names, as that of python -m crt_exp")
     made.add_argument("--arms", default="", help="these of its arms alone: \"exact favorp\", \"favorp m=64; elu\"; the "
