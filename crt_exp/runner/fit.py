@@ -20,7 +20,7 @@ from crt_exp.runner.curves import CURVES
 from crt_exp.runner.curves import draw as draw_curves
 from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together
 from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, take_away, torchrun
-from crt_exp.runner.run import Run, read_records
+from crt_exp.runner.run import PARTIAL, Run, read_records
 from crt_exp.runner.sweep import check_direction, direction
 
 
@@ -166,16 +166,20 @@ def fit(cfg, task, mechanism) -> float | None:
     records, directory = (measured if is_probe(task) else trained)(cfg, task, mechanism)
     if not records:
         return None
-    print(f"{task.summary(records)}  [{directory}]")
+    part = f"; of {records[-1][PARTIAL]:.0f} batches alone" if PARTIAL in records[-1] else ""
+    print(f"{task.summary(records)}{part}  [{directory}]")
     return records[-1][task.metric]
 
 
 def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
     """The records of a task that only measures."""
     raise_interrupts()
+    from crt_exp.runner.progress import measuring
+
     with Run(cfg, task, output_directory()) as current:
         if not finished(current.records):
-            log_records(cfg, task, mechanism, current)
+            with measuring(current.records, current.note):
+                log_records(cfg, task, mechanism, current)
     return current.records, current.directory
 
 
