@@ -308,7 +308,7 @@ def write_text(text: str, output: str | None) -> None:
     if output is None:
         print(text, end="")
         return
-    with whole(Path(output)) as part:
+    with whole(Path(output).expanduser()) as part:
         part.write_text(text)
 
 
@@ -380,7 +380,7 @@ class Pixels:
     def prompt(self, given: str) -> list[int]:
         if not given:
             return []
-        self.truth = image_values.in_square(images.read(given), self.size, self.channels, given)
+        self.truth = image_values.in_square(images.read(Path(given).expanduser()), self.size, self.channels, given)
         return self.truth[:round(self.known * self.size)].reshape(-1).tolist()
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
@@ -388,7 +388,8 @@ class Pixels:
         made = made if self.truth is None else [self.truth, *made]
         times = max(1, SMALLEST_SIDE // self.size)           # each value a square, for small images to be seen
         made = [image.repeat(times, 0).repeat(times, 1) for image in made]
-        image_values.save(image_values.grid([made[i:i + 8] for i in range(0, len(made), 8)]), Path(options.output))
+        rows = [made[i:i + 8] for i in range(0, len(made), 8)]
+        image_values.save(image_values.grid(rows), Path(options.output).expanduser())
 
 
 # what a vocabulary that a run kept may hold

@@ -58,7 +58,7 @@ class Home:
         records = read_records(self.place(overrides) / "metrics.jsonl")
         if records and records[-1].get("final"):
             return records
-        return run([*overrides, "resume=auto", "trainer.keep=1"], self.place(overrides))
+        return run([*overrides, "resume=auto"], self.place(overrides))
 
     def passing(self, overrides: Sequence[str]) -> list[dict[str, Any]]:
         """The records of a run of some steps, to be timed, whose directory is deleted afterwards."""

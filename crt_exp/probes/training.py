@@ -16,6 +16,7 @@ from crt_exp.config import ConfigError, unknown
 from crt_exp.presets import OF_MAP
 from crt_exp.probes import runs, texts
 from crt_exp.probes.cells import Cells, Draw, Key
+from crt_exp.runner.run import PARTIAL
 from crt_exp.times import added
 
 HOME = Path("outputs/runs")
@@ -281,6 +282,9 @@ def train(overrides: list[str], sources: list[str]) -> dict[str, Any]:
         records = home.kept(overrides)
     except runs.DivergedRun as failure:
         return {"diverged": failure.reason}
+    if PARTIAL in records[-1]:
+        raise ConfigError(f"{home.place(overrides)}: trainer.evaluate cut its evaluations short, and a page takes "
+                          "whole ones")
     curve = [record for record in records if record["split"] in VALIDATION and not record.get("final")]
     return {"curve": curve, "last": records[-1]}
 

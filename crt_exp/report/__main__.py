@@ -17,6 +17,7 @@ from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
 from crt_exp.probes import chosen as choice
 from crt_exp.probes import cells, grid, sources
+from crt_exp.runner.sweep import aligned
 
 FULL = "full"  # the papers' own setting
 SIZES = ("small", "gpu", FULL)
@@ -88,7 +89,17 @@ def make(args: argparse.Namespace) -> None:
     folder = page.folder_of(page.load(args.name), args.size, args.out, bool(part))
     written = measure(args.name, args.size, folder, args.keep, args.arms, args.seeds)
     print(f"written: {written}")
-    print(f"written: {render.write(page.Page(args.name, folder, size=args.size, part=part))}")
+    made = render.write(page.Page(args.name, folder, size=args.size, part=part))
+    print(f"written: {made}")
+    if args.name == "demo":
+        print(f"\n{first_table(made.read_text())}\n\npicture: {made.with_suffix('.png')}")
+
+
+def first_table(text: str) -> str:
+    """That of a page, with its title, in columns."""
+    title, table = next(part.split("\n| ", 1) for part in text.split("\n## ") if "\n| " in part)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n\n")[0].splitlines()]
+    return "\n".join([title.splitlines()[0], *aligned(rows[:1] + rows[2:])])
 
 
 def listed() -> str:
@@ -101,7 +112,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("name", metavar="NAME", nargs="?", help="one of those below")
     made.add_argument("--all", action="store_true", help="render every page, and the index, from the committed draws")
     made.add_argument("--size", choices=SIZES, default=os.environ.get("SIZE", "small"), help="default %(default)s")
-    made.add_argument("--out", type=Path, help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
+    made.add_argument("--out", type=lambda text: Path(text).expanduser(),
+                      help=f"folder to write to (default {draws.FOLDER}, and in it full/ and gpu/)")
     made.add_argument("--keep", action="store_true", help="use kept cells although the code has changed")
     made.add_argument("--config-dir", metavar="DIR", help="a folder of your own names, as that of python -m crt_exp")
     made.add_argument("--arms", default="", help="these of its arms alone: \"exact favorp\", \"favorp m=64; elu\"; the "

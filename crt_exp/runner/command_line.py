@@ -1,18 +1,31 @@
 """The command line, checked before Hydra acts on it: what does not exist is named with the nearest thing that does."""
 
+import functools
+import os
+import re
+import sys
 from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known, unknown
 from crt_exp.ranks import inside_torchrun, rank
-from crt_exp.runner.configuration import GROUPS, check_plain, explained, plain
+from crt_exp.runner.configuration import GROUPS, check_plain, explained, key_of, part_of, plain
+from crt_exp.runner.ending import fail
 from crt_exp.runner.help import help_text
 from crt_exp.runner.processes import take_away
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
 from crt_exp.runner.written import check_values
 from crt_exp.schema import names_code
+
+
+LONGEST_NAME = 255  # bytes of a file's name
+CHOOSING = ("experiment", "attention")  # what decides which choices of other keys are used
+HOME = re.compile(r"""(?<=[=,["'])~[\w.-]*(?=[/"'])""")  # where a path of a value begins
 
 
 class Shown(Exception):
@@ -45,7 +58,8 @@ def check_command_line(args: list[str]) -> None:
         check_names_no_code(override)
     for override in overrides:
         check_choice(override, folders)
-    final = composed(overrides, folders)
+    first = without_unused([first_value(o) for o in overrides], overrides, folders)
+    final = composed([o for o in overrides if first_value(o) in first], folders)
     if flags.help:
         raise Shown(help_text(final, {group: listed(group, folders) for group in (*GROUPS, "experiment")}))
     for override in overrides:
@@ -60,12 +74,16 @@ def check_command_line(args: list[str]) -> None:
         check_plain(given)
     if rank() == 0:
         check_writable(directory)
+    if flags.multirun:
+        leave_out_unused(folders)
 
 
 def with_file_names(args: list[str]) -> list[str]:
-    """Arguments in which the papers' names of attention, such as favor++, are those of its files."""
+    """Arguments with the home directory in place of ~, and in which the papers' names of attention, such as favor++,
+    are those of its files."""
     renamed = []
     for arg in args:
+        arg = HOME.sub(lambda found: os.path.expanduser(found[0]), arg)
         key, sign, text = arg.partition("=")
         group = key.lstrip("+")
         names = (canonical(group, name.strip()) for name in text.split(","))
@@ -85,8 +103,10 @@ def parse_overrides(args: list[str]) -> list:
         try:
             parsed.append(parser.parse_override(arg))
         except HydraException:
-            raise ConfigError(f"cannot read {arg!r}; quote values that hold spaces, commas or brackets: "
-                              "'key=\"a, b\"'") from None
+            key = arg.partition("=")[0]
+            raise ConfigError(f"cannot read {arg!r}: a value with other characters than letters, digits and ./-+_:@%* "
+                              f"(# = ~ , brackets, quotes, accents) takes quotes within quotes: '{key}=\"...\"', of a "
+                              f"list '{key}=[\"...\",\"...\"]'") from None
     return parsed
 
 
@@ -162,7 +182,10 @@ def composed(overrides: list, folders: list[str]):
     """The configuration of the first values. Raises ConfigError, for a key that does not exist with the nearest one."""
     try:
         return compose([first_value(o) for o in overrides], folders)
-    except ConfigError:
+    except ConfigError as error:
+        if str(error).startswith("Could not delete"):
+            raise ConfigError(f"{error} ~name deletes a key or a group; a path is written key=~/..., and a text that "
+                              "begins with ~ 'key=\"~...\"'") from None
         chosen = compose([first_value(o) for o in overrides if is_group(o)], folders)
         for override in overrides:
             check_key(override, chosen)
@@ -187,16 +210,101 @@ def check_key(override, cfg) -> None:
 
 
 def variants(overrides: list, cfg, folders: list[str]) -> Iterator[dict]:
-    """The composed configuration as plain dictionaries: first values of a sweep, then each other value of each key."""
-    first = plain(cfg)
-    yield first
+    """The composed configuration as plain dictionaries: first values of a sweep, then each other value of each key, in
+    a run whose attention uses it."""
+    yield plain(cfg)
+    compose_once = functools.cache(lambda job: plain(compose([*job], folders)))
     for override in overrides:
         for value in values(override)[1:] if override.is_sweep_override() else ():
             text = f"{override.get_key_element()}={value}"
+            for chosen in attentions(overrides):
+                others = {o.key_or_group: first_value(o) for o in overrides} | {key_of(each): each for each in chosen}
+                job = without_unused([*(others | {override.key_or_group: text}).values()], overrides, folders)
+                if text in job:
+                    break
             if is_group(override):
-                yield plain(compose([text if o is override else first_value(o) for o in overrides], folders))
+                yield compose_once(tuple(job))
             else:
-                yield with_value(first, override.key_or_group, parse_overrides([text])[0].value())
+                base = tuple(first_value(override) if each == text else each for each in job)
+                yield with_value(compose_once(base), override.key_or_group, parse_overrides([text])[0].value())
+
+
+def check_name(job: list[str], folders: list[str]) -> None:
+    """Ends a sweep whose run of these overrides would have a directory that cannot be made."""
+    from hydra.core.hydra_config import HydraConfig
+
+    every = OmegaConf.to_container(HydraConfig.get().overrides.hydra, resolve=False)
+    settings = [o for o in every if key_of(o) != "hydra.searchpath"]
+    subdir = str(OmegaConf.select(compose([*settings, *job, "hydra.job.num=0"], folders), "hydra.sweep.subdir"))
+    if (longest := max(len(os.fsencode(part)) for part in Path(subdir).parts)) > LONGEST_NAME:
+        fail(ConfigError(f"hydra.sweep.subdir={subdir[:60]}...: a name of {longest} bytes, and file systems take "
+                         f"{LONGEST_NAME}: choose another hydra.sweep.subdir, such as '${{hydra.job.num}}'"))
+
+
+# ---- what the attention of a run of a sweep does not use -------------------------------------------------------------
+
+
+def attentions(overrides: list) -> list[tuple[str, ...]]:
+    """The overrides that choose the attention, of each run of a sweep."""
+    chosen = (o for o in overrides if o.key_or_group in CHOOSING and not o.is_delete())
+    return [*product(*([f"{o.get_key_element()}={value}" for value in values(o)] if o.is_sweep_override()
+                       else [o.input_line] for o in chosen))]
+
+
+@functools.cache
+def attention_of(chosen: tuple[str, ...], folders: tuple[str, ...]) -> Any:
+    """The attention that some overrides choose, as its file has it."""
+    return compose([*chosen], [*folders]).get("attention")
+
+
+def without_unused(job: list[str], overrides: list, folders: list[str]) -> list[str]:
+    """The overrides of one run of a sweep, without those that its attention does not use, where the sweep has several
+    values of that choice or another attention that uses it."""
+    swept = {o.key_or_group for o in overrides if o.is_sweep_override()}
+    if not swept or not any(part_of(o) and o.partition("=")[0] != "attention" for o in job):
+        return job
+    chosen = tuple(o for o in job if key_of(o) in CHOOSING and o[0] != "~")
+    mine, *others = (attention_of(each, tuple(folders)) for each in (chosen, *attentions(overrides)))
+    return [o for o in job if used(o, mine) or not (key_of(o) in swept and part_of(o) != "attention"
+                                                    or any(used(o, each) for each in others))]
+
+
+def used(override: str, attention: Any) -> bool:
+    """Whether an attention makes use of what an override chooses."""
+    from crt_exp.presets import uses
+
+    part, (_, *path) = part_of(override), key_of(override).split(".")
+    if attention is None or part is None or override.startswith("+"):
+        return True
+    return (not path or path[0] in attention) if part == "attention" else part in uses(attention)
+
+
+def leave_out_unused(folders: list[str]) -> None:
+    """Lets Hydra's sweeper make each run without what its attention does not use, and runs that are then the same once.
+    """
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    split = getattr(BasicSweeper.split_arguments, "__wrapped__", BasicSweeper.split_arguments)
+
+    @functools.wraps(split)
+    def split_arguments(overrides: list, max_batch_size: int | None) -> list[list[list[str]]]:
+        jobs = [*chain(*split(overrides, None))]
+        kept = [without_unused(job, overrides, folders) for job in jobs]
+        left_out: dict[str, dict[str, None]] = {}
+        for job, rest in zip(jobs, kept):
+            chosen = " ".join(o for o in job if key_of(o) in CHOOSING)
+            left_out.setdefault(chosen, {}).update(dict.fromkeys(o for o in job if o not in rest))
+        runs = [[*job] for job in dict.fromkeys(map(tuple, kept))]
+        check_name(max(runs, key=lambda job: sum(map(len, job))), folders)
+        for chosen, unused in left_out.items():
+            if unused:
+                print(f"{chosen} does not use {' '.join(unused)}: left out of its runs", file=sys.stderr)
+        if len(runs) < len(jobs):
+            print(f"{len(jobs) - len(runs)} of {len(jobs)} runs would repeat another one and are skipped",
+                  file=sys.stderr)
+        return [*BasicSweeper.split_overrides_to_chunks(runs, max_batch_size)]
+
+    BasicSweeper.split_arguments = staticmethod(split_arguments)
 
 
 def with_value(node: dict, key: str, value) -> dict:
@@ -223,8 +331,10 @@ def compose(overrides: list[str], folders: list[str] = ()):
     """The configuration, with files from `folders` (--config-dir) besides the product's own."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
+    running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a sweep that has begun
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
             return hydra_compose("config", overrides=[*with_folders(folders), *overrides], return_hydra_config=True)
@@ -235,6 +345,8 @@ def compose(overrides: list[str], folders: list[str] = ()):
         if isinstance(cause, OmegaConfBaseException):
             raise explained(cause) from None
         raise ConfigError(str(error).splitlines()[0]) from None
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def with_folders(folders: list[str]) -> list[str]:
@@ -251,6 +363,9 @@ def planned_directory(cfg, multirun: bool) -> Path:
 
     HydraConfig.instance().set_config(cfg)
     directory = Path(str(cfg.hydra.sweep.dir if multirun else cfg.hydra.run.dir))
+    if directory.parts[:1] and directory.parts[0].startswith("~"):
+        raise ConfigError(f"hydra.{'sweep' if multirun else 'run'}.dir={directory}: a file of the configuration cannot "
+                          "use ~, write the whole path")
     with read_write(cfg.hydra):
         cfg.hydra.runtime.output_dir, cfg.hydra.job.id, cfg.hydra.job.num = str(directory), "0", 0
     HydraConfig.instance().set_config(cfg)

@@ -71,6 +71,18 @@ def place() -> tuple[str, Path]:
     return "hydra.run.dir", output_directory()
 
 
+def key_of(override: str) -> str:
+    """The key of an override, without signs."""
+    return override.split("=")[0].lstrip("+~")
+
+
+def part_of(override: str) -> str | None:
+    """Which part of a mechanism an override chooses: attention, features, sampler or m."""
+    key = key_of(override)
+    group = key.split(".")[0]
+    return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
+
+
 def override(key: str, value: Any) -> str:
     """key=value in Hydra's grammar, for values of any characters."""
     from hydra.core.override_parser.types import Quote, QuotedString

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
@@ -62,6 +63,8 @@ def mistakes_said() -> Iterator[None]:
         if shown is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         take_away([output_directory()])
+        if isinstance(error, (OSError, DataError, ConfigError)) and HydraConfig.get().job.chdir:
+            shown = ConfigError(f"{shown} (hydra.job.chdir=true: relative paths start from {output_directory()})")
         end_run(shown, ERROR_CODE)
 
 

@@ -14,13 +14,13 @@ from omegaconf import DictConfig
 from crt_exp.config import ConfigError, instantiate, located
 from crt_exp.ranks import inside_torchrun, world_size
 from crt_exp.runner.command_line import with_folders
-from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, output_directory, override,
-                                          overrides)
+from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, key_of, output_directory, override,
+                                          overrides, part_of)
 from crt_exp.runner.curves import CURVES
 from crt_exp.runner.curves import draw as draw_curves
 from crt_exp.runner.ending import DIVERGED_CODE, ERROR_CODE, Stopped, ending_together, refuse_together
 from crt_exp.runner.processes import ProcessesFailed, raise_interrupts, take_away, torchrun
-from crt_exp.runner.run import Run, read_records
+from crt_exp.runner.run import PARTIAL, Run, read_records
 from crt_exp.runner.sweep import check_direction, direction
 
 
@@ -72,26 +72,19 @@ def check_attention(cfg) -> None:
     if cfg.get("attention") is None:
         return
     used = uses(cfg.attention)
-    unused = [o for o in overrides() if _part_of(o) in {"features", "sampler", "m"} - used]
+    unused = [o for o in overrides() if part_of(o) in {"features", "sampler", "m"} - used]
     if unused:
         raise ConfigError(f"attention={choice('attention')} does not use {' '.join(unused)}: leave that out")
 
 
-def _part_of(override: str) -> str | None:
-    """Which part of a mechanism an override chooses: attention, features, sampler or m."""
-    key = override.split("=")[0].lstrip("+~")
-    group = key.split(".")[0]
-    return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
-
-
 def given(node: str) -> list[str]:
     """The overrides of a node of the configuration, or of keys below it."""
-    return [o for o in overrides() if f"{o.split('=')[0].lstrip('+~')}.".startswith(f"{node}.")]
+    return [o for o in overrides() if f"{key_of(o)}.".startswith(f"{node}.")]
 
 
 def check_used(task) -> None:
     """Choices that the task, with its options, does not use."""
-    unused = [o for o in overrides() if (part := _part_of(o)) and part not in task.uses]
+    unused = [o for o in overrides() if (part := part_of(o)) and part not in task.uses]
     if unused:
         raise ConfigError(f"task={choice('task')} with these options does not use {' '.join(unused)}: leave that out")
 
@@ -173,16 +166,20 @@ def fit(cfg, task, mechanism) -> float | None:
     records, directory = (measured if is_probe(task) else trained)(cfg, task, mechanism)
     if not records:
         return None
-    print(f"{task.summary(records)}  [{directory}]")
+    part = f"; of {records[-1][PARTIAL]:.0f} batches alone" if PARTIAL in records[-1] else ""
+    print(f"{task.summary(records)}{part}  [{directory}]")
     return records[-1][task.metric]
 
 
 def measured(cfg, task, mechanism) -> tuple[list[dict], Path]:
     """The records of a task that only measures."""
     raise_interrupts()
+    from crt_exp.runner.progress import measuring
+
     with Run(cfg, task, output_directory()) as current:
         if not finished(current.records):
-            log_records(cfg, task, mechanism, current)
+            with measuring(current.records, current.note):
+                log_records(cfg, task, mechanism, current)
     return current.records, current.directory
 
 

@@ -33,11 +33,13 @@ class WandbMirror:
     def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None,
                  entity: str | None = None, group: str | None = None, name: str | None = None,
                  job_type: str | None = None, tags: Sequence[str] | None = None):
-        self.mode = mode
+        self.mode, self.logged = mode, False
         self.place = {"project": project, "entity": entity, "name": name, "job_type": job_type, "tags": tags,
                       "group": group or os.environ.get("WANDB_RUN_GROUP") or sweep_name()}
 
     def start(self, directory: Path, config: dict) -> None:
+        if not os.environ.get("WANDB_MODE"):
+            os.environ.pop("WANDB_MODE", None)  # wandb takes an empty one for a mode that it does not know
         import wandb
 
         known = directory / "wandb_id"
@@ -53,7 +55,7 @@ class WandbMirror:
             temporary.write_text(self.run.id + "\n")
 
     def log(self, record: dict) -> None:
-        split = record.get("split", "")
+        split, self.logged = record.get("split", ""), True
         self.run.log({f"{split}/{key}" if key not in ("step", "epoch") else key: value
                       for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
 
@@ -65,10 +67,10 @@ class WandbMirror:
             self.run.log({file.stem: wandb.Image(str(file)) for file in files})
 
     def finish(self, failed: bool) -> None:
-        """Says how an offline run gets to the server."""
+        """Says how an offline run gets to the server, if it has something to send."""
         folder, offline = Path(self.run.dir).parent, self.run.offline
         self.run.finish(exit_code=int(failed))
-        if offline:
+        if offline and (self.logged or not failed):
             print(f"W&B keeps this run offline: `wandb sync {folder}` sends it", file=sys.stderr)
 
 

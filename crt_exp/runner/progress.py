@@ -1,9 +1,10 @@
-"""What a run shows while it trains: the progress line."""
+"""What a run shows while it trains or measures: progress lines."""
 
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from queue import Empty, Full, Queue
 from threading import Event, Thread
 from typing import Any
@@ -73,6 +74,26 @@ class ProgressLine:
     def metric(self, name: str, value: float | None) -> None:
         self.named.add(name)
         self.values[name] = "nan" if value is None else f"{value:.4f}"
+
+
+@contextmanager
+def measuring(records: list[dict], note: Callable[[str], None]) -> Iterator[None]:
+    """A line every EVERY seconds, on standard error and in the run's log, while records are measured."""
+    ended, began = Event(), time.monotonic()
+
+    def lines() -> None:
+        while not ended.wait(EVERY):
+            line = f"measuring for {time.monotonic() - began:.0f} s, {len(records)} records"
+            note(line)
+            print(line, file=sys.stderr, flush=True)
+
+    thread = Thread(target=lines, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def peak_memory(device: torch.device) -> int:

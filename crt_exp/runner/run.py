@@ -36,6 +36,7 @@ from crt_exp.whole_files import whole
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.prefetch", "trainer.keep",
              "trainer.cpu", "trainer.save_minutes", "task.cache_dir", "task.workers")
+PARTIAL = "evaluated_batches"  # in records of evaluations that trainer.evaluate has cut short
 LOG = "run.log"
 LOCK = ".lock"  # within the run directory
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -298,7 +299,7 @@ def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted names of the leaves that differ, with both values ("absent" where there is none)."""
     a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=c is new))} for c in (old, new))
     pairs = {k: (a.get(k, "absent"), b.get(k, "absent")) for k in sorted(a.keys() | b.keys())}
-    return {k: pair for k, pair in pairs.items() if pair[0] != pair[1]}
+    return {k: pair for k, pair in pairs.items() if a.get(k) != b.get(k)}  # what was absent and is null is the same
 
 
 def free(key: str) -> bool:

@@ -158,6 +158,8 @@ def write_csv(path: Path, finished: list[Done]) -> None:
 
 def table(finished: list[Done]) -> str:
     """One line a setting, the best of each data set first, with mean and interval over its seeds; then these best."""
+    from crt_exp.runner.run import PARTIAL
+
     keys = [key for key in varied(finished) if key != "seed"]
     rows = ordered(finished)
     several = len({run.metric for run in finished}) > 1
@@ -172,6 +174,8 @@ def table(finished: list[Done]) -> str:
              *aligned([header, *lines[:SHOWN]])]
     if len(lines) > SHOWN:
         parts.append(f"  ... and {len(lines) - SHOWN} more")
+    if any(PARTIAL in run.record for run in finished):
+        parts.append("trainer.evaluate cut evaluations short: these are results on a part of the data")
     return "\n".join([*parts, *best(rows, keys)])
 
 

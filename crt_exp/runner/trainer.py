@@ -28,7 +28,7 @@ from crt_exp.runner.generators import generators, rng_state, seed_everything, se
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
 from crt_exp.runner.processes import Preempted, StopSignals, World
 from crt_exp.runner.progress import ProgressLine, read_ahead
-from crt_exp.runner.run import Run
+from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sharding import shard
 from crt_exp.runner.sweep import direction
 from crt_exp.runner.trainer_config import TrainerConfig
@@ -340,7 +340,8 @@ class Trainer:
         self.module.eval()
         try:
             with self._interruptible(), torch.no_grad(), self._autocast():
-                reader = Reader(self.task, batch, self.seed, world.device, *ranks, self.line.evaluating)
+                reader = Reader(self.task, batch, self.seed, world.device, *ranks, self.line.evaluating,
+                                config.evaluate)
                 result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
             raise self._verdict(f"evaluation on {split}", layer_of(error, self.module), self.world.size > 1,
@@ -350,6 +351,8 @@ class Trainer:
         if self.task.metric not in result:
             raise ValueError(f"{type(self.task).__name__}.evaluate gives {', '.join(result)}, "
                              f"not its metric {self.task.metric!r}")
+        if any(world.gather(reader.partial)):
+            result = result | {PARTIAL: config.evaluate}
         numbers = {key: float(value) for key, value in result.items()}
         return self.world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
 

@@ -43,6 +43,7 @@ class TrainerConfig:
     cpu: bool
     processes: Count | None
     eval_every: Count | None
+    evaluate: Count | None
     log_every: Count
     save_every: Count | None
     save_minutes: Positive | None

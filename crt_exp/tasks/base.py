@@ -123,12 +123,13 @@ class Reader:
     """What `Task.evaluate` reads: this process's share of a split on the device, and sums over all processes.
 
     The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`. told: is called
-    before each micro-batch with the split, how many were read, and of how many (None: of a stream).
+    before each micro-batch with the split, how many were read, and of how many (None: of an unknown number). limit:
+    micro-batches that are read at most of a split; `partial` is then whether some were left unread.
     """
 
     def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
-                 world: int = 1, told: Callable[[str, int, int | None], None] | None = None):
-        self.task, self.device, self.told = task, torch.device(device), told
+                 world: int = 1, told: Callable[[str, int, int | None], None] | None = None, limit: int | None = None):
+        self.task, self.device, self.told, self.limit, self.partial = task, torch.device(device), told, limit, False
         self.plan = Plan(batch, seed=seed, rank=rank, world=world)
 
     def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
@@ -136,12 +137,22 @@ class Reader:
         from accelerate.utils import send_to_device
 
         plan = self.plan if batch is None else replace(self.plan, batch=batch)
-        rows = self.task.length(split) if self.told else None
-        whole = None if rows is None else -(-rows // (plan.batch * plan.world))
+        whole = self._whole(split, plan) if self.told else None
         for read, item in enumerate(self.task.batches(split, plan)):
+            if read == self.limit:
+                self.partial = True
+                return
             if self.told:
                 self.told(split, read, whole)
             yield send_to_device(item, self.device, non_blocking=True)
+
+    def _whole(self, split: str, plan: Plan) -> int | None:
+        """Micro-batches of this process, or of the limit; None where they are no fixed number of rows."""
+        rows = self.task.length(split)
+        if rows is None or self.task.epoch_steps(plan) is not None:
+            return self.limit
+        share = rows * (plan.rank + 1) // plan.world - rows * plan.rank // plan.world
+        return min(-(-share // plan.batch), self.limit or share)
 
     def sum(self, *values: Any) -> list[float]:
         """Each value (number or scalar tensor) summed over all processes, in float64."""

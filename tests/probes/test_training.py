@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from crt_exp.config import ConfigError
 from crt_exp.probes import grid, runs, training
 from crt_exp.probes.training import Grid
 from crt_exp.report import page
@@ -199,3 +200,12 @@ def test_a_run_that_has_ended_is_not_started_again(tmp_path, monkeypatch):
     (place / "metrics.jsonl").write_text('{"step": 1, "split": "test", "final": true}\n')
     assert home.kept(["task=lra"])[-1]["step"] == 1 and started == [place]
     assert home.place(["task=lra"]) != runs.Home(tmp_path, ("tasks/mlm.py",)).place(["task=lra"])
+
+
+def test_a_partial_evaluation_is_no_result_of_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "HOME", tmp_path)
+    place = runs.Home(tmp_path, ("tasks/lra.py",)).place(["task=lra"])
+    place.mkdir()
+    (place / "metrics.jsonl").write_text('{"step": 1, "split": "test", "evaluated_batches": 20.0, "final": true}\n')
+    with pytest.raises(ConfigError, match="trainer.evaluate cut its evaluations short"):
+        training.train(["task=lra"], ["tasks/lra.py"])

@@ -97,3 +97,11 @@ def test_mnist_reader(tmp_path):
 def test_mnist_official():
     assert mnist.images("test").shape == (10_000, 28, 28)
     assert mnist.labels("test").shape == (10_000,) and mnist.labels("test")[:4].tolist() == [7, 2, 1, 0]
+
+
+def test_the_demo_ends_with_a_table_in_columns():
+    """That of the committed page: every row of the first table, and its empty cells."""
+    title, head, *rows = command_line.first_table((command_line.draws.FOLDER / "demo.md").read_text()).splitlines()
+    assert title.startswith("Test accuracy") and head.split() == ["map", "128", "columns", "128", "projections"]
+    assert {row.split()[0] for row in rows} >= {"trig", "oprf", "exact", "majority"}
+    assert all("±" in row for row in rows) and len({row.index("±") for row in rows}) == 1

@@ -77,3 +77,11 @@ def test_a_name_that_wandb_refuses(typed, tmp_path):
     code, _, err = typed("logger=wandb", "logger.project=a/b", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
     assert code == 2 and "logger=wandb: Invalid project name 'a/b'" in err and len(err.splitlines()) == 1
     assert not (tmp_path / "a").exists()
+
+
+def test_an_empty_mode_is_none_and_a_run_without_records_is_not_sent(typed, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, err = typed("task=pointwise", "attention=exact", "logger=wandb")
+    assert code == 2 and err.startswith("crt_exp: error: attention=exact has no error") and "wandb" not in err

@@ -152,6 +152,10 @@ BAD = [
     ("+task.extra=1", "unknown key 'task.extra'"),
     ("features=pois sampler=orthogonal sampler.lengths=sqrt_d", "exactly Gaussian rows"),
     ("sampler.lengths=two", "it takes chi or sqrt_d"),
+    *[(f"task.csv={name}", """takes quotes within quotes: 'task.csv="..."'""") for name in ("a#b", "a=b", "ü", "~x")],
+    ("~name", "~name deletes a key or a group; a path is written key=~/..."),
+    ("hydra.job.chdir=true task.csv=t.csv task.target=y", "hydra.job.chdir=true: relative paths start from"),
+    ("-m hydra.sweep.subdir=${hydra.job.override_dirname} task.dataset=" + 255 * "x", "file systems take 255"),
 ]
 
 
@@ -163,6 +167,22 @@ def test_bad_input(args, message, typed, tmp_path, monkeypatch):
     assert code == 2 and message in err
     assert "Traceback" not in err and len(err.splitlines()) <= 5
     assert not list(tmp_path.rglob("*.*")) and not list(tmp_path.rglob("uci/*"))
+
+
+@pytest.mark.parametrize("value", ["~/a b", "~/a"])
+@pytest.mark.parametrize("key, place", [("hydra.run.dir", "x"), ("hydra.sweep.dir", "x/0"), ("task.csv", "")])
+def test_home_is_meant_by_its_sign_in_every_path(key, place, value, typed, tmp_path, monkeypatch):
+    """Quoted or not, as the shell and Hydra take it."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    value = f'"{value}/x"' if " " in value else f"{value}/x"
+    many = ["-m"] * key.startswith("hydra.sweep")
+    code, _, err = typed(*many, "logger=none", "task.repeats=1", "task.sigmas=[0.3]", f"{key}={value}")
+    folder = tmp_path / "home" / value.strip('"').removeprefix("~/").removesuffix("x")
+    assert not (tmp_path / "~").exists()
+    if key == "task.csv":
+        assert code == 2 and f"task.csv={folder}/x" in err
+    else:
+        assert code == 0 and (folder / place / "metrics.jsonl").is_file(), err
 
 
 def test_no_reading_of_a_broken_run(typed, tmp_path):

@@ -69,6 +69,34 @@ def test_one_run_of_a_sweep_fails(typed, tmp_path):
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["2", "3"]
 
 
+@pytest.mark.parametrize("swept, runs", [
+    (["attention=exact,favorpp", "features.m=4,8"], ["exact", "favorpp 4", "favorpp 8"]),
+    (["sampler=iid,givens", "attention=exact,favorpp", "features.m=4"], ["exact", "iid favorpp 4", "givens favorpp 4"]),
+    (["attention=exact,favorpp", "features=trig,pos"], ["exact", "favorpp trig", "favorpp pos"]),
+    (["attention=exact", "features.m=4,8"], [""]),
+    (["attention=exact,favorpp", "attention.redraw_every=0,2"], ["exact", "favorpp 0", "favorpp 2"]),
+], ids=lambda value: "-".join(value))
+def test_a_natural_sweep_keeps_its_baseline(swept, runs, typed, tmp_path):
+    """What an attention does not use is left out of its runs, and those that are then the same are made once."""
+    code, _, err = typed(*WINE, *swept, f"hydra.sweep.dir={tmp_path}/s")
+    assert code == 0 and "attention=exact does not use " in err and "would repeat another one and are skipped" in err
+    keys, found = [o.split("=")[0] for o in swept if len(runs) > 1], []
+    for number in range(len(runs)):
+        final(tmp_path / "s" / str(number))
+        given = json.loads((tmp_path / "s" / str(number) / "versions.json").read_text())["overrides"]
+        found.append(" ".join(o.split("=")[1] for key in keys for o in given if o.startswith(f"{key}=")))
+    assert found == runs and not (tmp_path / "s" / str(len(runs))).exists()
+
+
+@pytest.mark.parametrize("args, message", [
+    (["attention=exact", "features.m=4", "seed=0,1"], "does not use features.m=4: leave that out"),
+    (["attention=exact,favorpp", "attention.redrawevery=1,2"], "unknown key 'attention.redrawevery'"),
+], ids=str)
+def test_a_choice_that_no_run_of_a_sweep_uses_is_refused(args, message, typed, tmp_path):
+    code, _, err = typed(*WINE, *args, f"hydra.sweep.dir={tmp_path}/s")
+    assert code and message in err and "Traceback" not in err
+
+
 @pytest.mark.parametrize("args, message", [
     (["features.m=4,0,8"], "features.m = 0: it takes a whole number of at least 1"),
     (["task.repeats=1.5", "seed=0,1,2"], "task.repeats = 1.5: it takes"),

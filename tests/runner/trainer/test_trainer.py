@@ -63,6 +63,15 @@ def test_evaluations_are_not_silent(typed, monkeypatch):
     assert code == 0 and "evaluating validation: 0 of " in err and "evaluating test: 0 of " in err
 
 
+def test_a_partial_evaluation_is_called_one(typed, tmp_path):
+    """In each record and in the last line; a limit that nothing is beyond changes nothing."""
+    _, out, _ = typed("trainer.steps=2", "trainer.evaluate=2")
+    evaluated = [r for r in records(tmp_path / "run") if r["split"] != "train"]
+    assert [r["evaluated_batches"] for r in evaluated] == [2, 2] and "; of 2 batches alone" in out
+    assert typed("trainer.steps=2", "trainer.evaluate=4", directory="all")[0] == 0
+    assert not any("evaluated_batches" in r for r in records(tmp_path / "all"))
+
+
 def test_evaluation_only(typed, tmp_path):
     assert typed("trainer.steps=0")[0] == 0
     assert [r["split"] for r in records(tmp_path / "run")] == ["test"] and checkpoints(tmp_path / "run") == []

@@ -11,8 +11,8 @@ import torch
 import toy
 
 from crt_exp.runner.optim import make_optimizer, schedule, set_rate
-from crt_exp.runner.progress import ProgressLine, read_ahead
-from crt_exp.tasks.base import Plan
+from crt_exp.runner.progress import ProgressLine, measuring, read_ahead
+from crt_exp.tasks.base import Plan, Reader
 
 
 @pytest.mark.parametrize("world, micro", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
@@ -139,6 +139,27 @@ def test_progress_line_of_a_terminal(monkeypatch):
     with ProgressLine(10, 0, 8, torch.device("cpu"), True, [].append) as line:
         line.step(1.0)
     assert sys.stderr.getvalue() == ""
+
+
+@pytest.mark.parametrize("rank, world", [(0, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("kind", [toy.Toy, toy.Carrying, toy.Uneven])
+def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
+    """Where micro-batches are no fixed number of rows it says none; never more than the limit."""
+    for limit in (None, 1, 2, 100):
+        told = []
+        task = kind()
+        reader = Reader(task, 4, 0, "cpu", rank, world, lambda *each, told=told: told.append(each), limit)
+        count, every = len([*reader.batches("test")]), len([*task.batches("test", Plan(4, rank=rank, world=world))])
+        assert count == min(every, limit or every) and reader.partial == (count < every)
+        assert {whole for *_, whole in told} == {limit if kind is toy.Uneven else count}
+
+
+def test_a_measurement_is_not_silent(monkeypatch, capsys):
+    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.02)
+    noted = []
+    with measuring([{}, {}], noted.append):
+        time.sleep(0.1)
+    assert noted[0] == "measuring for 0 s, 2 records" and capsys.readouterr().err.splitlines() == noted
 
 
 def test_an_evaluation_says_where_it_is(monkeypatch):
