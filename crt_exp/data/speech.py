@@ -105,7 +105,7 @@ def subset_utterances(subset: str, data_dir: str | None, faults: Faults) -> Iter
     for path in Sieve(AUDIO).only(folder, files):
         if audio.setdefault(path.stem, path) != path:
             faults.add(str(path), f"{audio[path.stem]} has the same name")
-    for path in sorted(folder.glob("*/*/*.trans.txt")):
+    for path in Sieve((".txt",)).only(folder, folder.glob("*/*/*.trans.txt")):
         for name, entry in transcripts(path):
             if texts.setdefault(name, entry) != entry:
                 faults.add(entry[0], f"{name} has another transcript already, {texts[name][0]}")
