@@ -238,7 +238,7 @@ def read(source: str | Path | bytes, name: str = "") -> Any:
     name = name or readable(str(source))
     try:
         if not isinstance(source, bytes):
-            check_regular(source)
+            check_regular(source, least=1)
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:

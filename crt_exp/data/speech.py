@@ -267,7 +267,7 @@ def seconds_of(source: Path | io.BytesIO) -> float:
 
     try:
         if isinstance(source, Path):
-            check_regular(source)
+            check_regular(source, least=1)
         info = soundfile.info(source, verbose=True)
     except (soundfile.SoundFileError, OSError, TypeError, ValueError) as error:
         raise BadAudio(f"cannot be read ({reason(error)})") from None
