@@ -91,7 +91,8 @@ def published(path, separator, cells):
                                          ('"', '"'), ('""', '"'), ('"x', '","')])
 @pytest.mark.parametrize("read, name, separator", [
     (own, "t.csv", ","), (pairs, "t.csv", ","), (own, "t.csv", ";"), (own, "t.tsv", "\t"),
-    (speech, "t.csv", ","), (speech, "t.tsv", "\t"), (sentences, "t.tsv", "\t"), (families, "t.tsv", "\t"), (documents, "t.tsv", "\t"), (published, "car.data", ",")])
+    (speech, "t.csv", ","), (speech, "t.tsv", "\t"), (sentences, "t.tsv", "\t"),
+    (families, "t.tsv", "\t"), (documents, "t.tsv", "\t"), (published, "car.data", ",")])
 def test_a_lone_quotation_mark_loses_no_row_without_a_word(read, name, separator, first, last, tmp_path):
     """Every row is read, or the file is refused by its line; files that use no quoting (.tsv of GLUE) are read."""
     cells = ["word"] * ROWS
