@@ -9,6 +9,7 @@ Exit code 2: a mistake, which is printed, or files that could not be read.
 """
 
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -259,6 +260,7 @@ def quietest(audio: np.ndarray, rate: int) -> int:
 def sample(options: SequenceOptions) -> None:
     """Generates and writes the sequences."""
     check_device(options.device)
+    check_output(options)
     with own_names([options.names] if options.names else []):
         kept = language.load(options.run, "run")
     if not kept.description.causal:
@@ -288,6 +290,16 @@ def check_device(name: str) -> None:
     except (RuntimeError, AssertionError) as error:  # the latter where torch was built without the device
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise ConfigError(f"device = {name}: it takes a device that is there, such as cpu or cuda: {reason}") from None
+
+
+def check_output(options: SequenceOptions) -> None:
+    """Raises ConfigError where the file to write is one that is read, by whatever name."""
+    if options.output is None or not os.path.exists(options.output):
+        return
+    kinds, every = (".safetensors", ".json", ".yaml"), Path(options.run).expanduser().rglob("*")
+    for path in (options.prompt, *(file for file in every if file.suffix in kinds)):
+        if os.path.exists(path) and os.path.samefile(path, options.output):
+            raise ConfigError(f"output = {options.output}: this command reads that file, {path}; give another name")
 
 
 def checked_length(options: SequenceOptions, description: language.LanguageDescription, alphabet: Any,

@@ -3,9 +3,11 @@
 import csv
 import errno
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a full disk, a limit to the size of files, a quota
@@ -13,19 +15,23 @@ FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a full disk, a limit to the 
 
 @contextmanager
 def whole(path: Path, kind: str = "") -> Iterator[Path]:
-    """A name beside `path` to write to, which takes its place in the end; kind: how that name must end.
+    """A private path to write to, whose file replaces `path` at the end; kind: the suffix of that file's name.
 
-    Raises OSError, naming `path`, where it cannot be written: nothing is left of the new file, and an older one stays.
+    Links are followed and the mode of an older file is kept. Raises OSError, naming `path`, where it cannot be written
+    or is no regular file: nothing is left of the new file, and what was there stays.
     """
-    part = path.with_name(f"{path.name}.tmp{kind}")
+    target = Path(os.path.realpath(path))
     try:
-        yield part
-        os.replace(part, path)
+        if os.path.lexists(target) and not target.is_file():
+            raise OSError("expected a regular file; choose another name")
+        with TemporaryDirectory(dir=target.parent, prefix=".", suffix=".tmp") as folder:
+            part = Path(folder, f"new{kind}")
+            yield part
+            if target.exists():
+                shutil.copymode(target, part)
+            os.replace(part, target)
     except OSError as error:
         raise type(error)(f"{path} cannot be written: {reason(error)}") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def reason(error: OSError) -> str:

@@ -181,9 +181,10 @@ def test_what_cannot_be_heard_is_named_and_counted(root, speech, called, tmp_pat
         soundfile.write(tmp_path / f"{name}.wav", tone(600, 0.5), 8000)
     cut(tmp_path / "a.wav", 0.5)
     soundfile.write(tmp_path / "b.wav", tone(600, 0.02), 8000)
+    (tmp_path / "d.mp3").touch()
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}")
-    assert code == 2 and "2 of 3 files cannot be heard" in err and "a.wav: is cut off" in err
-    assert "b.wav: 0.020 s are too short" in err
+    assert code == 2 and "3 of 4 files cannot be heard" in err and "a.wav: is cut off" in err
+    assert "b.wav: 0.020 s are too short" in err and "d.mp3: cannot be read (the file is empty)" in err
     assert [file for file, *_ in lines(out)] == [str(tmp_path / "c.wav")]
 
 
@@ -202,6 +203,23 @@ def test_sequences_of_letters(root, called, tmp_path):
     path = tmp_path / "out.fasta"
     assert called(run, "n=2", f"output={path}")[:2] == (0, "")
     assert path.read_text().count(">sample-") == 2 and list(tmp_path.glob("*.part")) == []
+
+
+@pytest.mark.parametrize("name", ["itself", "link", "hard link", "weights"])
+def test_an_output_that_is_an_input_is_refused(name, root, called, tmp_path):
+    run, image = shutil.copytree(root / "proteins", tmp_path / "run"), tmp_path / "image.png"
+    shutil.copy(root / "digits/0.png", image)
+    (tmp_path / "link").symlink_to(image)
+    (tmp_path / "hard").hardlink_to(image)
+    output = {"itself": image, "link": tmp_path / "link", "hard link": tmp_path / "hard",
+              "weights": run / "model/model.safetensors"}[name]
+    before = output.read_bytes()
+    code, out, err = called(f"run={run}", f"prompt={image}", f"output={output}")
+    assert code == 2 and out == "" and f"output = {output}: this command reads that file" in err
+    assert output.read_bytes() == before
+    other = run / "mine.fasta"
+    other.write_text("older")
+    assert called(f"run={run}", f"output={other}")[0] == 0 and "older" not in other.read_text()
 
 
 OWN = """
@@ -322,6 +340,7 @@ def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
     ("run={exact} input=x.png", "input=x.png: there is no such file or folder"),
     ("run={exact} input={text}", "cannot be read as an image"),
     ("run={exact} input={empty}", "this folder holds no image"),
+    ("run={exact} input={none}", "none.png cannot be read as an image: the file is empty"),
     ("run={exact} input={digit} output=o.csv", "unknown key 'output'"),
     ("run={exact}", "input=... is missing"),
     ("run={exact} inptu={digit}", "did you mean input?"),
@@ -346,6 +365,8 @@ def test_mistakes_are_one_line(arguments, words, root, speech, tmp_path, called,
     monkeypatch.chdir(tmp_path)
     places = {name: root / name for name in ("exact", "favorpp", "spoken", "proteins")}
     places |= {"digit": root / "digits/0.png", "text": tmp_path / "text.png", "empty": tmp_path / "empty"}
+    places["none"] = tmp_path / "none.png"
+    places["none"].touch()
     places["empty"].mkdir()
     places["text"].write_text("no image")
     code, out, err = called(*[word.format(**places) for word in arguments.split()])

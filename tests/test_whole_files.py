@@ -1,7 +1,10 @@
 """What is written whole or not at all, on a disk that refuses it: the file is named, and the older one stays."""
 
+import os
 import resource
 import signal
+import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,3 +81,42 @@ def test_other_errors_leave_nothing_either(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere/a.txt cannot be written: No such file"):
         write_atomic(tmp_path / "nowhere" / "a.txt", "text")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITERS) - {MODEL, "run.log"}))
+def test_only_a_regular_file_is_replaced_with_its_mode_and_nothing_beside_it(name, tmp_path):
+    path, beside, elsewhere = tmp_path / name, tmp_path / f"{name}.tmp", tmp_path / "elsewhere"
+    WRITERS[name](path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask()
+    beside.write_text("mine")
+    elsewhere.write_text("older")
+    elsewhere.chmod(0o600)
+    path.unlink()
+    path.symlink_to("elsewhere")
+    WRITERS[name](path)
+    assert path.is_symlink() and elsewhere.read_bytes() != b"older" and beside.read_text() == "mine"
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o600
+    elsewhere.unlink()
+    for make in (os.mkfifo, Path.mkdir):
+        make(elsewhere)
+        kind = stat.S_IFMT(elsewhere.stat().st_mode)
+        with pytest.raises(OSError, match=f"{name} cannot be written: expected a regular file"):
+            WRITERS[name](path)
+        assert stat.S_IFMT(elsewhere.stat().st_mode) == kind and path.is_symlink()
+        elsewhere.unlink() if make is os.mkfifo else elsewhere.rmdir()
+    assert {each.name for each in tmp_path.iterdir()} <= {name, beside.name, "confusion.csv", "confusion.png"}
+
+
+def umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_devices_and_links_that_lead_to_themselves_are_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "null").symlink_to(os.devnull)
+    for path in (tmp_path / "loop", tmp_path / "null", Path(os.devnull)):
+        with pytest.raises(OSError, match="expected a regular file"):
+            write_atomic(path, "text")
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)

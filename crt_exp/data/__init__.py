@@ -14,9 +14,12 @@ class DataError(Exception):
     and line), and what to do (which file to get from where, where to put it, which option to set)."""
 
 
-def check_regular(path) -> None:
-    """Raises ValueError for what lies at a path and is no file: reading a pipe or a device may wait for ever."""
+def check_regular(path, least: int = 0) -> None:
+    """Raises ValueError for a file of fewer bytes than `least`, and for what lies at a path and is no file: reading a
+    pipe or a device may wait for ever."""
     mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode) and os.path.getsize(path) < least:
+        raise ValueError("the file is empty")
     if not stat.S_ISREG(mode):
         raise ValueError("a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device, not a file")
 

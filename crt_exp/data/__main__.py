@@ -70,7 +70,9 @@ def own_images(root: Path | None) -> list[Source]:
     """Folders of images that are there and in no table; `task.dataset=<name>` reads them."""
     if root is None or not (root / "images").is_dir():
         return []
-    names = sorted(path.name for path in (root / "images").iterdir() if path.is_dir())
+    from crt_exp.data.images import folders_in
+
+    names = folders_in(root / "images")
     own = [f"images/{name}" for name in names if f"images/{name}" not in sources.SOURCES]
     return [Source(name, "imagenet mae pixels lra", "your own", (File(name),)) for name in own]
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from crt_exp.ranks import rank
+from crt_exp.whole_files import whole
 
 
 def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -72,20 +73,13 @@ def stored(path: Path) -> dict[str, np.ndarray] | None:
 
 
 def store(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")   # several ranks may write the same
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as out:
-            out.write(save(arrays, {"sha256": checksum(arrays)}))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, path)
+        with whole(path) as part:
+            part.write_bytes(save(arrays, {"sha256": checksum(arrays)}))
     except OSError as error:
         warn("the token cache %s cannot be written (%s): tokens are made in every run. Give another directory "
              "(task.cache_dir=DIR), or none (null)", path.parent, error.strerror or error)
-    finally:
-        with suppress(OSError):                              # gone where all went well
-            part.unlink()
 
 
 def checksum(arrays: dict[str, np.ndarray]) -> str:

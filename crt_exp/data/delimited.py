@@ -22,9 +22,10 @@ class DelimitedRow(NamedTuple):
 def table(path: Path, text: str, separator: str, quoting: int = QUOTED) -> tuple[list[str], list[DelimitedRow]]:
     """The names in the header, and the rows that are not blank, all of as many cells; of an empty text no names.
 
-    Raises DataError naming file and line for quotation marks that do not end, for a cell of more characters than the
-    csv module takes, for two columns of one name, and for a row of more or fewer cells.
+    Raises DataError naming file and line for quotation marks that do not end or enclose whole rows, for a cell of more
+    characters than the csv module takes, for two columns of one name, and for a row of more or fewer cells.
     """
+    lines = text.split("\n")
     rows = [DelimitedRow(line, cells) for line, cells in numbered(path, text, separator, quoting)
             if any(map(str.strip, cells))]
     if not rows:
@@ -37,7 +38,16 @@ def table(path: Path, text: str, separator: str, quoting: int = QUOTED) -> tuple
         if len(cells) != len(names):
             raise DataError(f"{path}, line {line}: {len(cells)} cells, {len(names)} expected"
                             + advice(separator, quoting))
+        spanned = lines[line - 1:line + sum(cell.count("\n") for cell in cells)]
+        if spanned[1:] and names[1:] and all(len(names) in widths(each, separator) for each in spanned if each):
+            raise DataError(f"{path}, line {line}: a cell begins with a quotation mark and takes in {len(spanned) - 1} "
+                            "more rows; within a cell each one is written twice, \"\"")
     return names, rows[1:]
+
+
+def widths(line: str, separator: str) -> tuple[int, int]:
+    """Cells of a line by itself, whether quotation marks are read or not."""
+    return line.count(separator) + 1, len(next(csv.reader([line], delimiter=separator)))
 
 
 def advice(separator: str, quoting: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from crt_exp.data.cache import warn
 
 SHOWN = 6                                                    # endings that the line names
+SYSTEM = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 PACKERS = (".gz", ".bz2", ".xz", ".zst", ".zip")
 AUDIO = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".aifc", ".au", ".snd", ".w64", ".caf",
          ".rf64")
@@ -32,23 +33,28 @@ def ending(name: str) -> str:
     return os.path.splitext(stem)[1] + last if last in PACKERS else last
 
 
+def hidden(path: str | Path) -> bool:
+    """Whether a file or folder, or one that it lies in, is kept by a system or program beside the data."""
+    return any(name.startswith(".") or name in SYSTEM for name in Path(path).parts)
+
+
 class Sieve:
-    """Takes names by their ending, whatever its case, and counts the endings of the others, hidden files apart."""
+    """Takes names by their ending, whatever its case, and counts the endings of the others; hidden ones are passed by.
+    """
 
     def __init__(self, taken: Iterable[str]):
         self.taken, self.left = tuple(taken), Counter[str]()
 
     def takes(self, name: str) -> bool:
         own = ending(name)
-        if own in self.taken:
-            return True
-        if not name.startswith("."):
+        if own not in self.taken and not hidden(name):
             self.left[own] += 1
-        return False
+        return own in self.taken and not hidden(name)
 
     def only(self, folder: Path, paths: Iterable[Path]) -> list[Path]:
-        """Those that are taken, sorted; says in a line what else lies in the folder."""
-        files = sorted(path for path in paths if path.is_file() and self.takes(path.name))
+        """Those that are taken, in no hidden folder, sorted; says in a line what else lies in the folder."""
+        files = sorted(path for path in paths if not hidden(path.relative_to(folder)) and path.is_file()
+                       and self.takes(path.name))
         self.tell(folder)
         return files
 

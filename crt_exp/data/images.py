@@ -8,6 +8,7 @@ and test_set/; or <class>/ alone, which is divided here. Files are listed at onc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -18,7 +19,7 @@ import numpy as np
 
 from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import warn
-from crt_exp.data.endings import Sieve
+from crt_exp.data.endings import Sieve, hidden
 from crt_exp.data.endings import images as endings
 from crt_exp.data.sources import SOURCES, task_folder
 from crt_exp.data.split_names import meant, split_folders
@@ -158,7 +159,7 @@ def innermost(root: Path, name: str) -> str:
 
 
 def folders_in(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not hidden(entry.name))
 
 
 def listed(folder: Path) -> dict[str, list[str]]:
@@ -197,13 +198,13 @@ def image_files(folder: Path) -> list[str]:
 
 
 def below(folder: Path, sieve: Sieve, prefix: str = "", above: frozenset = frozenset()) -> Iterator[str]:
-    """Files that a sieve takes, of a folder and those in it. Raises DataError for a link to a folder above it."""
+    """Files that a sieve takes, below a folder, hidden ones apart. Raises DataError for a link to a folder above it."""
     status = os.stat(folder)
     place = status.st_dev, status.st_ino
     if place in above:
         raise DataError(f"{readable(str(folder))} is, or lies behind, a link to a folder above it: remove the link")
     for entry in os.scandir(folder):
-        if entry.is_dir():
+        if entry.is_dir() and not hidden(entry.name):
             yield from below(Path(entry.path), sieve, f"{prefix}{entry.name}/", above | {place})
         elif sieve.takes(entry.name):
             yield prefix + entry.name
@@ -227,19 +228,23 @@ def read_file(folder: str, path: bytes) -> Any:
 
 
 def read(source: str | Path | bytes, name: str = "") -> Any:
-    """A file, or its content, as a PIL.Image in RGB: one-channel, palette and CMYK images are converted.
+    """A file, or its content, as a PIL.Image in RGB, turned as its EXIF orientation says: one-channel, palette and CMYK
+    images are converted.
 
     name: what the message calls it, by default the path. Raises Unreadable.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     name = name or readable(str(source))
     try:
         if not isinstance(source, bytes):
-            check_regular(source)
+            check_regular(source, least=1)
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+                image.load()
+                with suppress(Exception):                    # damaged EXIF names no orientation
+                    ImageOps.exif_transpose(image, in_place=True)
                 return in_rgb(image)
     except Exception as error:  # each format's decoder raises its own
         unknown = isinstance(error, UnidentifiedImageError)

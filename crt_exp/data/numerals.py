@@ -13,8 +13,9 @@ import numpy as np
 
 from crt_exp.data.tabular import as_number, is_number
 
-EMPTY = {"-", "--", "---", ".", "..", "...", "n.a.", "n.d.", "nd", "#n/a", "#na", "<na>", "-nan", "+nan", "nil",
-         "missing", "unknown", "(missing)", "(blank)", "#null!", "#value!", "#div/0!", "#ref!", "#num!", "#name?"}
+EMPTY = {"na", "n/a", "n.a.", "n.d.", "nd", "nan", "-nan", "+nan", "none", "null", "nil", "-", "--", "---", ".", "..",
+         "...", "missing", "unknown", "(missing)", "(blank)", "<na>", "#na", "#n/a", "#null!", "#value!", "#div/0!",
+         "#ref!", "#num!", "#name?"}
 FEW = 20               # different numbers among other texts are names of categories
 LONGEST = 64           # characters of a number with its unit
 MINUS = "\u2212"
@@ -99,12 +100,12 @@ def written(texts: Sequence[str | None], commas: bool) -> Numbers | None:
     missed = {style: sum(value is None for value in column) for style, column in values.items()}
     fewest = min(missed.values())
     present = sum(text is not None for text in filled)
-    if fewest == present:
+    if fewest == present and (present or len(set(texts) - {None}) > 1):
         return None
     best = [style for style in STYLES if missed[style] == fewest]
     if fewest:
         return refuse_odd(filled, values, best[0])
-    check_units([unit for _, unit in parts if unit is not None])
+    check_units([unit for numeral, unit in parts if numeral])
     style = chosen(best, values, filled, commas)
     same = tuple(each for each in best if equal(values[each], values[style]))
     return Numbers(np.array(values[style], np.float64), same, *told(texts, parts, style))

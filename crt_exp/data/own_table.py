@@ -1,9 +1,9 @@
 """A table of one's own: a csv file with a header, one column of which is to be predicted.
 
 What a column is, its values say: numbers, or categories where one of them is no number. Missing values are kept and
-reported: of numbers they become the mean of the training part, of categories a level of their own. Rows without the
-target, and columns of identifiers, are left out. Numbers that are not written as 1234.5 are told, or refused
-(numerals.py).
+reported: of numbers they become the mean of the training part, of categories a level of their own. Words such as NA and
+None are missing values among numbers, and values among categories. Rows without the target, and columns of identifiers,
+are left out. Numbers that are not written as 1234.5 are told, or refused (numerals.py).
 """
 
 import difflib
@@ -16,10 +16,10 @@ import numpy as np
 
 from crt_exp.data import DataError, read_text
 from crt_exp.data.delimited import DelimitedRow, table
-from crt_exp.data.numerals import Mixed, Numbers, numbers
+from crt_exp.data.numerals import EMPTY, Mixed, Numbers, numbers
 from crt_exp.data.tabular import Column, Table, as_number, is_number
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+MISSING = {"", "?"}
 MOST_CLASSES = 20      # whole numbers of no more values are classes, where nothing else is said
 MOST_LEVELS = 100      # of a category, encoded as so many columns
 LARGEST = 1e150        # whose square is a number too
@@ -104,6 +104,8 @@ def numbers_of(path: Path, texts: dict[str, Texts], names: str | None, notes: li
             raise DataError(f"{path}, column {name}: it holds an infinite number, or one above {LARGEST:g}")
         if column is not None and column.told:
             notes.append(f"{name}: {column.unusual} of {len(column.values)} values are read with {column.told}")
+        if column is None and (words := sorted({text for text in texts[name] if text and text.lower() in EMPTY})):
+            notes.append(f"{name}: {', '.join(words)} count as values of their own; a missing value is an empty cell")
     return read
 
 

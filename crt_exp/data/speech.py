@@ -32,6 +32,7 @@ LENGTHS = range(3, 9)              # digits of a string
 GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
 SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
 RATES = (1000, 768_000)            # Hz of audio that is read
+LOUDEST = 2                        # of samples from -1 to 1, which decoders of lossy formats exceed a little
 UNKNOWN = (2**31, 2**32)           # bytes, about: written in the header of a WAV whose end was not known, as of a pipe
 FINEST = 10_000                    # denominator of a ratio of rates: within a ten-thousandth, and at most 320,001 taps
 
@@ -105,7 +106,7 @@ def subset_utterances(subset: str, data_dir: str | None, faults: Faults) -> Iter
     for path in Sieve(AUDIO).only(folder, files):
         if audio.setdefault(path.stem, path) != path:
             faults.add(str(path), f"{audio[path.stem]} has the same name")
-    for path in sorted(folder.glob("*/*/*.trans.txt")):
+    for path in Sieve((".txt",)).only(folder, folder.glob("*/*/*.trans.txt")):
         for name, entry in transcripts(path):
             if texts.setdefault(name, entry) != entry:
                 faults.add(entry[0], f"{name} has another transcript already, {texts[name][0]}")
@@ -266,7 +267,7 @@ def seconds_of(source: Path | io.BytesIO) -> float:
 
     try:
         if isinstance(source, Path):
-            check_regular(source)
+            check_regular(source, least=1)
         info = soundfile.info(source, verbose=True)
     except (soundfile.SoundFileError, OSError, TypeError, ValueError) as error:
         raise BadAudio(f"cannot be read ({reason(error)})") from None
@@ -316,11 +317,16 @@ def decoded(part: AudioPart, rate: int) -> np.ndarray:
         audio = audio.astype(np.float32) / 2**15
     if not np.isfinite(audio).all():
         raise BadAudio("holds samples that are not finite")
+    if (peak := np.abs(audio).max()) > LOUDEST:
+        raise BadAudio(f"holds samples up to {peak:g}, expected -1 to 1: divide numbers of 16 bits by 32768")
+    mixed = audio.mean(1)
     if audio.shape[1] > 1:
         warn("audio of %s channels is averaged to one, such as %s", audio.shape[1], part.name)
+        if np.abs(mixed).max() < 1e-3 * peak:
+            warn("%s: its channels cancel each other out, their average is silent: keep one of them", part.name)
     if own != rate:
         warn("audio at %s Hz is resampled to %s Hz", own, rate)
-    return resampled(audio.mean(1), own, rate)
+    return resampled(mixed, own, rate)
 
 
 def resampled(audio: np.ndarray, own: int, rate: int) -> np.ndarray:

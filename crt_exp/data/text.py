@@ -21,6 +21,7 @@ from torch import Tensor
 
 from crt_exp.data import DataError, check_regular, wordnet
 from crt_exp.data.cache import cached, key_of
+from crt_exp.data.endings import hidden
 from crt_exp.data.hub import Hub, hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
 
@@ -108,7 +109,8 @@ def text_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         if not path.exists():
             raise DataError(f"The text {path} is not there. Give a text file (UTF-8), a folder of "
                             f"{' '.join(SUFFIXES)} files, or {wordnet.NAME}, which needs no file.")
-        inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
+        inside = [path] if not path.is_dir() else sorted(
+            file for file in path.rglob("*") if file.suffix in SUFFIXES and not hidden(file.relative_to(path)))
         if not inside:
             raise DataError(f"{path}: no {' '.join(SUFFIXES)} file in this folder.")
         files += inside

@@ -37,6 +37,7 @@ from crt_exp.runner.run import read_records
 from crt_exp.probes.variance import typical_pair
 from crt_exp.tasks.base import Reader
 from crt_exp.times import Watch, added
+from crt_exp.whole_files import whole
 
 SPLIT, FITTED = "test", 16  # parameters are fitted to every sixteenth query
 PAIR = ("favorp", "favorpp")
@@ -140,9 +141,8 @@ def queries_of(start: str, kept: Any) -> np.ndarray:
     """x at all words of the test split in their order, kept with the model."""
     path = Path(start) / f"queries-{SPLIT}.npy"
     if not path.exists():
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.npy")
-        np.save(temporary, outputs(kept.body, task_of(start)) / kept.temperature**0.5)
-        temporary.rename(path)
+        with whole(path, ".npy") as part:
+            np.save(part, outputs(kept.body, task_of(start)) / kept.temperature**0.5)
     return np.load(path, mmap_mode="r")
 
 

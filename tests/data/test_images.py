@@ -2,25 +2,34 @@
 
 import os
 import random
+import shutil
 import tarfile
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from small_images import add, picture, write_images, write_shards
+from small_speech import TEXTS, tone, write_digits, write_librispeech
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
 from crt_exp.data.__main__ import main
+from crt_exp.data.endings import SYSTEM
+from crt_exp.data.fasta import fasta_files
 from crt_exp.data.image_stream import Streamed
+from crt_exp.data.image_values import squared
 from crt_exp.data.loading import Folders, Loader, Micro
 from crt_exp.data.plan import Plan
+from crt_exp.data.speech import Faults, official, recordings
+from crt_exp.data.speech_table import audio_files
+from crt_exp.data.text import text_files
 from crt_exp.runner.progress import read_ahead
 
-official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: official files are needed")
+real_data = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: official files are needed")
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -168,6 +177,32 @@ def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
     assert caplog.text.count("2 .heic, 1 without one, 1 .npy") == 2
 
 
+def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, caplog):
+    """At any depth, for every reader of folders."""
+    alone, root = write_images(tmp_path / "a", inner="x"), write_images(tmp_path / "b", inner="x")
+    write_images(tmp_path / "c"), write_librispeech(tmp_path / "speech"), write_digits(tmp_path / "digits")
+    for name in (".ipynb_checkpoints", *SYSTEM):
+        for place in (root, root / "train", root / "val", root / "val/class0", root / "val/class0/x",
+                      tmp_path / "speech/train-clean-100/7", tmp_path / "digits", tmp_path / "texts"):
+            shutil.copytree(tmp_path / "c/train/class1", place / name)
+            shutil.copy(tmp_path / "c/train/class1/0.png", place / f"._{name}.png")
+            soundfile.write(place / name / "7-9-0000.wav", tone(300, 0.3), 8000)
+            shutil.copy(place / name / "7-9-0000.wav", place / "._7-9-0000.wav")
+            for file in ("7-9.trans.txt", "0.fasta", "1.txt"):
+                (place / name / file).write_text("7-9-0000 OTHER\n")
+    expected, found = images.load("mine", alone), images.load("mine", root)
+    for split in expected:
+        assert found[split].classes == expected[split].classes
+        assert [*found[split].sources] == [*expected[split].sources]
+    assert images.image_files(root) == images.image_files(alone)
+    spoken = official(["train-clean-100"], str(tmp_path / "speech"), Faults("error", ""))
+    assert [each.text for each in spoken] == [*TEXTS]
+    assert len(recordings(str(tmp_path / "digits"), Faults("error", ""))) == 120
+    assert len(audio_files(str(tmp_path / "digits"), "input")) == 120 and fasta_files(tmp_path / "texts") == []
+    (tmp_path / "texts/1.txt").write_text("text")
+    assert text_files(tmp_path / "texts") == [tmp_path / "texts/1.txt"] and "left out" not in caplog.text
+
+
 # ---- single images -------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +226,45 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tmp_path):
     assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
 
 
+TURNED = [lambda x: x, np.fliplr, lambda x: np.rot90(x, 2), np.flipud, lambda x: x.swapaxes(0, 1), np.rot90,
+          lambda x: np.rot90(x, 2).swapaxes(0, 1), lambda x: np.rot90(x, -1)]      # what is stored, by orientation - 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_reader_turns_an_image_upright(orientation, tmp_path):
+    """As phones write photographs: the pixels as the sensor lies, and an EXIF tag."""
+    upright = np.asarray(picture(0, 0, 20))[:, :12].copy()
+    stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation - 1](upright))), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    for ending in ("png", "tif", "webp"):
+        stored.save(tmp_path / f"a.{ending}", exif=exif, **({"lossless": True} if ending == "webp" else {}))
+        assert np.array_equal(np.asarray(images.read(tmp_path / f"a.{ending}")), upright), ending
+    content = (tmp_path / "a.png").read_bytes()
+    assert np.array_equal(np.asarray(images.read(content, "bytes")), upright)
+    for split in ("train", "val"):
+        for label in "ab":
+            (tmp_path / "set" / split / label).mkdir(parents=True)
+            shutil.copy(tmp_path / "a.png", tmp_path / "set" / split / label)
+    found = images.load("mine", tmp_path / "set")["val"]
+    assert np.array_equal(np.asarray(found.read(found.sources[0])), upright)
+    assert np.array_equal(squared(found, 1, 12, 3), upright[4:16])
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add(tar, "a.png", content)
+        add(tar, "a.cls", b"0")
+    files = {split: str(tmp_path / "a.tar") for split in ("train", "validation")}
+    source = Streamed(HUB | {"data_files": files, "validation_images": 1})
+    (example,), = source.asked("val", Plan(1))
+    assert np.array_equal(np.asarray(source.read(example.source)), upright)
+
+
+@pytest.mark.parametrize("exif", [b"", b"Exif\0\0garbage", b"Exif\0\0II*\0\x08\0\0\0\xff\xff",
+                                  b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04abcd\0\0\0\0"])
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_damaged_orientation_turns_nothing(exif, tmp_path):
+    picture(0, 0).save(tmp_path / "a.png", exif=exif)
+    assert np.array_equal(np.asarray(images.read(tmp_path / "a.png")), np.asarray(picture(0, 0)))
+
+
 def test_files_that_are_no_whole_image_are_named(tmp_path):
     whole = tmp_path / "whole.jpg"
     picture(0, 0, 64).save(whole)
@@ -198,7 +272,7 @@ def test_files_that_are_no_whole_image_are_named(tmp_path):
     (tmp_path / "text.jpg").write_text("This is no image.")
     (tmp_path / "empty.png").write_bytes(b"")
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "fractions.tiff")
-    for name, words in (("cut.jpg", "truncated"), ("text.jpg", "no image"), ("empty.png", "no image"),
+    for name, words in (("cut.jpg", "truncated"), ("text.jpg", "no image"), ("empty.png", "the file is empty"),
                         ("gone.jpg", "No such file"), ("fractions.tiff", "mode F")):
         with pytest.raises(images.Unreadable, match=f"{name} cannot be read as an image: .*{words}"):
             images.read(tmp_path / name)
@@ -414,7 +488,7 @@ def test_odd_folders_are_named(tmp_path):
 # ---- real images and the data command ------------------------------------------------------------------------------
 
 
-@official
+@real_data
 @pytest.mark.parametrize("name, classes, train, val", [
     ("imagenette2-224", 10, 1500, 500), ("tiny-imagenet-200", 20, 2000, 1000), ("cifar10", 10, 3000, 600)])
 def test_real_folders(name, classes, train, val):

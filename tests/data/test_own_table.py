@@ -118,6 +118,37 @@ def test_numbers_with_a_few_texts_are_refused_by_name(tmp_path):
         columns(tmp_path / "t.csv", "x,y", ["1,234"] * 50, ["p", "q"] * 25)
 
 
+def test_words_for_missing_values_are_classes_and_categories_of_their_own(tmp_path):
+    """Among numbers they are missing values."""
+    regions, garages = ["NA", "EU", "None", "null"] * 15, ["none", "Attchd", "n/a", "", "?"] * 12
+    table, said = columns(tmp_path / "t.csv", "x,garage,n,y", [f"{i}.5" for i in range(60)], garages,
+                          ["1.5", "NA", "2", "None"] * 15, regions)
+    assert table.classes == ("EU", "NA", "None", "null") and np.bincount(table.target).tolist() == [15] * 4
+    _, garage, n = table.columns
+    assert garage.levels == ("Attchd", "n/a", "none", "(missing)")
+    assert np.bincount(garage.values).tolist() == [12, 12, 12, 24] and np.isnan(n.values).sum() == 30
+    for part in ("y: NA, None, null count as values of their own", "garage: n/a, none count as values",
+                 "garage: 24 of 60 values are missing", "n: 30 of 60 values are missing"):
+        assert part in said
+    empty = columns(tmp_path / "t.csv", "x,z,y", regions, ["NA", ""] * 30, ["a", "b"] * 30)[1]
+    assert "z is empty and left out" in empty
+
+
+@pytest.mark.parametrize("written", ["{}%", "{} %", "${}", "{} EUR", "{}"])
+@pytest.mark.parametrize("missing", ["", "?", "NA", "-"])
+@pytest.mark.parametrize("target", [False, True])
+def test_empty_cells_take_nothing_from_a_unit(written, missing, target, tmp_path):
+    cells = [missing if i in (3, 40) else written.format(7 * i % 31 / 4) for i in range(60)]
+    made = (["p", "q", "r"] * 20, cells) if target else (cells, ["p", "q", "r"] * 20)
+    table, said = columns(tmp_path / "t.csv", "x,y", *made)
+    expected = [np.nan if i in (3, 40) else 7 * i % 31 / 4 for i in range(60)]
+    if target:
+        assert table.classes is None and table.target.tolist() == [x for x in expected if x == x]
+    else:
+        np.testing.assert_array_equal(table.columns[0].values, expected)
+    assert ("2 of 60 rows have no y" if target else "x: 2 of 60 values are missing") in said
+
+
 @pytest.mark.parametrize("labels, classes", [
     (["1", "1.0", "2", "2.00"], ("1", "2")), (["1", "1.0", "x", "x"], ("1", "x")),
     (["-1", "-1.", "+1", "1"], ("-1", "1")),

@@ -10,6 +10,7 @@ import pytest
 import soundfile
 from small_speech import TEXTS, tone, write_digits, write_librispeech
 
+from crt_exp import infer
 from crt_exp.data import DataError, cache, speech
 from crt_exp.data.speech import (
     FINEST,
@@ -170,6 +171,32 @@ def test_samples_that_are_not_finite(tmp_path):
     soundfile.write(tmp_path / "a.wav", audio, 8000, subtype="FLOAT")
     with pytest.raises(BadAudio, match="not finite"):
         speech.decoded(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000)
+
+
+@pytest.mark.parametrize("kind, subtype", [("wav", "FLOAT"), ("wav", "DOUBLE"), ("aiff", "FLOAT"), ("caf", "FLOAT")])
+@pytest.mark.parametrize("scale, peak", [(2**15 - 1, "32767"), (2**7, "128"), (1.5, None), (1.0, None)])
+def test_whole_numbers_stored_as_fractions_are_refused_with_their_peak(kind, subtype, scale, peak, tmp_path):
+    """By every reader of audio: files, and the bytes of a set of the hub."""
+    path, samples = tmp_path / f"a.{kind}", scale * tone(400, 0.5) / np.abs(tone(400, 0.5)).max()
+    soundfile.write(path, samples, 8000, subtype=subtype)
+    row = row_utterance({"path": path.name, "bytes": path.read_bytes()}, "text", "here", faults())
+    readers = [lambda: decoded(AudioPart(str(path), 0.5), 8000), lambda: decoded(row.parts[0], 8000),
+               lambda: speech.audio_of(row, 16000), lambda: infer.audio_of(path, 8000)]
+    for read in readers:
+        if peak:
+            with pytest.raises(BadAudio, match=f"holds samples up to {peak}[^,]*, expected -1 to 1"):
+                read()
+        else:
+            assert len(read()) in (4000, 8000)
+
+
+@pytest.mark.parametrize("other, silent", [(-1, True), (-0.9999, True), (-0.5, False), (0, False), (1, False)])
+@pytest.mark.parametrize("kind", ["wav", "flac"])
+def test_channels_that_cancel_each_other_out_are_named(other, silent, kind, tmp_path, caplog):
+    path, one = tmp_path / f"a.{kind}", tone(400, 0.5)
+    soundfile.write(path, np.stack([one, other * one], 1), 8000)
+    assert len(infer.audio_of(path, 8000)) == 4000
+    assert (f"{path}: its channels cancel each other out" in caplog.text) == silent
 
 
 # ---- digits ------------------------------------------------------------------------------------------------
