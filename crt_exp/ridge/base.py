@@ -12,13 +12,12 @@ import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from crt_exp.estimators import RandomFeatures, blocks
+from crt_exp.estimators import FLOATS, RandomFeatures, blocks, validated
 from crt_exp.hints import whole_number
 from crt_exp.ridge.batches import Batch, Blocks, block_rows
 from crt_exp.ridge.solve import Choice, Solution, solved
 from crt_exp.ridge.sums import Centred, Sums, check_memory
 
-FLOATS = (np.float64, np.float32)
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, by their sum
 
 
@@ -65,7 +64,7 @@ class RidgeOfFeatures(BaseEstimator):
             self._add(block, self.sums_, features)
 
     def _checked(self, X, y, sample_weight, first: bool) -> Batch:
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=FLOATS, reset=first, **self._target_checks)
+        X, y = validated(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
         if (weight < 0).any():
             raise ValueError(f"sample_weight holds {weight.min():g}: weights must not be negative")

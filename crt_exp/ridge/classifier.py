@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from torch import Tensor
 
+from crt_exp.estimators import label_set
 from crt_exp.ridge.base import RidgeOfFeatures
 from crt_exp.ridge.batches import Batch, Spread
 from crt_exp.ridge.calibration import calibrated
@@ -35,7 +35,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     def partial_fit(self, X, y, classes=None, sample_weight=None):
         """Adds rows. classes: labels that may come later; others are added as they come."""
         if classes is not None and not hasattr(self, "sums_"):
-            self.classes_ = unique_labels(classes)
+            self.classes_ = label_set(classes)
         self._take(X, y, sample_weight)
         return self
 
@@ -77,7 +77,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
 
     def _know(self, labels: np.ndarray) -> None:
         """That there are these classes too."""
-        known = unique_labels(self.classes_, labels)
+        known = label_set(self.classes_, labels)
         if len(known) > len(self.classes_):
             self.sums_.place(np.searchsorted(known, self.classes_).tolist(), len(known))
         self.classes_ = known
@@ -102,9 +102,8 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     _target_checks = {}
 
     def _targets_of(self, y: np.ndarray, first: bool) -> np.ndarray:
-        check_classification_targets(y)
         if first:
-            self.classes_ = unique_labels(y) if not hasattr(self, "classes_") else unique_labels(self.classes_, y)
+            self.classes_ = label_set(y) if not hasattr(self, "classes_") else label_set(self.classes_, y)
         else:
             self._know(y)
         return y
