@@ -336,11 +336,9 @@ def check_lengths(length_scale, d: int) -> np.ndarray:
 
 
 def _spread_rows(X, weight: np.ndarray | None) -> tuple:
-    """At most LOOKED_AT rows of those that count, evenly spread, and their weights."""
-    counted = range(X.shape[0]) if weight is None else np.flatnonzero(weight)
-    places = np.linspace(0, len(counted) - 1, min(LOOKED_AT, len(counted))).astype(int)
-    chosen = places if weight is None else counted[places]
-    return X[chosen], np.ones(len(chosen)) if weight is None else weight[chosen].astype(np.float64)
+    """At most LOOKED_AT rows, evenly spread, and their weights."""
+    places = np.linspace(0, X.shape[0] - 1, min(LOOKED_AT, X.shape[0])).astype(int)
+    return X[places], np.ones(len(places)) if weight is None else weight[places].astype(np.float64)
 
 
 def _variance(X, weight: np.ndarray | None = None) -> float:

@@ -98,6 +98,47 @@ def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, split):
 
 
 def test_float32_rows_give_the_same_bits_however_they_are_split():
+@pytest.mark.parametrize("n", [600, 4500])  # below and above the first block
+@pytest.mark.parametrize("mechanism", [None, "oprf", "hyp", "pois"])
+def test_features_do_not_depend_on_how_rows_were_split(mechanism, n):
+    """Neither gamma='scale' nor the centre and the parameters of a mechanism, nor on predictions in between."""
+    X, y, labels = rows(n)
+    X = X * np.linspace(1, 3, n)[:, None]
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
+        whole = make(mechanism, n_components=20, random_state=0).fit(X, target)
+        parts = make(mechanism, n_components=20, random_state=0)
+        for part in np.split(np.arange(n), [100, 350]):
+            parts.partial_fit(X[part], target[part]).predict(X[:2])
+        assert (parts.coef_ == whole.coef_).all() and (parts.predict(X) == whole.predict(X)).all()
+
+
+@pytest.mark.parametrize("place", [0, 300, 600])
+@pytest.mark.parametrize("sentinel", [-999999999, 1e15])
+@pytest.mark.parametrize("make", [RandomFeatureRidge, RandomFeatureClassifier])
+def test_rows_of_weight_0_change_nothing(make, sentinel, place):
+    X, y, labels = rows()
+    target, wrong = (y, sentinel) if make is RandomFeatureRidge else (labels, "z")
+    more = np.insert(X, place, sentinel, 0), np.insert(target.astype(object), place, wrong).astype(target.dtype)
+    weight = np.insert(np.ones(600), place, 0)
+    plain = make(n_components=40, random_state=0).fit(X, target)
+    fitted = make(n_components=40, random_state=0).fit(*more, weight)
+    parts = make(n_components=40, random_state=0)
+    for part in np.array_split(np.arange(601), 3):
+        parts.partial_fit(more[0][part], more[1][part], sample_weight=weight[part])
+    for model in (fitted, parts):
+        assert (model.coef_ == plain.coef_).all() and np.all(model.intercept_ == plain.intercept_)
+        assert getattr(model, "noise_variance_", 0) == getattr(plain, "noise_variance_", 0) and model.rows_ == 600
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("columns", [100, 3000])
+def test_features_for_the_calibration_are_those_of_their_own_rows(columns, dtype):
+    """Also where those rows take more than one block of features."""
+    X, _, labels = rows(n=2900, dtype=dtype)
+    model = RandomFeatureClassifier(n_components=columns, **FIXED).partial_fit(X[:9], labels[:9])
+    np.testing.assert_allclose(model._features_of(X), model.features_.transform(X), atol=1e-5)
+
+
     """Products of float32 are rounded: blocks have the same borders, and features the same rows."""
     X, y, _ = rows(dtype=np.float32)
     whole = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
