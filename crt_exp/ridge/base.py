@@ -31,7 +31,7 @@ class RidgeOfFeatures(BaseEstimator):
     """
 
     def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
-                 *, length_scale=None, alpha="gcv", random_state=None):
+                 *, length_scale=None, alpha="evidence", random_state=None):
         self.mechanism = mechanism
         self.sampler = sampler
         self.n_components = n_components

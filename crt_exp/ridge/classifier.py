@@ -23,14 +23,19 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     """Flexible discriminant analysis in random features: one ridge regression for each class, and linear discriminant
     analysis of their scores, whose means and covariance within classes follow from the same sums.
 
-    Arguments are those of RandomFeatureRidge; one ridge serves all classes. `predict_proba` is a softmax of the
-    discriminants, for two classes a sigmoid, at a temperature and with an offset for each class that are most likely
-    for the left-out scores of up to 4000 rows, evenly spread over all that came, which are kept. A label that comes
-    with a later batch is a new class.
+    Arguments are those of RandomFeatureRidge; one ridge serves all classes, by default that of 'gcv'. `predict_proba`
+    is a softmax of the discriminants, for two classes a sigmoid, at a temperature and with an offset for each class
+    that are most likely for the left-out scores of up to 4000 rows, evenly spread over all that came, which are kept. A
+    label that comes with a later batch is a new class.
 
     Attributes: features_, classes_, coef_ (C, n_components) and intercept_ (C,) of the log probabilities up to a
     constant (one row for two classes), alpha_, rows_.
     """
+
+    def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
+                 *, length_scale=None, alpha="gcv", random_state=None):
+        super().__init__(mechanism, sampler, n_components, kernel, gamma, length_scale=length_scale, alpha=alpha,
+                         random_state=random_state)
 
     def partial_fit(self, X, y, classes=None, sample_weight=None):
         """Adds rows. classes: labels that may come later; others are added as they come."""

@@ -1,6 +1,7 @@
 """Ridge in random features: scikit-learn's checks, equality with its Ridge, and what does not depend on how rows come.
 """
 
+import itertools
 import pickle
 
 import numpy as np
@@ -97,7 +98,6 @@ def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, split):
         assert (parts.predict(X) == whole.predict(X)).all() if target is labels else parts.rows_ == len(X)
 
 
-def test_float32_rows_give_the_same_bits_however_they_are_split():
 @pytest.mark.parametrize("n", [600, 4500])  # below and above the first block
 @pytest.mark.parametrize("mechanism", [None, "oprf", "hyp", "pois"])
 def test_features_do_not_depend_on_how_rows_were_split(mechanism, n):
@@ -139,6 +139,7 @@ def test_features_for_the_calibration_are_those_of_their_own_rows(columns, dtype
     np.testing.assert_allclose(model._features_of(X), model.features_.transform(X), atol=1e-5)
 
 
+def test_float32_rows_give_the_same_bits_however_they_are_split():
     """Products of float32 are rounded: blocks have the same borders, and features the same rows."""
     X, y, _ = rows(dtype=np.float32)
     whole = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
@@ -180,6 +181,42 @@ def test_intervals_cover():
         assert (np.abs(target - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.01)
     far = model.predict(np.full((1, 3), 30.0), return_std=True)[1]
     assert far > 1.5 * std.min()  # where no rows were, coefficients are uncertain
+
+
+@pytest.mark.parametrize("d", [1, 2, 5])
+@pytest.mark.parametrize("n", [20, 60, 300])
+def test_predictions_from_few_rows_are_better_than_the_mean(n, d):
+    """With more features than rows, and fewer."""
+    for seed in range(2):
+        X, y, _ = rows(n + 500, max(d, 2), seed)
+        X = X[:, :d]
+        model = RandomFeatureRidge(n_components=200, random_state=seed).fit(X[:n], y[:n])
+        assert model.score(X[n:], y[n:]) > 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("alpha", ["gcv", "evidence"])
+@pytest.mark.parametrize("d", [5, 20])
+def test_rows_that_are_repeated_leave_intervals_as_wide(d, alpha, dtype):
+    X, y, _ = rows(560, d, dtype=dtype)
+    found = []
+    for times in (1, 2, 10):
+        model = RandomFeatureRidge(n_components=200, alpha=alpha, random_state=0)
+        model.fit(np.repeat(X[:60], times, 0), np.repeat(y[:60], times))
+        mean, std = model.predict(X[60:], return_std=True)
+        found.append(((np.abs(y[60:] - mean) < 1.96 * std).mean(), std.mean()))
+    np.testing.assert_allclose(found, [found[0]] * 3, rtol=0.1)
+
+
+@pytest.mark.parametrize("mechanism", ["trig", "pos", "hyp", "oprf", "smreg"])
+def test_deviations_are_numbers_where_features_underflow(mechanism):
+    """Far from every row, near the centre where no row was, and for targets without noise."""
+    X, y, _ = rows()
+    new = np.concatenate([X, 1e3 * X, 0 * X])
+    for alpha, target in itertools.product(("gcv", "evidence", 0.1), (y, 0 * y)):
+        model = RandomFeatureRidge(mechanism, n_components=20, gamma=1e4, alpha=alpha, random_state=0).fit(X, target)
+        mean, std = model.predict(new, return_std=True)
+        assert np.isfinite(mean).all() and not np.isnan(std).any()
 
 
 def test_targets_of_several_columns_are_fitted_as_if_each_were_alone():
