@@ -14,6 +14,7 @@ import torch
 from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.features import (GERF, ArcCosineRF, FeatureMap, GeomRFPlus, LaplaceRF, MaternRF, Moments, PoisRFPlus,
@@ -27,6 +28,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import Noise
 from crt_exp.samplers.blocks import one_thread
 
+FLOATS = np.float64, np.float32
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
 ONE_MAP_EACH = {"laplace": LaplaceRF(), "matern12": MaternRF(nu=0.5), "matern32": MaternRF(nu=1.5),
@@ -116,9 +118,8 @@ class RandomFeatureEstimator(BaseEstimator):
         """Of the scaled rows, in float64; a map that is fitted to vectors has at most ROWS of them, evenly spread."""
         weight = np.ones(X.shape[0]) if weight is None else weight
         if self.map_.on_vectors:
-            counted = np.flatnonzero(weight)
-            places = np.linspace(0, len(counted) - 1, min(ROWS, len(counted))).astype(int)
-            x = self._scaled(X[counted[places]].astype(np.float64))
+            places = np.linspace(0, X.shape[0] - 1, min(ROWS, X.shape[0])).astype(int)
+            x = self._scaled(X[places].astype(np.float64))
             return Statistics.of(x, x)
         known = self._means(X, weight)
         if not isinstance(self.map_, PositiveExponential):
@@ -206,7 +207,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     def fit(self, X, y=None):
         """X (n, d), dense or sparse: fits the parameters to its statistics and draws the projections."""
-        return self._begin(validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32)))
+        return self._begin(validate_data(self, X, accept_sparse="csr", dtype=FLOATS))
 
     def _begin(self, X, weight: np.ndarray | None = None):
         """Of rows that are checked, some of which may count more than others."""
@@ -223,7 +224,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     def transform(self, X):
         """X (n, d) -> Z (n, n_components), of X's dtype."""
         check_is_fitted(self)
-        X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False)
+        X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
         out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
         write = self._writer()
         for rows in _rows_of(X):
@@ -301,6 +302,23 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         tags.input_tags.sparse = True
         tags.transformer_tags.preserves_dtype = ["float64", "float32"]
         return tags
+
+
+def validated(estimator, X, y, **checks) -> tuple:
+    """validate_data of rows and targets in the dtype of X. Raises ValueError for a y without rows."""
+    if np.isscalar(y) or getattr(y, "shape", None) == ():
+        raise ValueError("y should be a 1d array, got an array of shape () instead.")
+    return validate_data(estimator, X, y, dtype=FLOATS, **checks)
+
+
+def label_set(*labels) -> np.ndarray:
+    """unique_labels of one or more arrays. Raises ValueError where they are no labels, or not of one type."""
+    try:
+        for some in labels:
+            check_classification_targets(some)
+        return unique_labels(*labels)
+    except TypeError as error:  # of bytes
+        raise ValueError(str(error)) from None
 
 
 def check_lengths(length_scale, d: int) -> np.ndarray:

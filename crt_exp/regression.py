@@ -8,10 +8,9 @@ import warnings
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
-from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.estimators import ROWS, RandomFeatureEstimator, blocks
+from crt_exp.estimators import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validated
 from crt_exp.features import Features
 from crt_exp.hints import whole_number
 
@@ -97,9 +96,8 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
 
     def fit(self, X, y):
         """X (n, d), y (n,) labels."""
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32))
-        check_classification_targets(y)
-        self.classes_ = unique_labels(y)
+        X, y = validated(self, X, y)
+        self.classes_ = label_set(y)
         self._begin(X)
         self._add(X, self._one_hot(y))
         return self
@@ -107,12 +105,11 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     def partial_fit(self, X, y, classes=None):
         """Adds rows. The first call needs `classes`, fits the parameters and draws the noise; later ones keep both."""
         first = not hasattr(self, "classes_")
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32), reset=first)
-        check_classification_targets(y)
+        X, y = validated(self, X, y, reset=first)
         if first:
             if classes is None:
                 raise ValueError("the first call of partial_fit needs classes, all labels that will ever come")
-            self.classes_ = unique_labels(classes)
+            self.classes_ = label_set(classes)
             self._begin(X)
         self._add(X, self._one_hot(y))
         return self
@@ -133,10 +130,11 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
 
     def _scores(self, X) -> np.ndarray:
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
+        X = validate_data(self, X, dtype=FLOATS, reset=False)
         return self._numerators(X)[:, :-1]
 
     def _one_hot(self, y: np.ndarray) -> np.ndarray:
+        label_set(self.classes_, y)
         places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         if not np.array_equal(self.classes_[places], y):
             unseen = sorted(set(y.tolist()) - set(self.classes_.tolist()))
@@ -160,14 +158,14 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
 
     def fit(self, X, y):
         """X (n, d), y (n,) or (n, C) real targets."""
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32), y_numeric=True, multi_output=True)
+        X, y = validated(self, X, y, y_numeric=True, multi_output=True)
         self._start(X, y)
         return self._take(X, y)
 
     def partial_fit(self, X, y):
         """Adds rows; the first call fits the parameters and draws the noise."""
         first = not hasattr(self, "total_")
-        X, y = validate_data(self, X, y, dtype=(np.float64, np.float32), reset=first, y_numeric=True, multi_output=True)
+        X, y = validated(self, X, y, reset=first, y_numeric=True, multi_output=True)
         if first:
             self._start(X, y)
         return self._take(X, y)
@@ -187,7 +185,7 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
     def predict(self, X):
         """(n,) or (n, C) kernel averages, each between the least and the largest training target."""
         check_is_fitted(self)
-        X = validate_data(self, X, dtype=(np.float64, np.float32), reset=False)
+        X = validate_data(self, X, dtype=FLOATS, reset=False)
         sums = self._numerators(X).astype(np.float64)
         mass = sums[:, -1:]
         bad = ~(mass[:, 0] > 0)

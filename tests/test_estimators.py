@@ -18,7 +18,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
-from crt_exp import samplers
+from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, samplers
 from crt_exp.estimators import ONE_MAP_EACH, RandomFeatures
 from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import OPRF, GeomRFPlus, HypRF, MaternRF, PoisRFPlus, PosRF, Sum, TrigRF
@@ -51,6 +51,32 @@ def test_scikit_learn_compatible(estimator, check):
     KernelRegressionRegressor(n_projections=2000)])
 def test_every_estimator_is_compatible_with_scikit_learn(estimator, check):
     check(estimator)
+
+
+TARGETS = {"array of shape ()": np.array(3.0), "bytes|convert string": np.array([b"a", b"b"] * 3),
+           "unknown|convert string": np.array([1, "a"] * 3, object), "Complex data": np.ones(6) + 1j}
+CLASSES = {"classes": ["a", "b"]}  # that the first partial_fit is told
+
+
+@pytest.mark.parametrize("message", TARGETS)
+@pytest.mark.parametrize("make", [KernelRegressionClassifier, KernelRegressionRegressor, RandomFeatureRidge,
+                                  RandomFeatureClassifier])
+def test_targets_that_are_none(make, message):
+    X = np.arange(6.0)[:, None]
+    with pytest.raises(ValueError, match=message):
+        make().fit(X, TARGETS[message])
+    with pytest.raises(ValueError, match=message):
+        make().partial_fit(X, TARGETS[message], **(CLASSES if make is KernelRegressionClassifier else {}))
+
+
+@pytest.mark.parametrize("make", [KernelRegressionClassifier, RandomFeatureClassifier])
+def test_labels_of_another_type_later(make):
+    X = np.arange(6.0)[:, None]
+    for later, message in ([1, 2] * 3, "Mix of label input types"), ([b"a", b"b"] * 3, "bytes"):
+        with pytest.raises(ValueError, match=message):
+            make().partial_fit(X, ["a", "b"] * 3, classes=["a", "b"]).partial_fit(X, later)
+        with pytest.raises(ValueError, match=message):
+            make().partial_fit(X, ["a", "b"] * 3, classes=later)
 
 
 @pytest.mark.parametrize("make", [KernelRegressionClassifier, KernelRegressionRegressor])

@@ -4,21 +4,21 @@ Legend: n rows, d columns, M = n_components features, T targets.
 """
 
 from abc import abstractmethod
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from crt_exp.estimators import RandomFeatures, blocks
+from crt_exp.estimators import FLOATS, RandomFeatures, blocks, validated
 from crt_exp.hints import whole_number
 from crt_exp.ridge.batches import Batch, Blocks, block_rows
 from crt_exp.ridge.solve import Choice, Solution, solved
 from crt_exp.ridge.sums import Centred, Sums, check_memory
 
-FLOATS = (np.float64, np.float32)
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, by their sum
 
 
@@ -26,11 +26,12 @@ class RidgeOfFeatures(BaseEstimator):
     """Sums over the features of rows, which are never stored, and what follows from them.
 
     What features need to know of rows (gamma='scale', the centre and the parameters of mechanisms other than trig)
-    they take from the first call of `fit` or `partial_fit`.
+    they take in `fit` from all rows, in `partial_fit` from the first 4096, or fewer where columns are many, whatever
+    batches they come in. Rows of weight 0 change nothing.
     """
 
     def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
-                 *, length_scale=None, alpha="gcv", random_state=None):
+                 *, length_scale=None, alpha="evidence", random_state=None):
         self.mechanism = mechanism
         self.sampler = sampler
         self.n_components = n_components
@@ -44,33 +45,37 @@ class RidgeOfFeatures(BaseEstimator):
         """X (n, d); y (n,) or (n, T) numbers, or (n,) labels."""
         for name in ("sums_", "features_", "classes_"):
             vars(self).pop(name, None)
-        self._take(X, y, sample_weight)
+        self._take(X, y, sample_weight, whole=True)
         self._solve()
         return self
 
     # ---- taking rows
 
-    def _take(self, X, y, sample_weight) -> None:
+    def _take(self, X, y, sample_weight, whole: bool = False) -> None:
         """Adds rows, all of them or, where one is wrong, none."""
         first = not hasattr(self, "sums_")
         if first:
             self._check_options()
         batch = self._checked(X, y, sample_weight, first)
         if first:
-            self._begin(batch)
+            self._begin(batch, whole)
         self.rows_ += len(batch)
         self._note(batch)
-        self._solved, features = None, self._features()
+        self._solved = features = None
         for block in self._blocks.of(batch):
+            self._fit_features(block)
+            features = features or self._features()
             self._add(block, self.sums_, features)
 
     def _checked(self, X, y, sample_weight, first: bool) -> Batch:
-        X, y = validate_data(self, X, y, accept_sparse="csr", dtype=FLOATS, reset=first, **self._target_checks)
+        X, y = validated(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
         if (weight < 0).any():
             raise ValueError(f"sample_weight holds {weight.min():g}: weights must not be negative")
         if first and not weight.any():
             raise ValueError("Sample weights must contain at least one non-zero number: there is nothing to fit to")
+        if not weight.all():
+            X, y, weight = (part[weight > 0] for part in (X, y, weight))
         return Batch(X, self._targets_of(y, first), weight)
 
     def _check_options(self) -> None:
@@ -81,17 +86,27 @@ class RidgeOfFeatures(BaseEstimator):
             raise ValueError(f"alpha = {self.alpha!r}: it must be a number of at least 0, or one of "
                              f"{', '.join(map(repr, get_args(Choice)))}")
 
-    def _begin(self, batch: Batch) -> None:
+    def _begin(self, batch: Batch, whole: bool) -> None:
         columns = int(self.n_components)
         size = block_rows(columns)
         check_memory(columns, size)
         mechanism = "trig" if self.mechanism is None and self.kernel == "gaussian" else self.mechanism
-        features = RandomFeatures(mechanism, self.sampler, columns, self.kernel, self.gamma, self.random_state,
+        seed = self.random_state  # an integer: features are fitted again as rows come
+        if not isinstance(seed, Integral):
+            seed = check_random_state(seed).randint(2**31 - 1)
+        features = RandomFeatures(mechanism, self.sampler, columns, self.kernel, self.gamma, seed,
                                   length_scale=self.length_scale)
         self._dtype = batch.X.dtype
-        self.features_ = features._begin(batch.X, batch.weight)
+        first = batch if whole else batch.cut(slice(size))
+        self.features_, self._fitted_to = features._begin(first.X, first.weight), len(first)
         self._blocks, self.sums_ = Blocks(size), Sums.empty(columns, self._origin(batch))
         self.rows_, self._solved = 0, None
+
+    def _fit_features(self, batch: Batch) -> None:
+        """To the first rows, until they fill a block."""
+        if not self.sums_.rows and self._fitted_to < len(batch):
+            self.features_._begin(batch.X, batch.weight)
+            self._fitted_to = len(batch)
 
     def _add(self, batch: Batch, sums: Sums, features: "Written") -> None:
         y, weight = (torch.from_numpy(np.require(part, requirements=["C", "W"]))  # torch warns of what is read-only
@@ -147,13 +162,15 @@ class RidgeOfFeatures(BaseEstimator):
         """A copy, with the rows that do not fill a block yet."""
         sums = self.sums_.copy()
         if self._blocks.rest is not None:
+            self._fit_features(self._blocks.rest)
             self._add(self._blocks.rest, sums, self._features())
         return sums
 
     def _features_of(self, X) -> torch.Tensor:
         """(n, M) float64 of rows that fit memory."""
         features = self._features()
-        return torch.cat([features(X[rows]).double() for rows in blocks(X.shape[0], self._blocks.size)])
+        return torch.cat([features(X[rows]).to(torch.float64, copy=True)
+                          for rows in blocks(X.shape[0], self._blocks.size)])
 
     def _per_block(self, X, what) -> np.ndarray:
         """what(features (rows, M) float64) of checked X, block by block."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
-from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from torch import Tensor
 
+from crt_exp.estimators import label_set
 from crt_exp.ridge.base import RidgeOfFeatures
 from crt_exp.ridge.batches import Batch, Spread
 from crt_exp.ridge.calibration import calibrated
@@ -23,19 +23,24 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     """Flexible discriminant analysis in random features: one ridge regression for each class, and linear discriminant
     analysis of their scores, whose means and covariance within classes follow from the same sums.
 
-    Arguments are those of RandomFeatureRidge; one ridge serves all classes. `predict_proba` is a softmax of the
-    discriminants, for two classes a sigmoid, at a temperature and with an offset for each class that are most likely
-    for the left-out scores of up to 4000 rows, evenly spread over all that came, which are kept. A label that comes
-    with a later batch is a new class.
+    Arguments are those of RandomFeatureRidge; one ridge serves all classes, by default that of 'gcv'. `predict_proba`
+    is a softmax of the discriminants, for two classes a sigmoid, at a temperature and with an offset for each class
+    that are most likely for the left-out scores of up to 4000 rows, evenly spread over all that came, which are kept. A
+    label that comes with a later batch is a new class.
 
     Attributes: features_, classes_, coef_ (C, n_components) and intercept_ (C,) of the log probabilities up to a
     constant (one row for two classes), alpha_, rows_.
     """
 
+    def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
+                 *, length_scale=None, alpha="gcv", random_state=None):
+        super().__init__(mechanism, sampler, n_components, kernel, gamma, length_scale=length_scale, alpha=alpha,
+                         random_state=random_state)
+
     def partial_fit(self, X, y, classes=None, sample_weight=None):
         """Adds rows. classes: labels that may come later; others are added as they come."""
         if classes is not None and not hasattr(self, "sums_"):
-            self.classes_ = unique_labels(classes)
+            self.classes_ = label_set(classes)
         self._take(X, y, sample_weight)
         return self
 
@@ -68,8 +73,8 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     def alpha_(self) -> float:
         return float(self._solve().ridge.alpha[0])
 
-    def _begin(self, batch: Batch) -> None:
-        super()._begin(batch)
+    def _begin(self, batch: Batch, whole: bool) -> None:
+        super()._begin(batch, whole)
         self._spread = Spread()
 
     def _note(self, batch: Batch) -> None:
@@ -77,7 +82,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
 
     def _know(self, labels: np.ndarray) -> None:
         """That there are these classes too."""
-        known = unique_labels(self.classes_, labels)
+        known = label_set(self.classes_, labels)
         if len(known) > len(self.classes_):
             self.sums_.place(np.searchsorted(known, self.classes_).tolist(), len(known))
         self.classes_ = known
@@ -102,9 +107,8 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     _target_checks = {}
 
     def _targets_of(self, y: np.ndarray, first: bool) -> np.ndarray:
-        check_classification_targets(y)
         if first:
-            self.classes_ = unique_labels(y) if not hasattr(self, "classes_") else unique_labels(self.classes_, y)
+            self.classes_ = label_set(y) if not hasattr(self, "classes_") else label_set(self.classes_, y)
         else:
             self._know(y)
         return y

@@ -17,8 +17,8 @@ class RandomFeatureRidge(RegressorMixin, RidgeOfFeatures):
     `fit(X, y)` takes arrays and sparse matrices; `partial_fit` goes on from what was fitted before.
     mechanism, sampler, n_components, kernel, gamma, length_scale: as of RandomFeatures, with trig in the place of oprf
     where mechanism is None and the kernel gaussian: it is bounded, so that no row weighs too much. alpha: the ridge, a
-    number, or chosen by generalised cross-validation ('gcv') or by the evidence of the Bayesian model ('evidence'), for
-    each target by itself. sample_weight counts as repetitions of a row.
+    number, or chosen by the evidence of the Bayesian model ('evidence') or by generalised cross-validation ('gcv',
+    which overfits where rows are few), for each target by itself. sample_weight counts as repetitions of a row.
 
     Attributes: features_ (a RandomFeatures), coef_ (n_components,) or (targets, n_components), intercept_, alpha_,
     noise_variance_ of a row of weight 1, degrees_ of freedom, rows_ taken; all follow `partial_fit`, and a change of

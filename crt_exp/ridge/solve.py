@@ -26,9 +26,11 @@ class Solution(ABC):
     coefficients: Tensor  # (M, T)
     degrees: Tensor      # (T,) of freedom that the fit takes, the intercept among them
     residual: Tensor     # (T,) sum w (y - prediction)^2
+    count: Tensor        # (T,) of rows that say something new
 
     def __init__(self, sums: Centred):
         self.mean, self.targets, self.weight, self.right = sums.features, sums.targets, sums.weight, sums.right
+        self.count = torch.full_like(sums.squares, sums.weight)
 
     @property
     def intercept(self) -> Tensor:
@@ -38,7 +40,8 @@ class Solution(ABC):
     @property
     def noise_variance(self) -> Tensor:
         """(T,) of a row with weight 1."""
-        return self.residual / (self.weight - self.degrees).clamp(min=1e-12 * self.weight)
+        left = (self.count - self.degrees).maximum(1e-12 * self.count)
+        return self.residual * (self.count / self.weight) / left
 
     def predict(self, z: Tensor) -> Tensor:
         """z (n, M) float64 -> (n, T)."""
@@ -46,8 +49,8 @@ class Solution(ABC):
 
     def variance(self, z: Tensor) -> Tensor:
         """Of a new target at z (n, M): its noise, and what is uncertain about coefficients and intercept; (n, T)."""
-        known = 1 + 1 / self.weight + self._spread(z - self.mean)
-        return known * self.noise_variance
+        known = 1 + 1 / self.count + self._spread(z - self.mean) * (self.weight / self.count)
+        return known.clamp(max=torch.finfo(known.dtype).max) * self.noise_variance
 
     def left_out(self, z: Tensor, y: Tensor) -> Tensor:
         """Predictions (n, T) for rows z (n, M) that were summed, as they would be had each been left out."""
@@ -92,15 +95,18 @@ class Chosen(Solution):
         super().__init__(sums)
         with one_thread():  # 1.9 s at M = 2048; two threads on busy cores waited for each other for 15 s
             values, self.basis = torch.linalg.eigh(sums.gram)
-        least = floor * max(sums.trace, torch.finfo(values.dtype).tiny)
+        least = max(floor * sums.trace, torch.finfo(values.dtype).tiny)
         self.values = torch.where(values > least, values, 0.0)
         self.part = self.basis.mT @ sums.right                              # (M, T)
         explained = self.part.square() / values[:, None].clamp(min=least) * (self.values > 0)[:, None]
         self.rest = (sums.squares - explained.sum(0)).clamp(min=0)          # what no ridge explains
+        # Repeated rows whose targets the features interpolate would pass for rows without noise.
+        exact = self.rest <= floor**0.5 * sums.squares
+        self.count[exact] = self.count[exact].clamp(max=int((self.values > 0).sum()) + 1)
         grid = ridges(least, max(float(values[-1]), least))
         shrunk = grid / (self.values[:, None] + grid)                       # (M, A)
         score = (self._gcv if by == "gcv" else self._evidence)(explained, shrunk)
-        if bool(score.isinf().all()) and sums.rows > 1:
+        if sums.weight <= 1 + 1e-9 and sums.rows > 1:
             raise ValueError(f"the weights sum to {self.weight:g}, which leaves nothing to choose alpha by: they count "
                              "as repetitions of rows, so scale them to a mean of 1, or give alpha")
         best = score.sum(1, keepdim=True).argmin(0).expand(score.shape[1]) if together else score.argmin(0)
@@ -110,14 +116,14 @@ class Chosen(Solution):
         self.residual = self.rest + (explained * shrunk[:, best].square()).sum(0)
 
     def _gcv(self, explained: Tensor, shrunk: Tensor) -> Tensor:
-        """(A, T): W RSS / (W - degrees of freedom)^2; infinite where nothing is left to judge by."""
-        left = self.weight - 1 - (1 - shrunk).sum(0)[:, None]
+        """(A, T): n RSS / (n - degrees of freedom)^2; infinite where nothing is left to judge by."""
+        left = self.count - 1 - (1 - shrunk).sum(0)[:, None]
         residual = self.rest + shrunk.square().mT @ explained
-        return torch.where(left > 1e-9 * self.weight, self.weight * residual / left.square(), torch.inf)
+        return torch.where(left > 1e-9 * self.count, self.count * residual / left.square(), torch.inf)
 
     def _evidence(self, explained: Tensor, shrunk: Tensor) -> Tensor:
         """(A, T): minus twice the log of the evidence, with the noise variance at its best."""
-        count = max(self.weight - 1, 1e-9)
+        count = (self.count - 1).clamp(min=1e-9)
         fit = (self.rest + shrunk.mT @ explained).clamp(min=torch.finfo(shrunk.dtype).tiny)
         return count * fit.log() - shrunk.log().sum(0)[:, None]
 

@@ -28,7 +28,7 @@ class Sums:
     targets: Tensor  # (T,)
     squares: Tensor  # (T,)
     weight: float
-    rows: int        # of a weight that is not 0
+    rows: int
     origin: Tensor   # (T,)
 
     @classmethod
@@ -51,7 +51,7 @@ class Sums:
         self.targets += root @ y
         self.squares += y.square().sum(0)
         self.weight += float(w.sum())
-        self.rows += int((w > 0).sum())
+        self.rows += len(w)
 
     def copy(self) -> "Sums":
         return Sums(*(part.clone() if isinstance(part, Tensor) else part for part in vars(self).values()))

@@ -1,6 +1,7 @@
 """Ridge in random features: scikit-learn's checks, equality with its Ridge, and what does not depend on how rows come.
 """
 
+import itertools
 import pickle
 
 import numpy as np
@@ -97,6 +98,55 @@ def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, split):
         assert (parts.predict(X) == whole.predict(X)).all() if target is labels else parts.rows_ == len(X)
 
 
+@pytest.mark.parametrize("n", [600, 4000])  # of at most 4096, the first block
+@pytest.mark.parametrize("mechanism", [None, "oprf", "hyp", "pois"])
+def test_features_do_not_depend_on_how_rows_were_split(mechanism, n):
+    """Neither gamma='scale' nor the centre and the parameters of a mechanism, nor on predictions in between."""
+    X, y, labels = rows(n)
+    X = X * np.linspace(1, 3, n)[:, None]
+    for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
+        whole = make(mechanism, n_components=20, random_state=0).fit(X, target)
+        parts = make(mechanism, n_components=20, random_state=0)
+        for part in np.split(np.arange(n), [100, 350]):
+            parts.partial_fit(X[part], target[part]).predict(X[:2])
+        assert (parts.coef_ == whole.coef_).all() and (parts.predict(X) == whole.predict(X)).all()
+
+
+def test_a_fit_takes_the_scale_of_all_rows_in_any_order():
+    X, y, _ = rows(6000)
+    sorted_rows = np.argsort(X[:, 0])
+    gammas = [RandomFeatureRidge(n_components=20).fit(X[order], y[order]).features_.gamma_
+              for order in (np.arange(6000), sorted_rows)]
+    np.testing.assert_allclose(gammas, 1 / (X.shape[1] * X.var()))
+
+
+@pytest.mark.parametrize("place", [0, 300, 600])
+@pytest.mark.parametrize("sentinel", [-999999999, 1e15])
+@pytest.mark.parametrize("make", [RandomFeatureRidge, RandomFeatureClassifier])
+def test_rows_of_weight_0_change_nothing(make, sentinel, place):
+    X, y, labels = rows()
+    target, wrong = (y, sentinel) if make is RandomFeatureRidge else (labels, "z")
+    more = np.insert(X, place, sentinel, 0), np.insert(target.astype(object), place, wrong).astype(target.dtype)
+    weight = np.insert(np.ones(600), place, 0)
+    plain = make(n_components=40, random_state=0).fit(X, target)
+    fitted = make(n_components=40, random_state=0).fit(*more, weight)
+    parts = make(n_components=40, random_state=0)
+    for part in np.array_split(np.arange(601), 3):
+        parts.partial_fit(more[0][part], more[1][part], sample_weight=weight[part])
+    for model in (fitted, parts):
+        assert (model.coef_ == plain.coef_).all() and np.all(model.intercept_ == plain.intercept_)
+        assert getattr(model, "noise_variance_", 0) == getattr(plain, "noise_variance_", 0) and model.rows_ == 600
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("columns", [100, 3000])
+def test_features_for_the_calibration_are_those_of_their_own_rows(columns, dtype):
+    """Also where those rows take more than one block of features."""
+    X, _, labels = rows(n=2900, dtype=dtype)
+    model = RandomFeatureClassifier(n_components=columns, **FIXED).partial_fit(X[:9], labels[:9])
+    np.testing.assert_allclose(model._features_of(X), model.features_.transform(X), atol=1e-5)
+
+
 def test_float32_rows_give_the_same_bits_however_they_are_split():
     """Products of float32 are rounded: blocks have the same borders, and features the same rows."""
     X, y, _ = rows(dtype=np.float32)
@@ -139,6 +189,42 @@ def test_intervals_cover():
         assert (np.abs(target - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.01)
     far = model.predict(np.full((1, 3), 30.0), return_std=True)[1]
     assert far > 1.5 * std.min()  # where no rows were, coefficients are uncertain
+
+
+@pytest.mark.parametrize("d", [1, 2, 5])
+@pytest.mark.parametrize("n", [20, 60, 300])
+def test_predictions_from_few_rows_are_better_than_the_mean(n, d):
+    """With more features than rows, and fewer."""
+    for seed in range(2):
+        X, y, _ = rows(n + 500, max(d, 2), seed)
+        X = X[:, :d]
+        model = RandomFeatureRidge(n_components=200, random_state=seed).fit(X[:n], y[:n])
+        assert model.score(X[n:], y[n:]) > 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("alpha", ["gcv", "evidence"])
+@pytest.mark.parametrize("d", [5, 20])
+def test_rows_that_are_repeated_leave_intervals_as_wide(d, alpha, dtype):
+    X, y, _ = rows(560, d, dtype=dtype)
+    found = []
+    for times in (1, 2, 10):
+        model = RandomFeatureRidge(n_components=200, alpha=alpha, random_state=0)
+        model.fit(np.repeat(X[:60], times, 0), np.repeat(y[:60], times))
+        mean, std = model.predict(X[60:], return_std=True)
+        found.append(((np.abs(y[60:] - mean) < 1.96 * std).mean(), std.mean()))
+    np.testing.assert_allclose(found, [found[0]] * 3, rtol=0.1)
+
+
+@pytest.mark.parametrize("mechanism", ["trig", "pos", "hyp", "oprf", "smreg"])
+def test_deviations_are_numbers_where_features_underflow(mechanism):
+    """Far from every row, near the centre where no row was, and for targets without noise."""
+    X, y, _ = rows()
+    new = np.concatenate([X, 1e3 * X, 0 * X])
+    for alpha, target in itertools.product(("gcv", "evidence", 0.1), (y, 0 * y)):
+        model = RandomFeatureRidge(mechanism, n_components=20, gamma=1e4, alpha=alpha, random_state=0).fit(X, target)
+        mean, std = model.predict(new, return_std=True)
+        assert np.isfinite(mean).all() and not np.isnan(std).any()
 
 
 def test_targets_of_several_columns_are_fitted_as_if_each_were_alone():
