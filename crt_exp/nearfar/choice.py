@@ -106,9 +106,10 @@ def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, torch.where(slot < above, places, ties.gather(-1, (slot - above).clamp(min=0)))
 
 
-def scores(z: Tensor, w: Tensor, keep: Tensor | None) -> Tensor:
-    """|z|^2 / 2 + w (Z, S), the log of the mean of e^(x.y) under Gaussian queries; -inf for masked keys."""
-    score = _squares(z) / 2 + w
+def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
+    """|z|^2 / 2 + w (Z, S) of keys less the shift, the log of the mean of e^(x.y) under Gaussian queries; -inf for
+    masked keys. A product may round equal rows differently: rounded to float32, equal keys score alike."""
+    score = (_squares(y.double() @ root.double()) / 2 + w).float()
     return score if keep is None else score.masked_fill(~keep, -torch.inf)
 
 
@@ -120,8 +121,8 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
-    D, picked = _to_nearest(z, squares, mean), []
-    log_u = log_u.masked_fill(_seen_before(z, squares), -torch.inf)
+    D, picked = _to_nearest(z, squares, mean).clamp(min=LEAST), []     # a key that is the mean comes last
+    log_u = log_u.masked_fill(_seen_before(z, squares, log_u > -torch.inf), -torch.inf)
     while (left := cells - PICKS * len(picked)) > 0:
         values, chosen = largest(log_u + D.log(), min(PICKS, left))                             # (Z, PICKS)
         new = values > -torch.inf                   # fewer different keys than cells: no key is near to the rest
@@ -152,11 +153,11 @@ def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
     return torch.where(near > SAME * squares, near, 0.0)
 
 
-def _seen_before(z: Tensor, squares: Tensor) -> Tensor:
-    """Which of z (Z, S, d) are the same as one of a lower place (Z, S); squares |z|^2. Along a line that tells vectors
-    apart equal ones are neighbours."""
+def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
+    """Which of z (Z, S, d) are the same as one of those that are `counted` (Z, S); squares |z|^2. Along a line that
+    tells vectors apart equal ones are neighbours."""
     slope = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype).sqrt().cos()
-    order = (z * slope).sum(-1).sort(dim=1, stable=True).indices
+    order = (z * slope).sum(-1).masked_fill(~counted, torch.inf).sort(dim=1, stable=True).indices
     along = z.gather(1, order.unsqueeze(-1).expand_as(z))
     apart = (along[:, 1:] - along[:, :-1]).square().sum(-1)
     same = torch.zeros_like(squares, dtype=torch.bool)
@@ -180,7 +181,7 @@ class Choice(NamedTuple):
         NotFinite where squared norms overflow (CPU)."""
         z, w = y @ metric.root, metric.log_weights(y)
         check_result(z.square().sum((1, 2)) + w.square().sum(1))
-        score, places = largest(scores(z, w, keep), min(heavy, y.shape[1]))
+        score, places = largest(scores(y, metric.root, w, keep), min(heavy, y.shape[1]))
         pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, places, False)
         centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(cells, y.shape[1]))
         return cls(places, score > -torch.inf, pool, nearest(z, centres), centres)

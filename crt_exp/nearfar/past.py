@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -33,7 +34,7 @@ from crt_exp.nearfar.recall import (
 )
 
 
-WHOLE = 16             # columns of keys and values are multiples of it where the C engine reads them as they lie
+WHOLE = 16             # columns of buffers are filled up with zeros to a multiple of it, as the C engine reads them
 LEAST_ROOM = 1024      # tokens
 
 
@@ -87,7 +88,8 @@ class RecallState:
 
     def __init__(self, sizes: Sizes, heads: int):
         self.sizes, self.heads = sizes, heads
-        self.length, self.buffers = 0, ()         # of the parts of `KeptKeys`
+        self.length, self.buffers = 0, ()         # of the parts of `KeptKeys`,
+        self.columns = ()                         # and how many of them
         self.firsts: list[int | None] = []        # of each row: the place of its first real token
         self.known: dict[int, Known | KeptInC] = {}         # by that place
         self.own: set[int] = set()                # of those, the ones that no other state looks at
@@ -95,7 +97,8 @@ class RecallState:
 
     @property
     def kept(self) -> KeptKeys | None:
-        return KeptKeys(*(buffer.tensor[:, :, :self.length] for buffer in self.buffers)) if self.buffers else None
+        parts = (buffer.tensor[:, :, :self.length, :n] for buffer, n in zip(self.buffers, self.columns))
+        return KeptKeys(*parts) if self.buffers else None
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
@@ -131,7 +134,10 @@ class RecallState:
         (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
         if self.buffers and len(self.firsts) != B:
             raise ValueError(f"the decoding state holds {len(self.firsts)} sequences, got {B}")
-        self.firsts = self.firsts if self.buffers else [None] * B
+        if self.buffers and self.columns[:2] != (y.shape[3], v.shape[3]):
+            raise ValueError(f"the decoding state holds keys and values with d, dv = {self.columns[:2]}, got "
+                             f"{(y.shape[3], v.shape[3])}")
+        self.firsts, self.columns = self.firsts if self.buffers else [None] * B, (y.shape[3], v.shape[3], 1)
         parts = [y.to(dtype), v.to(dtype)]
         if len(self.buffers) == len(KeptKeys._fields) or not (key_mask is None or bool(key_mask.all())):
             keep = torch.ones(B, 1, T, 1, dtype=torch.bool, device=y.device) if key_mask is None else (
@@ -145,6 +151,7 @@ class RecallState:
                                                               -1).flatten().tolist()
             self.firsts = [place if place is not None else self.length + at if at >= 0 else None
                            for place, at in zip(self.firsts, new)]
+        parts[:2] = (F.pad(t, (0, -t.shape[3] % WHOLE)) for t in parts[:2])
         buffers = self.buffers or [Buffer(t[:, :, :0]) for t in parts]
         self.buffers = tuple(buffer.added(self.length, t) for buffer, t in zip(buffers, parts))
         self.length += T
@@ -161,7 +168,7 @@ class RecallState:
         if not self.buffers:
             return
         rows = entries(rows, len(self.firsts))
-        self.buffers = tuple(Buffer(t[rows], self.length) for t in self.kept if t is not None)
+        self.buffers = tuple(Buffer(buffer.tensor[rows, :, :self.length], self.length) for buffer in self.buffers)
         places = {first: self._rows(first) for first in self.known}
         chosen = [self.firsts[row] for row in rows.tolist()]
         heads = torch.arange(self.heads, device=rows.device)
@@ -189,7 +196,7 @@ class RecallState:
     def _all_keys(self, first: int, x: Tensor) -> Tensor:
         """`_read` of one token of each row, x (B, H, 1, d), where all keys are exact and none is left out: as short as
         the work is."""
-        y, v = (buffer.tensor[:, :, first:self.length].flatten(0, 1) for buffer in self.buffers)
+        y, v = (t[:, :, first:].flatten(0, 1) for t in self.kept[:2])
         out = exactly(x.to(y.dtype).reshape(len(y), -1, 1, x.shape[3]), y, v, None)
         return out.reshape(*x.shape[:3], v.shape[2])
 
@@ -199,13 +206,13 @@ class RecallState:
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
         if until >= S:
             out = _joined([exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)], 0)
-        elif self._in_c(x):
+        elif native.applies(x, self.kept.keys):     # whatever the threads: a state goes on as it began
             out = self._by_c(first, rows, x)
         else:
             y, v, keep = self._tokens(rows, first)
             b = self.sizes.block
             if (S - T) // b < (S - 1) // b or until > S - T:                # in parallel
-                call = RecallNearFar(self.sizes, native=native.applies(x, y, v))
+                call = RecallNearFar(self.sizes)
                 out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
             else:
                 out = self._within(first, x, y, v, keep)
@@ -233,11 +240,6 @@ class RecallState:
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
         out, _ = in_chunks(known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
         return out.squeeze(1).unflatten(1, (x.shape[1], -1))
-
-    def _in_c(self, x: Tensor) -> bool:
-        keys, values = (buffer.tensor for buffer in self.buffers[:2])
-        whole = not (keys.shape[-1] % WHOLE or values.shape[-1] % WHOLE)
-        return whole and native.applies(x, keys, values)
 
     def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """The C engine takes a prompt at once, and goes on from what it knows after it."""

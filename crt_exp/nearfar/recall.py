@@ -35,6 +35,7 @@ from crt_exp.nearfar.choice import (
     mean_spread,
     moments,
     nearest,
+    scores,
     summed,
     ungrouped,
     without,
@@ -113,7 +114,7 @@ class Epoch(NamedTuple):
         far = start - sizes.block
         keep = keep[:, :far]
         z = metric.measured(y[:, :far], keep)
-        score = z.square().sum(-1).masked_fill(~keep, -torch.inf)
+        score = scores(without(y[:, :far] - metric.shift, keep), metric.root, 0.0, keep)
         highest, places = largest(score, min(sizes.heavy, far))
         pool = keep.scatter(1, places, False)
         at = drawn(far, DRAWN * sizes.cells, y.device)

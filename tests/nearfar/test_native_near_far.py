@@ -108,6 +108,49 @@ def test_chooses_what_float64_does(name):
     assert (ours <= distances.amin(-1) + 1e-4)[choice.pool].all()
 
 
+def repeated_keys(seed, across, masked, most):
+    """Tensors at any shape whose keys are of few kinds, a mask with holes, and near-far sizes with at most `most` cells
+    or, where None, as many as there are kinds."""
+    g = torch.Generator().manual_seed(seed)
+    pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
+    draw = lambda n, k: torch.randn(1, 2, n, k, generator=g)
+    d, dv, S, kinds = pick(2, 40), pick(1, 20), pick(150, 300), pick(3, 12)
+    sizes = Sizes(pick(1, 6), pick(0, 16), kinds if most is None else pick(1, most), open=pick(1, 8))
+    L, scale = pick(1, S) if across else S, (1, 3, 8)[seed % 3] * d**-0.25
+    kind = torch.cat([torch.arange(kinds).repeat(2), torch.randint(kinds, (S - 2 * kinds,), generator=g)])
+    x, y, v, weight = scale * draw(L, d), scale * draw(kinds, d)[:, :, kind], draw(S, dv), draw(L, dv)
+    keep = torch.rand(1, S, generator=g) < 0.7 if masked else None
+    if masked and not across:
+        weight = weight * keep[:, None, :, None]
+    return (x, y, v), weight, keep, sizes
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("way", ["both", "across", "causal"])
+@pytest.mark.parametrize("seed", range(12))
+def test_repeated_keys(way, masked, seed):
+    """Of equal keys the first is heavy, and each kind has a centre: outputs and gradients."""
+    most, causal, across = 8 if seed % 2 else None, way == "causal", way == "across"
+    tensors, weight, keep, sizes = repeated_keys(seed, across, masked, most)
+
+    def near_far(*t):
+        return near_far_attention(*t, sizes._replace(exact_until=60 * causal), causal=causal, cross=across,
+                                  key_mask=keep).out
+
+    def exact(*t):
+        return exact_attention(*t, causal=causal, key_mask=keep)
+
+    def found(attend, dtype):
+        inputs = [t.to(dtype).requires_grad_() for t in tensors]
+        out = attend(*inputs) * (weight != 0)
+        return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
+
+    ours = found(near_far, torch.float64)
+    assert_near(found(near_far, torch.float32), ours, 1e-4)
+    if most is None and not causal:        # what a causal query reads is chosen by logits in 8 bits
+        assert_near(ours[:1], found(exact, torch.float64)[:1], 1e-9)
+
+
 def attended(x, y, v, grad):
     x, y, v = (t.detach().requires_grad_() for t in (x, y, v))
     out = near_far_attention(x, y, v, Sizes(4, 3, 9, True)).out
@@ -217,7 +260,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     assert near_far.applies(x, y, v) and near_far.applies(x.bfloat16(), y, v)
     assert not near_far.applies(x, y.double(), v)
     torch.set_num_threads(9)
-    assert not near_far.applies(x, y, v)       # two heads for nine threads
+    assert not near_far.few_threads(2) and near_far.few_threads(3)
     torch.set_num_threads(1)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()

@@ -251,6 +251,23 @@ def test_one_thread_takes_a_token(monkeypatch):
     assert threads == [3, 1, 1]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("d, dv", [(16, 16), (24, 7)])
+@pytest.mark.parametrize("before, after", [(1, 16), (16, 1), (16, 16)])
+def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
+    """One row with few heads for 16 threads, then four."""
+    x, y, v = drawn(1, 3, 3, d=d, dv=dv, dtype=torch.float32)
+    whole, state = attend(x, y, v), RecallState(SIZES, 3)
+    torch.set_num_threads(before)
+    for at in (slice(0, 250), slice(250, 251)):
+        torch.testing.assert_close(state.step(*(t[:, :, at] for t in (x, y, v))), whole[:, :, at])
+    state.select(torch.zeros(4, dtype=torch.long))
+    torch.set_num_threads(after)
+    for i in range(251, 270):
+        out = state.step(*(t[:, :, i:i + 1].expand(4, -1, -1, -1) for t in (x, y, v)))
+        torch.testing.assert_close(out, whole[:, :, i:i + 1].expand_as(out))
+
+
 # ---- what is found ----
 
 
@@ -370,6 +387,8 @@ def test_what_is_refused():
         state = RecallState(SIZES, 1)
         state.take(y, v)
         state.take(y[:1], v[:1])
+    with pytest.raises(ValueError, match=r"d, dv = \(5, 3\), got \(4, 3\)"):
+        state.take(y[..., :4], v)
 
 
 @torch.no_grad()

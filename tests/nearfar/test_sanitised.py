@@ -39,8 +39,7 @@ for seed in range(60):
     assert all(t.isfinite().all() for t in (out, *grads))
     if seed % 6 == 0:
         with torch.no_grad():
-            y, v = draw(kv, S, 32), draw(kv, S, 16)
-            x, state, most = draw(group * kv, S, 32), RecallState(sizes, kv), S // 2
+            y, v, state, most = draw(kv, S, d), draw(kv, S, dv), RecallState(sizes, kv), S // 2
             state.take(y[:, :, :most], v[:, :, :most])
             for i in range(most, min(S, most + 60)):
                 state.step(*(t[:, :, i:i + 1] for t in (x, y, v)))
@@ -60,4 +59,6 @@ def test_nothing_is_read_or_written_beyond_its_end(tmp_path):
                         "XDG_CACHE_HOME": str(tmp_path), "LD_PRELOAD": " ".join(libraries),
                         "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=900)
+    if "ReserveShadowMemoryRange failed" in done.stderr:
+        pytest.skip("the address space is limited (ulimit -v): the sanitisers cannot reserve their shadow memory")
     assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr[-4000:]

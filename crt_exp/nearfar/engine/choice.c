@@ -138,11 +138,13 @@ static void measure_keys(Pick *e) {
 
 /* ---- Heavy keys ---- */
 
-/* Moves place i of a heap whose lowest score is first down to where it belongs. */
+INLINE int lower(const float *score, int64_t a, int64_t b) { return score[a] < score[b] || (score[a] == score[b] && a > b); }
+
+/* Moves place i of a heap whose lowest score, of equal ones the last, is first down to where it belongs. */
 static void sift(const float *score, int64_t *heap, int n, int i) {
     for (int child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && score[heap[child + 1]] < score[heap[child]]) child++;
-        if (!(score[heap[child]] < score[heap[i]])) return;
+        if (child + 1 < n && lower(score, heap[child + 1], heap[child])) child++;
+        if (!lower(score, heap[child], heap[i])) return;
         int64_t moved = heap[i];
         heap[i] = heap[child];
         heap[child] = moved;
@@ -256,8 +258,8 @@ static Best farthest(Pick *e, int first, int m, int begin, int most) {
         for (int j = 0; j < CHUNK; j += LANES) {
             vec near = e->offset[first] - 2.0f * AT(e->dots + j), zero = {0};
             for (int k = 1; k < m; k++) near = minimum(near, e->offset[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
-            const vec square = AT(e->square + t + j);
-            near = choose(near + square > SAME * square, near + square, zero);
+            const vec square = AT(e->square + t + j), none = zero + (begin ? LEAST : 0);  /* a key that is the mean comes last */
+            near = choose(near + square > SAME * square, near + square, none);
             vec D = AT(e->D + t + j) = begin ? near : minimum(near, AT(e->D + t + j));
             vec value = AT(e->log_u + t + j) + log2_of(D);
             if (best.count == most && !(largest(value) > best.value[most - 1])) continue;

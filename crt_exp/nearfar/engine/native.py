@@ -76,12 +76,16 @@ class Attended(NamedTuple):
 
 
 def applies(*tensors: Tensor) -> bool:
-    """Whether these tensors (Z, ...) are for this engine: on the CPU, to be computed with in float32, where the library
-    can be had and heads are not few for the threads; not in graphs of torch.compile and transforms of torch.func."""
+    """Whether these tensors are for this engine: on the CPU, to be computed with in float32, where the library can be
+    had; not in graphs of torch.compile and transforms of torch.func."""
     if torch.compiler.is_compiling() or transformed(*tensors) or compute_dtype(*tensors) == torch.float64:
         return False
-    few = torch.get_num_threads() <= THREADS * len(tensors[0])
-    return few and all(t.device.type == "cpu" for t in tensors) and native.library() is not None
+    return all(t.device.type == "cpu" for t in tensors) and native.library() is not None
+
+
+def few_threads(heads: int) -> bool:
+    """Whether so many heads keep the threads busy."""
+    return torch.get_num_threads() <= THREADS * heads
 
 
 @torch.no_grad()
@@ -119,8 +123,8 @@ def recall(x: Tensor, y: Tensor, v: Tensor, given: "Given", near: Tensor | None 
 @torch.no_grad()
 def recall_step(x: Tensor, y: Tensor, v: Tensor, given: "Given", room: int, kept: Tensor) -> Recalled:
     """What queries (Z, G, L, d) behind the first renewal, the last ones of the keys, gather, without gradients.
-    kept: what the call before knew, or `room_for_steps`, for as many tokens; it is overwritten. d and dv are multiples
-    of 16."""
+    kept: what the call before knew, or `room_for_steps`, for as many tokens; it is overwritten. Rows of keys and
+    values are as far apart as d and dv rounded up to multiples of 16, with zeros between."""
     result = _room_for(x, y, v, given)
     call = _recall_call(x, y, v, given, result, room)
     call.kept = kept.data_ptr()

@@ -101,9 +101,10 @@ typedef struct {
     int32_t *cell;                                     /* (S) */
     float *square;                                     /* (S): |z|^2 */
     float *shared, *values, *high, *mass;
-    float *ysum, *zsum, *squares, *tau;                /* (K, dp) twice, (K): sums over the keys of cells; (K) */
-    float *rows, *rootT, *shift;                       /* (d, dp) twice, (dp) */
-    float *centres, *turned, *offset;                  /* (K, dp) twice, (K): in z; root c; |c|^2 / 2 + shift . root c */
+    float *ysum, *zsum, *squares, *tau;                /* (K, dp) twice, (K): sums over the keys of cells of y, z - centre
+                                                          and |z - centre|^2; (K) */
+    float *rows, *shift;                               /* (d, dp), (dp) */
+    float *centres, *offset;                           /* (K, dp), (K): in z; |c|^2 / 2 */
     float *drawn, *counts;                             /* (2 DRAWN K, d), (2 DRAWN K): keys of which centres are made */
     float *X, *apart, *Xt, *dots;                      /* (CHUNK, dp) twice, (dp, CHUNK), (K, CHUNK) */
     float *next;                                       /* (dp) */
@@ -122,9 +123,6 @@ void open_past(Past *h, const Recall *c, int64_t z, float *memory);
 
 /* Brings the past to that of block t; 0 where memory ended. */
 int advance(Past *h, int64_t t);
-
-/* z of keys [j, j + m), m <= CHUNK, in X; 0 for those that are masked. */
-void measure(Past *h, int64_t j, int m);
 
 /* Rows, values and mass of the heavy keys at these places, -1 for none. */
 void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values, float *mass);

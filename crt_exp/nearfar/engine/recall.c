@@ -214,8 +214,8 @@ static size_t place_kept(Past *h, const Recall *c, float *memory) {
         {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->looked, steps},
         {&h->cell, S}, {&h->square, S},
         {&h->shared, M * dp}, {&h->values, M * lv}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
-        {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->rootT, d * dp}, {&h->shift, dp},
-        {&h->centres, K * dp}, {&h->turned, K * dp}, {&h->offset, K}};
+        {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->shift, dp},
+        {&h->centres, K * dp}, {&h->offset, K}};
     return place_pieces(pieces, sizeof pieces / sizeof *pieces, memory);
 }
 
@@ -290,18 +290,15 @@ static void load_past(Past *h) {
     memcpy(h->shift, c->shift + h->z * d, sizeof(float) * d);
     memset(h->rows, 0, sizeof(float) * d * dp);
     for (int p = 0; p < d; p++) memcpy(h->rows + p * dp, c->root + (h->z * d + p) * d, sizeof(float) * d);
-    transpose(d, d, h->rows, dp, h->rootT, dp);
-    for (int p = 0; p < d; p++)
-        for (int q = d; q < dp; q++) h->rootT[p * dp + q] = 0;
 }
 
 /* ---- Cells ---- */
 
-/* Which of the centres is nearest to keys [j, j + m), m <= CHUNK. */
-static void find_nearest(Past *h, int64_t j, int m, int32_t *nearest) {
+/* Which of the centres is nearest to the m <= CHUNK keys that are measured. */
+static void find_nearest(Past *h, int m, int32_t *nearest) {
     const int d = h->s.d, dp = h->s.dp;
-    transpose(m, d, key(h, j), dp, h->Xt, CHUNK);
-    product(ALL, h->s.K, m, d, h->turned, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
+    transpose(m, d, h->X, dp, h->Xt, CHUNK);
+    product(ALL, h->s.K, m, d, h->centres, dp, 1, h->Xt, CHUNK, h->dots, CHUNK, 0);
     for (int i = 0; i < m; i += LANES) {
         vec best = AT(h->dots + i) - h->offset[0];
         ivec which = {0};
@@ -315,11 +312,12 @@ static void find_nearest(Past *h, int64_t j, int m, int32_t *nearest) {
     }
 }
 
-/* The nearest centres of keys [j, j + m), m <= CHUNK, whose sums get them; Z: their z, where these sums get it too. */
-static void to_cells(Past *h, int64_t j, int m, const float *Z) {
+/* The nearest centres of keys [j, j + m), m <= CHUNK, which are measured, and whose sums get them; in X they become what
+   they are more than these, of which squares are precise where keys are alike. */
+static void to_cells(Past *h, int64_t j, int m) {
     const int dp = h->s.dp, lv = h->s.lv, n = h->s.n;
     int32_t nearest[CHUNK];
-    find_nearest(h, j, m, nearest);
+    find_nearest(h, m, nearest);
     for (int i = 0; i < m; i++) {
         const int64_t at = j + i;
         if (h->cell[at] == -2 || !there(h, at)) {                        /* heavy, or masked */
@@ -330,14 +328,16 @@ static void to_cells(Past *h, int64_t j, int m, const float *Z) {
         const int k = h->cell[at] = nearest[i];
         h->looked[at] = h->step[at];
         add_row(h->ysum + k * dp, 1, key(h, at), dp);
-        if (Z) add_row(h->zsum + k * dp, 1, Z + i * dp, dp);
+        add_row(h->X + i * dp, -1, h->centres + k * dp, dp);
+        add_row(h->zsum + k * dp, 1, h->X + i * dp, dp);
         add_row(h->values + (n + k) * lv, 1, h->V + at * lv, lv);
-        h->squares[k] += h->square[at];
+        h->squares[k] += square_sum(h->X + i * dp, dp);
         h->mass[n + k] += 1;
     }
 }
 
-void measure(Past *h, int64_t j, int m) {
+/* z of keys [j, j + m), m <= CHUNK, in X; 0 for those that are masked. */
+static void measure(Past *h, int64_t j, int m) {
     const int d = h->s.d, dp = h->s.dp;
     for (int i = 0; i < m; i++)
         for (int p = 0; p < dp; p += LANES)
@@ -367,7 +367,7 @@ static void measure_block(Past *h, int64_t t, int joins) {
         const int m = stop - j < CHUNK ? stop - j : CHUNK;
         measure(h, j, m);
         for (int i = 0; i < m; i++) h->square[j + i] = square_sum(h->X + i * h->s.dp, h->s.dp);
-        if (joins) to_cells(h, j, m, h->X);
+        if (joins) to_cells(h, j, m);
     }
 }
 
@@ -420,21 +420,16 @@ static int renew(Past *h, int64_t t) {
                      .root = (float *)c->root + h->z * d * d, .cell = h->nearest};
     memset(h->next, 0, sizeof(float) * dp);
     if (!centres_of(&keys, h->counts, h->centres)) return 0;
-    product(ALL, K, d, d, h->centres, dp, 1, h->rootT, dp, h->turned, dp, 0);
-    for (int k = 0; k < K; k++) {
-        for (int p = d; p < dp; p++) h->turned[k * dp + p] = 0;
-        h->offset[k] = square_sum(h->centres + k * dp, dp) / 2 + dot(h->shift, h->turned + k * dp, d);
-    }
+    for (int k = 0; k < K; k++) h->offset[k] = square_sum(h->centres + k * dp, dp) / 2;
     memset(h->ysum, 0, sizeof(float) * K * dp);
+    memset(h->zsum, 0, sizeof(float) * K * dp);
     memset(h->squares, 0, sizeof(float) * K);
     memset(h->mass + n, 0, sizeof(float) * K);
     memset(h->values + n * h->s.lv, 0, sizeof(float) * K * h->s.lv);
-    for (int64_t j = 0; j < far; j += CHUNK) to_cells(h, j, far - j < CHUNK ? far - j : CHUNK, NULL);
-    for (int k = 0; k < K; k++) {
-        float *apart = h->next;
-        for (int p = 0; p < dp; p++) apart[p] = h->ysum[k * dp + p] - h->mass[n + k] * h->shift[p];
-        product(ALL, 1, d, d, apart, dp, 1, h->rows, dp, h->zsum + k * dp, dp, 0);
-        for (int p = d; p < dp; p++) h->zsum[k * dp + p] = 0;
+    for (int64_t j = 0; j < far; j += CHUNK) {
+        const int m = far - j < CHUNK ? far - j : CHUNK;
+        measure(h, j, m);
+        to_cells(h, j, m);
     }
     return 1;
 }

@@ -1,7 +1,8 @@
 /* The gradients of recall.c, for keys that were read and log-sums that are known.
 
-   First the past goes by once more, and what the cells were at the end of each renewal is kept; then blocks are taken
-   from the last to the first, and the keys that had joined are taken off the sums of their cells again. What a key gives
+   First the past goes by once more, and what the cells were at the end of each renewal is kept, and tau at each block, of
+   which nothing would be precise after a subtraction; then blocks are taken from the last to the first, and the keys that
+   had joined are taken off the sums of their cells again. What a key gives
    to its cell it gives to all later blocks of the renewal: gradients to the sums of cells are added up until the block
    at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1].
 
@@ -9,12 +10,12 @@
 
 #include "past.h"
 
-enum { SUMS = 5 };                                     /* of the cells */
+enum { SUMS = 3 };                                     /* of the cells */
 
 /* What is known at the end of a renewal. */
 typedef struct {
     int32_t *cell, *heavy;                             /* (S), (n): of each key its cell; places, -1 for none */
-    float *sums;                                       /* ysum, zsum, values, squares, mass of the cells */
+    float *sums;                                       /* ysum, values, mass of the cells */
     int64_t start;                                     /* its place */
     int K;
 } End;
@@ -24,7 +25,7 @@ typedef struct {
     Past h;
     End *ends;                                         /* of each renewal */
     int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
-    float *memory, *dY, *dV;                           /* (S, dp), (S, lv) */
+    float *memory, *tau, *dY, *dV;                     /* (blocks, K); (S, dp), (S, lv) */
     float *sum, *dvalue, *dmu, *dfar;                  /* (K, dp), (K, lv): over blocks; (M, dp), (M, lv) */
     float *A, *B, *Q, *Qt, *G, *Gt, *O;                /* (2 b + M, PIECE) twice, of a piece */
     float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
@@ -35,8 +36,8 @@ static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 *
 /* The sums of the cells, each with its numbers. */
 static void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
     const size_t dp = h->s.dp, lv = h->s.lv, n = h->s.n;
-    float *each[SUMS] = {h->ysum, h->zsum, h->values + n * lv, h->squares, h->mass + n};
-    const size_t size[SUMS] = {K * dp, K * dp, K * lv, K, K};
+    float *each[SUMS] = {h->ysum, h->values + n * lv, h->mass + n};
+    const size_t size[SUMS] = {K * dp, K * lv, K};
     memcpy(sums, each, sizeof each), memcpy(sizes, size, sizeof size);
 }
 
@@ -71,18 +72,12 @@ static void load_end(Back *e, const End *end) {
 static void take_off(Back *e, const int32_t *cell, int64_t t) {
     Past *h = &e->h;
     const int dp = h->s.dp, lv = h->s.lv, n = h->s.n;
-    for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
-        const int m = stop - j < CHUNK ? stop - j : CHUNK;
-        measure(h, j, m);
-        for (int i = 0; i < m; i++) {
-            const int k = cell[j + i];
-            if (k < 0) continue;
-            add_row(h->ysum + k * dp, -1, key(h, j + i), dp);
-            add_row(h->zsum + k * dp, -1, h->X + i * dp, dp);
-            add_row(h->values + (n + k) * lv, -1, h->V + (j + i) * lv, lv);
-            h->squares[k] -= h->square[j + i];
-            h->mass[n + k] -= 1;
-        }
+    for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j++) {
+        const int k = cell[j];
+        if (k < 0) continue;
+        add_row(h->ysum + k * dp, -1, key(h, j), dp);
+        add_row(h->values + (n + k) * lv, -1, h->V + j * lv, lv);
+        h->mass[n + k] -= 1;
     }
 }
 
@@ -92,6 +87,8 @@ static int go_by(Back *e) {
     const Recall *c = h->c;
     for (int64_t i = 0; i < e->count; i++) {
         if (!advance(h, e->first + i)) return 0;
+        place_cells_of(h);
+        memcpy(e->tau + i * c->cells, h->tau, sizeof(float) * c->cells);
         const int ends = i + 1 == e->count || (e->first + i + 1) * c->block == following(h->start, c->block);
         if (ends && !keep_end(e)) return 0;
     }
@@ -226,6 +223,7 @@ static int go_back(Back *e) {
         const int64_t tokens = least_of((t + 1) * b, c->S) - (t * b > c->S - c->L ? t * b : c->S - c->L);
         load_heavy(h, end->heavy, h->shared, h->values, h->mass);
         place_cells_of(h);
+        memcpy(h->tau, e->tau + (t - e->first) * K, sizeof(float) * K);
         memset(e->dmu, 0, sizeof(float) * (n + K) * dp);
         memset(e->dfar, 0, sizeof(float) * (n + K) * lv);
         for (int64_t i = 0; i < tokens * c->G; i += PIECE)
@@ -265,8 +263,8 @@ static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
     e->count = (c->S - 1) / c->block - e->first + 1;
     open_past(&e->h, c, z, memory);
     const Piece pieces[] = {
-        {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->dvalue, K * lv}, {&e->dmu, M * dp},
-        {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
+        {&e->tau, e->count * K}, {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->sum, K * dp}, {&e->dvalue, K * lv},
+        {&e->dmu, M * dp}, {&e->dfar, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp}, {&e->Qt, d * PIECE},
         {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}};
     const size_t number = sizeof pieces / sizeof *pieces;
     e->memory = all_of(sizeof(float) * place_pieces(pieces, number, NULL));
