@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from crt_exp.config import ConfigError
@@ -18,6 +19,7 @@ from crt_exp.swap.weights import CHOOSING, note_choice, weights_of
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", *CHOOSING)
 
 
+@torch.inference_mode(False)   # tensors of inference mode could not be trained later
 def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
     """The model that save_pretrained wrote to a folder (or to a repository of the hub) after `swap_attention`, with the
     same attention in the same layers, bit for bit: noise and statistics are those of its weights.
