@@ -9,6 +9,7 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.folder import verify
 from crt_exp.pretrained.published import fetched
 from crt_exp.stored import json_object, too_deep
 from crt_exp.swap import families, record
@@ -38,6 +39,7 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
         raise ValueError(f"auto = {auto!r}: give a class with from_pretrained, such as AutoModelForCausalLM")
     published = fetched(folder)
     if published is not None:
+        verify(published, str(folder))
         return auto.from_pretrained(published, **options)
     _check_config(Path(folder) / (options.get("subfolder") or ""))
     model = _loaded(auto, folder, options)

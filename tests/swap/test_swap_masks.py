@@ -225,7 +225,8 @@ def test_modules_that_a_pass_does_not_reach_are_named_once():
     assert not model._forward_hooks and not unswap_attention(model)._forward_hooks
 
 
-@pytest.mark.parametrize("way", ["whole", *(pytest.param(way, marks=pytest.mark.slow) for way in ("in place", "a layer"))])
+@pytest.mark.parametrize("way", ["whole", pytest.param("in place", marks=pytest.mark.slow),
+                                 pytest.param("a layer", marks=pytest.mark.slow)])
 def test_compiled_models_are_not_said_to_be_passed_by(way):
     """Compiled modules do not note their calls."""
     model, ids = bert(), tokens()
