@@ -59,6 +59,7 @@ class FittedOnce(nn.Module):
         return self.phi.admitted(params) if self.trained else params
 
     @outside_graphs
+    @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
     def advance(self) -> None:
         """Between two passes in training: fits, once there are samples of `steps` passes."""
         if not self.done and int(self.passes) >= self.steps:
@@ -66,6 +67,7 @@ class FittedOnce(nn.Module):
             self._forget()
 
     @outside_graphs
+    @torch.inference_mode(False)
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         """Takes a sample of the scaled queries x (B,H,L,d) and keys y (B,Hkv,S,d) of a pass; masks (B,L) and (B,S)."""

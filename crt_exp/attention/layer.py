@@ -162,6 +162,7 @@ class RandomFeatureAttention(Running):
         return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
                              normalize=self.normalize, counter=self.denominators, version=self.version)
 
+    @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
     def redraw(self) -> None:
         """Draws the next noise now: the one after `draws` draws of (seed, layer)."""
         self.draws = self.draws + 1
@@ -223,7 +224,7 @@ class RandomFeatureAttention(Running):
             return
         if int(self.steps) and int(self.steps) % self.redraw_every == 0:
             self.redraw()  # new tensors: a graph that is still to be differentiated keeps its own
-        self.steps = self.steps + 1
+        self.steps.add_(1)
 
     def _running_params(self):
         if not self.phi.fitted:

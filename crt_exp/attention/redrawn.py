@@ -39,7 +39,12 @@ class Redrawn(Baseline):
         self.check_call(q, k)
         if self.training and self.redraw_every and not self.going_on and not in_backward():
             if int(self.steps) and int(self.steps) % self.redraw_every == 0:
-                self.draws = self.draws + 1   # new tensors: a graph that is still to be differentiated keeps its own
-                setattr(self, self.drawn, self._draw(int(self.draws)).to(getattr(self, self.drawn)))
-            self.steps = self.steps + 1
+                self.redraw()
+            self.steps.add_(1)
         return super().forward(q, k, v, key_mask)
+
+    @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
+    def redraw(self) -> None:
+        """Draws again; new tensors, so that a graph that is still to be differentiated keeps its own."""
+        self.draws.add_(1)
+        setattr(self, self.drawn, self._draw(int(self.draws)).to(getattr(self, self.drawn)))

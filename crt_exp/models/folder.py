@@ -37,8 +37,7 @@ def whole_folder(directory: Path, name: str = MODEL, then: str = "continue with 
     the older one stays.
     """
     temporary, final = directory / f".{name}.{os.getpid()}", directory / name
-    for left in directory.glob(f".{name}.*"):
-        shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)   # those of other processes may be in use
     try:
         temporary.mkdir(parents=True)
         yield temporary

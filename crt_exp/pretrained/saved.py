@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.folder import verify
 from crt_exp.pretrained.published import fetched
 from crt_exp.stored import json_object, too_deep
 from crt_exp.swap import families, record
@@ -18,6 +20,7 @@ from crt_exp.swap.weights import CHOOSING, note_choice, weights_of
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", *CHOOSING)
 
 
+@torch.inference_mode(False)   # tensors of inference mode could not be trained later
 def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
     """The model that save_pretrained wrote to a folder (or to a repository of the hub) after `swap_attention`, with the
     same attention in the same layers, bit for bit: noise and statistics are those of its weights.
@@ -36,6 +39,7 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
         raise ValueError(f"auto = {auto!r}: give a class with from_pretrained, such as AutoModelForCausalLM")
     published = fetched(folder)
     if published is not None:
+        verify(published, str(folder))
         return auto.from_pretrained(published, **options)
     _check_config(Path(folder) / (options.get("subfolder") or ""))
     model = _loaded(auto, folder, options)

@@ -34,6 +34,7 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     return model
 
 
+@torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
 @torch.no_grad()
 def fill_statistics(model: nn.Module, batches: Iterable) -> None:
     """What `calibrate_attention` does, without measuring."""

@@ -26,7 +26,9 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     sequences, None as the layer was swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask
     that is not padding, causal or both, and for sizes other than those of the swap.
     """
+    S = k.shape[2]
     if mask is not None:
+        check_mask(mask, q, S, state.path)
         expected = causal
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
         if getattr(state, "counts_places", True):
@@ -40,12 +42,12 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
         q = q * (scaling / state.scaling)
     if not matrix:
         return state(q, k, drop_keys(v, dropout) if dropout > 0 else v, keep), None
-    S, dv = v.shape[2:]
-    v = torch.cat([v, torch.eye(S, dtype=v.dtype, device=v.device).expand(*v.shape[:2], S, S)], -1)
+    used, dv = v.shape[2:]
+    v = torch.cat([v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)], -1)
     state.columns = dv              # the others are unit vectors
     out = state(q, k, drop_keys(v, dropout) if dropout > 0 else v, keep)
     state.columns = None
-    return out[..., :dv], out[..., dv:]
+    return out[..., :dv], nn.functional.pad(out[..., dv:], (0, S - used))   # 0 for keys after the last query
 
 
 def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None) -> None:
@@ -74,6 +76,17 @@ def drop_keys(v: Tensor, p: float) -> Tensor:
     return v * nn.functional.dropout(torch.ones_like(v[..., :1]), p)
 
 
+def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = None) -> None:
+    """Raises ValueError for a mask (L,S), (B,L,S) or (B,H,L,S) of other sizes than those of q (B,H,L,d), or 1, and of
+    other than S keys, or at least `least` of them: keys would be left out, or sequences."""
+    B, H, L, _ = q.shape
+    sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
+    fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
+    if not fits or any(one not in (1, whole) for one, whole in zip(mask.shape, sizes)):
+        raise ValueError(f"{path}: attention_mask: the shape {tuple(mask.shape)} does not fit {L} queries and {S} keys "
+                         f"of {B} sequences: give one number for each token, (batch, tokens)")
+
+
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
               path: str) -> tuple[Tensor | None, bool, int]:
     """A mask of pairs as (keep (B or 1, S) or None, causal, number of keys in use)."""
@@ -87,7 +100,8 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
     if pattern is None:
         raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal "
                          "nor both (a sliding window, packed sequences, a mask of one's own?), which linear attention "
-                         "cannot represent: leave this layer out with layers=[...], or change the mask")
+                         "cannot represent: leave this layer out with layers=[...], or change the mask (of NaFlexVit "
+                         "of timm: use_key_only_attn_mask=True)")
     seen, is_causal, used = pattern
     return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
 

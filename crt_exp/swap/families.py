@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.swap.call import as_keep, attend, known_true
+from crt_exp.swap.call import as_keep, attend, check_mask, known_true
 from crt_exp.swap.timm_attention import TIMM, swapped_timm
 
 INTERFACE = "crt_exp"                                                     # the name in transformers' tables
@@ -134,16 +134,21 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     matrix (B,H,L,S) or None."""
     state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
     causal = _causal_without_mask(module, is_causal)
+    # where there is one, these are new keys, and what came before is in this layer of the cache
+    recurrent = getattr(key, "cache_layer", None)
+    if attention_mask is not None and (attention_mask.ndim == 2 or state is None):
+        pairs, least = (attention_mask[:, None, None], query.shape[2]) if attention_mask.ndim == 2 else (
+            attention_mask, None)
+        check_mask(pairs, query, key.shape[2] if recurrent is None else recurrent.length,
+                   type(module).__name__ if state is None else state.path, least)
     key, value = _in_use(query, key, value, attention_mask, causal)
     if state is None:
         return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
     for name in EXTRAS:
         if extras.get(name) is not None:
             raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
-    # where there is one, these are new keys, and what came before is in this layer of the cache
-    recurrent = getattr(key, "cache_layer", None)
     keep, mask = None, attention_mask
-    if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] == key.shape[2]) and (
+    if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2]) and (
             attention_mask.ndim == 2 or query.shape[2] > 1):
         mask, causal = None, attention_mask.ndim == 2
     elif _is_causal(attention_mask, state.path):
@@ -168,6 +173,8 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     """
     from transformers import masking_utils as masks
 
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask: the shape {tuple(attention_mask.shape)} does not fit, give (batch, tokens)")
     known = (None, masks.causal_mask_function, masks.bidirectional_mask_function)
     plain = mask_function in known and local_size is None
     causal = mask_function is not masks.bidirectional_mask_function

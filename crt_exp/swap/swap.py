@@ -25,6 +25,7 @@ from crt_exp.swap.weights import own_weights
 LayerMaker = Callable[..., nn.Module]
 
 
+@torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
 def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | str | None = None, *,
                 causal: bool | None = None, saved: bool = True, record: dict[str, Any] | None = None) -> nn.Module:
     """`swap_attention` (crt_exp/mechanism.py) with any maker of layers; `name` is what tables call it.
@@ -274,10 +275,16 @@ def _tell_unreached(model: nn.Module, *_) -> None:
         return
     _remove_check(model)
     swapped = [(path, module) for path, module in model.named_modules() if "swapped" in module._modules]
-    unreached = [(path, module) for path, module in swapped if module.swapped.reached is None]
+    compiled = {id(module) for part in model.modules() if _is_compiled(part) for module in part.modules()}
+    unreached = [(path, module) for path, module in swapped
+                 if module.swapped.reached is None and id(module) not in compiled]   # which do not note their calls
     for _, module in unreached:
         module.swapped.__dict__["reached"] = False
     if unreached:
         warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} "
                       f"swapped modules: {_names(unreached)}; they may serve other inputs, or the model may compute "
                       "their attention by other means, which swapping does not change", stacklevel=3)
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return "_orig_mod" in part._modules or part._compiled_call_impl is not None   # torch.compile(part), part.compile()

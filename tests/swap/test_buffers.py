@@ -10,7 +10,7 @@ from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from swap_models import bert, inputs, llama, made, run
 
 import crt_exp
-from crt_exp import swap_attention
+from crt_exp import calibrate_attention, swap_attention
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*attention has no:UserWarning"),
@@ -111,3 +111,28 @@ def test_a_model_that_is_made_on_meta_stays_there():
         model = swap_attention(made(bert), "favorpp", m=8)
     assert all(t.is_meta for t in model.state_dict().values())
     assert isinstance(model, transformers.BertModel)
+
+
+IN_INFERENCE = {"favorpp": {"m": 8, "redraw_every": 1}, "linformer": {"redraw_every": 1}, "auto": {"m": 4},
+                "reformer": {"redraw_every": 1}, "nearfar": {"exact_until": 0}, "hedgehog": {"m": 4}}
+
+
+@pytest.mark.filterwarnings("ignore:in . of . layers the output:UserWarning")
+@pytest.mark.parametrize("name", IN_INFERENCE)
+def test_what_inference_mode_made_can_be_trained_and_loaded(name, tmp_path):
+    make = bert if name in ("linformer", "reformer") else llama
+    model, batch = made(make), inputs(make)
+    bare = {"add_pooling_layer": False} if make is bert else {}
+    with torch.inference_mode():
+        swap_attention(model, name, **IN_INFERENCE[name])
+        for _ in range(11):                 # redraws, and what is fitted to the first passes
+            run(model.train(), **batch)
+        if make is llama:
+            calibrate_attention(model, [batch])
+        model.save_pretrained(tmp_path)
+        loaded = crt_exp.from_pretrained(type(model), tmp_path, **bare)
+    for one in (model, loaded):
+        assert not any(t.is_inference() for t in one.state_dict(keep_vars=True).values())
+    loaded.load_state_dict(model.state_dict())
+    for _ in range(2):
+        run(loaded.train(), **batch).sum().backward()

@@ -4,8 +4,9 @@ wrong. A fixed sample is fast; the slow test tries all."""
 import pytest
 import torch
 
-from tests.model_types import LIBRARIES, judge, judge_model
-from tests.tiny_models import spread
+from crt_exp import swap_attention, unswap_attention
+from tests.model_types import LIBRARIES, distance, judge, judge_model
+from tests.tiny_models import outputs, spread
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXACT = {
@@ -18,6 +19,8 @@ EXACT = {
 ALIKE = ["aimv2", "albert", "altclip", "bigbird_pegasus", "clip_text_model", "cohere", "dinov3_vit", "git", "marian",
          "nllb-moe", "paligemma", "roberta", "siglip_vision_model", "splinter"]   # their layers are those of others
 LONG = ["pegasus_x"]   # whose blocks of 512 tokens take as long as ten others; what is swapped is bart's
+TEXTS = ["albert", "altclip", "bigbird_pegasus", "clip", "clip_text_model", "cohere", "gpt_neox", "marian", "nllb-moe",
+         "opt", "qwen2_vl", "roberta", "splinter"]
 REFUSED = {
     "transformers": {"deepseek_v32": "sparse index", "gemma2": "softcap", "gpt_oss": "sinks",
                      "mistral": "sees a window", "pixtral": "packed",
@@ -84,3 +87,42 @@ def test_encoders_stay_bidirectional_and_decoders_causal(name, causal):
     spread(model)
     verdict = judge_model(model, batch())
     assert verdict.outcome == "exact" and verdict.why == ("causal" if causal else ""), verdict
+
+
+def odd_masks(ids):
+    """Of other sizes and kinds than (batch, tokens); a padded one leaves out the last tokens."""
+    (B, L), ones = ids.shape, lambda *sizes: torch.ones(sizes, dtype=torch.long)
+    padded = lambda mask: mask.masked_fill(torch.arange(mask.shape[-1]) >= mask.shape[-1] - 2, 0)
+    sizes = {"shorter": (B, L - 4), "longer": (B, L + 3), "one row": (1, L), "too many rows": (B + 1, L),
+             "one column": (B, 1), "no column": (B, 0), "one axis": (L,), "pairs": (B, L, L)}
+    masks = {name: ones(*size) for name, size in sizes.items()}
+    masks |= {f"{name}, padded": padded(masks[name]) for name in ("shorter", "longer", "one row", "too many rows")}
+    return masks | {"causal pairs": ones(B, L, L).tril(), "boolean": padded(ones(B, L)).bool(),
+                    "boolean, shorter": padded(ones(B, L - 4)).bool(), "numbers": padded(ones(B, L)).double()}
+
+
+def answer(model, batch):
+    try:
+        return outputs(model, batch)
+    except Exception as error:
+        return error
+
+
+@pytest.mark.filterwarnings("ignore:.* stays? as :UserWarning")
+@pytest.mark.parametrize("name", ["bart", "bert", "distilbert", "gemma3_text", "gpt2", "llama", "modernbert", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in TEXTS)])
+def test_a_mask_of_any_form_means_what_it_did_or_is_refused(name):
+    """Where the model itself takes it."""
+    model, batch = LIBRARIES["transformers"][1](name)
+    for key in ("input_ids", "decoder_input_ids"):
+        for what, mask in odd_masks(batch[key]).items() if key in batch else ():
+            case = batch | {key.replace("input_ids", "attention_mask"): mask}
+            own = answer(model, case)
+            new = answer(swap_attention(model, "exact"), case)
+            unswap_attention(model)
+            if isinstance(own, Exception):
+                continue
+            if isinstance(new, Exception):
+                assert isinstance(new, ValueError) and "attention_mask" in str(new), (key, what, new)
+            else:
+                assert distance(new, own) < 1e-6, (key, what)

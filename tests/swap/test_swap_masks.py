@@ -225,6 +225,25 @@ def test_modules_that_a_pass_does_not_reach_are_named_once():
     assert not model._forward_hooks and not unswap_attention(model)._forward_hooks
 
 
+@pytest.mark.parametrize("way", ["whole", pytest.param("in place", marks=pytest.mark.slow),
+                                 pytest.param("a layer", marks=pytest.mark.slow)])
+def test_compiled_models_are_not_said_to_be_passed_by(way):
+    """Compiled modules do not note their calls."""
+    model, ids = bert(), tokens()
+    compiled = torch.compile(model, backend="eager") if way == "whole" else model
+    if way == "in place":
+        model.compile(backend="eager")
+    elif way == "a layer":
+        model.encoder.layer[1] = torch.compile(model.encoder.layer[1], backend="eager")
+    before = compiled(ids).last_hidden_state
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after = swap_attention(compiled, "uniform")(ids).last_hidden_state
+        assert "no" not in describe_attention(compiled)["reached"].tolist() and not torch.equal(after, before)
+        assert torch.equal(unswap_attention(compiled)(ids).last_hidden_state, before)
+    assert not [str(each.message) for each in caught if "reach" in str(each.message)]
+
+
 def test_another_implementation_cannot_undo_a_swap_unseen():
     model = swap_attention(bert(), "favorp", m=8)
     model.set_attn_implementation("eager")

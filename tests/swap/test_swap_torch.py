@@ -42,6 +42,10 @@ def test_causal_masks_of_torch():
     for given in ({"attn_mask": mask}, {"attn_mask": mask, "is_causal": True}, {"attn_mask": mask == -torch.inf},
                   {"attn_mask": mask.expand(B * 4, 6, 6)}):
         torch.testing.assert_close(swap(x, x, x, **given)[0], expected, **LOOSE)
+    short = mask[:2]    # two queries, the first of six tokens
+    for each in (True, False):
+        torch.testing.assert_close(*(m(x[:, :2], x, x, attn_mask=short, average_attn_weights=each)
+                                     for m in (swap, module)), **LOOSE)
     torch.testing.assert_close(swap(x, x, x, attn_mask=torch.zeros(6, 6))[0], module(x, x, x)[0], **LOOSE)
     for bad in (mask == 0, torch.rand(6, 6), (mask < 0) | torch.eye(6, dtype=torch.bool).roll(2, 0)):
         with pytest.raises(ValueError, match="MultiheadAttention: the attention mask"):
