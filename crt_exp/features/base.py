@@ -140,7 +140,7 @@ class FeatureMap(ABC):
         return ()
 
     def admitted(self, params: Params) -> Params:
-        """Parameters that training has moved, brought back to where the map is defined."""
+        """Parameters that training or an average of states has moved, brought back to where the map is defined."""
         return params
 
     def phi_q(self, x: Tensor, noise: Noise, params: Params = ()) -> Features:
