@@ -1,6 +1,5 @@
 """Hybrid random features in attention: clusters, layers, swapped models, bad input."""
 
-import copy
 import math
 import os
 import warnings

@@ -356,3 +356,18 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
         other = copy.deepcopy(layer)
         other.load_state_dict(copied.state_dict())
         assert torch.equal(other(q, k, v), copied(q, k, v)), kind
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", sorted({*DRAWN} - {"reformer", "linformer"}))
+def test_half_precision_is_rounded_at_its_ends_alone(name):
+    """At a scale that is no power of two: a log feature magnifies what is rounded before."""
+    for dtype, causal in ((torch.bfloat16, False), (torch.float16, False), (torch.float16, True)):
+        layer = Mechanism.of(name).layer(2, 65, causal=causal).eval()
+        q, k, v = torch.randn(3, 2, 2, 16, 65, generator=torch.Generator().manual_seed(0)).to(dtype)
+        out, past = layer(q, k, v), layer.past() if causal else None
+        exact = layer.double()(q.double(), k.double(), v.double())
+        assert (out - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+        if causal:
+            last = torch.cat([past.step(*(t[:, :, i:i + 1] for t in (q, k, v))) for i in range(16)], 2)
+            assert last.dtype == dtype and (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
