@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import in_backward
 from crt_exp.attention.call import attention
+from crt_exp.attention.checks import check_key_mask
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.partials import DenominatorCount
@@ -104,6 +105,7 @@ class RandomFeatureAttention(Redraws, Running):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
         self.check_call(q, k)
+        check_key_mask(key_mask, k)
         q, k = self.normalized(q), self.normalized(k)
         changing = self.training and not in_backward()
         if changing and not self.going_on:

@@ -52,6 +52,8 @@ class Reformer(Redrawn):
         return q
 
     def attend(self, x, y, v, *, causal, key_mask):
+        if x.shape[1] != self.heads:
+            raise ValueError(f"q has {x.shape[1]} heads, but this Reformer layer was made for heads = {self.heads}")
         v = repeat_heads(v, x.shape[1])
         check_inputs(x, y, v, None, (), causal, key_mask)
         if x.shape[2] != y.shape[2] and not causal:

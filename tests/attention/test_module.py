@@ -371,3 +371,14 @@ def test_half_precision_is_rounded_at_its_ends_alone(name):
         if causal:
             last = torch.cat([past.step(*(t[:, :, i:i + 1] for t in (q, k, v))) for i in range(16)], 2)
             assert last.dtype == dtype and (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", DRAWN)
+def test_integer_masks_and_other_heads_are_refused(name):
+    layer, (q, k, v) = Mechanism.of(name).layer(2, 4).eval(), torch.randn(3, 2, 2, 12, 4)
+    with pytest.raises(ValueError, match="the key mask holds torch.int64: it must be boolean, True = keep"):
+        layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
+    if name not in ("elu", "linformer"):   # theirs are of any number of heads
+        with pytest.raises(ValueError, match="batch|heads = 2"):
+            layer(*(t.repeat(1, 2, 1, 1) for t in (q, k, v)))
