@@ -93,7 +93,12 @@ def check_kind(path: str, target: Any, there: Any, group: Group) -> None:
 
 def check_defined(path: str, target: Any) -> None:
     """Raises ConfigError for a class that leaves to others what it has to define."""
-    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+    from crt_exp.features.base import FeatureMap
+
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
+    if is_map(target) and (target.phi_q, getattr(target, "bind", None)) == (FeatureMap.phi_q, FeatureMap.bind):
+        missing.append("phi_q")
+    if missing:
         raise ConfigError(f"{path}: {target.__name__} does not define {', '.join(missing)}")
 
 

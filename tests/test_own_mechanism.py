@@ -266,7 +266,7 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     (lambda: Mechanism.of(Mean, kernel="relu"), "unknown option of attention .*Mean 'kernel'"),
     (lambda: Mechanism.of(dict), "attention._target_ = builtins.dict: it takes a module made of heads and d"),
     (lambda: Mechanism.of("favorp", features=Mean), "Mean: it takes a FeatureMap"),
-    (lambda: Mechanism.of(FeatureMap, m=8), "features: FeatureMap does not define log_relative_second_moment"),
+    (lambda: Mechanism.of(FeatureMap, m=8), "features: FeatureMap does not define phi_q"),
 ])
 def test_other_constructors_are_refused_in_a_line(make, said):
     with pytest.raises(ConfigError, match=said) as caught:

@@ -14,7 +14,7 @@ from crt_exp.attention.partials import DenominatorCount, Partial, check_policy
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.nested import Nested, leaves
-from crt_exp.samplers.noise import precise
+from crt_exp.samplers.noise import at_least_float32, precise
 
 
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
@@ -30,7 +30,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     outputs, in the backward pass too, and with gradients to rows and parameters: in closed form for positive
     exponential maps, while autograd computes each chunk of the others again where the features are many. Forward-mode
     and second derivatives, the transforms of torch.func (grad, vmap, jvp, ...) and torch.export go through plain
-    operations: O(L M) memory.
+    operations: O(L M) memory. With one projection a query's feature cancels: its gradient is zero up to rounding.
 
     `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query
     that sees no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
@@ -51,7 +51,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     if isinstance(phi, PositiveExponential) and normalize:
         out = positive_attention(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
-        x, y = (x, y) if scale == 1 else (x * scale, y * scale)
+        x, y = (x, y) if scale == 1 else (at_least_float32(x) * scale, at_least_float32(y) * scale)
         call = Call(phi, noise, params, causal, key_mask, Outputs(denominator, normalize), count)
         out = chunked_attention(x, y, v, call)
     if counter is None and normalize and not torch.compiler.is_compiling():
@@ -75,7 +75,7 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
         rows = positive_partial(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         call = Call(phi, noise, params, causal, key_mask, Rows(modulus))
-        x, y = x * scale, y * scale
+        x, y = at_least_float32(x) * scale, at_least_float32(y) * scale
         rows = chunked_partial(x, y, v, call)
     return Partial(*(None if t is None else _apart(t, heads) for t in rows))
 

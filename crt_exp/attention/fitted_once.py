@@ -7,10 +7,9 @@ Calibration fits again after each pass. Samples are of all processes, and the pa
 same on all ranks.
 """
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as ranks
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.compiling import outside_graphs
@@ -27,7 +26,8 @@ class FittedOnce(nn.Module):
     fitted: those are parameters of this module, which no later calibration replaces.
 
     Buffers: fitted_0, ...: the parameters, (Hkv, ., d), those of `phi.unfitted` at first; fits: how often they were
-    fitted; passes: how many left a sample in queries and keys (Hkv, P, d), which are one row of zeros where none did.
+    fitted; passes: how many left a sample in queries and keys (Hkv, P, d), P rows from the beginning, as averages of
+    states take tensors that keep their shapes.
     """
 
     vectors = SAMPLE
@@ -40,7 +40,7 @@ class FittedOnce(nn.Module):
         self.register_buffer("fits", torch.zeros((), dtype=torch.long))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         for side in SIDES:
-            self.register_buffer(side, torch.zeros(heads, 1, d))
+            self.register_buffer(side, torch.zeros(heads, self.sampled * steps, d))
         self.done = False                                    # whether fits > 0, known without asking a device
         self.seen: dict[str, list[Tensor]] | None = None     # samples of a calibration
 
@@ -53,10 +53,15 @@ class FittedOnce(nn.Module):
             self.register_buffer(name, value)
         return name
 
+    @property
+    def sampled(self) -> int:
+        """Vectors of each head that a pass leaves."""
+        return -(-self.vectors // self.steps)
+
     def params(self) -> Params:
         """In float64: the inverses of M are made of what the buffers hold, whatever their precision."""
         params = mapped(lambda name: getattr(self, name).double(), self.names)
-        return self.phi.admitted(params) if self.trained else params
+        return self.phi.admitted(params) if isinstance(self.phi, FeatureMap) else params
 
     @outside_graphs
     @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
@@ -71,10 +76,11 @@ class FittedOnce(nn.Module):
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         """Takes a sample of the scaled queries x (B,H,L,d) and keys y (B,Hkv,S,d) of a pass; masks (B,L) and (B,S)."""
-        if self.settled and self.seen is None:
+        at = int(self.passes)
+        if self.seen is None and (self.settled or at >= self.steps):
             return
-        many = self.vectors if self.seen is not None else -(-self.vectors // self.steps)
-        samples = {side: _of_all_ranks(sample(t, mask, self.heads, many))
+        many = self.vectors if self.seen is not None else self.sampled
+        samples = {side: _thinned(_of_all_ranks(sample(t, mask, self.heads, many)), many)
                  for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))}
         if self.seen is not None:
             for side, rows in samples.items():
@@ -82,7 +88,7 @@ class FittedOnce(nn.Module):
             self._fit({side: _thinned(torch.cat(rows, 1), self.vectors) for side, rows in self.seen.items()})
             return
         for side, rows in samples.items():
-            setattr(self, side, torch.cat([getattr(self, side), rows], 1) if int(self.passes) else rows)
+            getattr(self, side)[:, at * many:(at + 1) * many] = rows
         self.passes.add_(1)
 
     def calibrate(self, begin: bool) -> None:
@@ -113,7 +119,7 @@ class FittedOnce(nn.Module):
     def _forget(self) -> None:
         self.passes.zero_()
         for side in SIDES:
-            setattr(self, side, getattr(self, side).new_zeros(self.heads, 1, self.d))
+            getattr(self, side).zero_()
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in leaves(self.names):
@@ -126,15 +132,15 @@ class FittedOnce(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.done = int(self.fits) > 0
 
-    def make_room(self, state: Mapping[str, Tensor], prefix: str) -> None:
-        """Gives the samples as many rows as they have in a state that is about to be loaded."""
+    def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Gives the samples of a state that is about to be loaded as many rows as there are here."""
         for side in SIDES:
-            saved, own = state.get(prefix + side), getattr(self, side)
+            saved, rows = state.get(prefix + side), self.sampled * self.steps
             if saved is not None and saved.ndim == 3:
-                setattr(self, side, own.new_zeros(own.shape[0], saved.shape[1], own.shape[2]))
+                state[prefix + side] = F.pad(saved, (0, 0, 0, rows - saved.shape[1]))
 
 
-def make_room(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def make_room(model: nn.Module, state: dict[str, Tensor]) -> None:
     """The same in all of a model, before shapes are compared name by name."""
     for path, module in model.named_modules():
         if isinstance(module, FittedOnce):

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import in_backward
 from crt_exp.attention.call import attention
+from crt_exp.attention.checks import check_key_mask
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.partials import DenominatorCount
+from crt_exp.attention.redrawn import Redraws
 from crt_exp.attention.running import Running
 from crt_exp.attention.statistics import for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
@@ -38,7 +40,7 @@ _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.W
 
 
 @checked("attention")
-class RandomFeatureAttention(Running):
+class RandomFeatureAttention(Redraws, Running):
     """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
 
     phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
@@ -84,14 +86,11 @@ class RandomFeatureAttention(Running):
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
         self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # for every buffer of noise
-        for name, noise in noises.items():
-            rows = noise.rows().contiguous().clone()
-            if phi.learned or learn == "projections":
-                self.register_parameter(name, nn.Parameter(rows))
-            else:
-                self.register_buffer(name, rows)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("draws", torch.zeros((), dtype=torch.long))
+        rows = {name: noise.rows().contiguous().clone() for name, noise in noises.items()}
+        trained_rows = phi.learned or learn == "projections"
+        for name, t in rows.items() if trained_rows else ():
+            self.register_parameter(name, nn.Parameter(t))
+        self.register_drawn({} if trained_rows else rows)
         self._said = False
         once, trained = phi.on_vectors, learn != "none" and phi.fitted
         self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained) if once or trained else None
@@ -106,6 +105,7 @@ class RandomFeatureAttention(Running):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
         self.check_call(q, k)
+        check_key_mask(key_mask, k)
         q, k = self.normalized(q), self.normalized(k)
         changing = self.training and not in_backward()
         if changing and not self.going_on:
@@ -127,7 +127,7 @@ class RandomFeatureAttention(Running):
     @property
     def noise(self) -> Nested:
         """As `phi` takes it: one of batch (H,), a tuple for a map with parts, None for a map without projections."""
-        noises = {name: DenseNoise(getattr(self, name), gaussian) for name, gaussian in self.gaussian.items()}
+        noises = {name: DenseNoise(self.rows(name), gaussian) for name, gaussian in self.gaussian.items()}
         return mapped(lambda p: noises[_buffer_of(p)], self.projections)
 
     @property
@@ -162,13 +162,6 @@ class RandomFeatureAttention(Running):
         return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
                              normalize=self.normalize, counter=self.denominators, version=self.version)
 
-    @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
-    def redraw(self) -> None:
-        """Draws the next noise now: the one after `draws` draws of (seed, layer)."""
-        self.draws = self.draws + 1
-        for name, noise in self._draw(int(self.draws)).items():
-            setattr(self, name, noise.rows().to(getattr(self, name)).contiguous())
-
     def extra_repr(self) -> str:
         return (f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, "
                 f"d={self.d}, causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}")
@@ -183,6 +176,9 @@ class RandomFeatureAttention(Running):
             generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
             drawn[_buffer_of(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
+
+    def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
+        return {name: noise.rows() for name, noise in self._draw(draw).items()}
 
     def fitted_params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
         if not self.phi.fitted:
@@ -219,12 +215,10 @@ class RandomFeatureAttention(Running):
         if not self.redraw_every or not self.gaussian:
             return
         if torch.compiler.is_compiling():
-            omegas = [getattr(self, name) for name in self.gaussian]
+            omegas = [self.rows(name) for name in self.gaussian]
             _count_pass(omegas, self.steps, self.draws, self.redraw_every, id(self))
             return
-        if int(self.steps) and int(self.steps) % self.redraw_every == 0:
-            self.redraw()  # new tensors: a graph that is still to be differentiated keeps its own
-        self.steps.add_(1)
+        self.count_pass()
 
     def _running_params(self):
         if not self.phi.fitted:
@@ -238,7 +232,7 @@ class RandomFeatureAttention(Running):
             return
         self._said = True
         if self.clusters is not None:
-            if not self.clusters.done:
+            if not int(self.clusters.fits):
                 warnings.warn(f"{type(self.phi).__name__} attention has {self.phi.until_fitted}: train it for "
                               "fit_steps passes, or call calibrate_attention(model, batches)", stacklevel=4)
         elif not float(self.running_weight) > 0:
@@ -299,8 +293,10 @@ def _count_pass(omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, 
     """What `_advance` does about redraws, in place, as an operator that torch.compile does not look into."""
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)
-        for omega, noise in zip(omegas, _MODULES[module]._draw(int(draws)).values(), strict=True):
-            omega.copy_(noise.rows())
+        layer = _MODULES[module]
+        layer.held = int(draws)
+        for omega, rows in zip(omegas, layer.rows_of_draw(layer.held).values(), strict=True):
+            omega.copy_(rows)
     steps.add_(1)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.decoding import RecurrentPast
+from crt_exp.samplers import at_least_float32
 
 
 class LinearAttention(AttentionLayer):
@@ -54,7 +55,7 @@ class LinearAttention(AttentionLayer):
 
     def scaled(self, q: Tensor) -> Tensor:
         """What a decoding state takes for queries or keys q."""
-        return self.normalized(q) * self.scale
+        return at_least_float32(self.normalized(q)) * self.scale
 
 
 @contextmanager

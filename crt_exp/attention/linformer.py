@@ -25,7 +25,7 @@ class Linformer(Redrawn):
     Parameters key_projection and value_projection (rank, length), or the buffer `mixtures` of that shape.
     """
 
-    can_be_causal, drawn = False, "mixtures"
+    can_be_causal, name = False, "mixtures"
 
     def __init__(self, heads: int, d: int, *, length: Count = 512, rank: Count = 128, redraw_every: Whole = 0,
                  seed: int = 0, layer: int = 0, **sizes):
@@ -58,4 +58,4 @@ class Linformer(Redrawn):
 
     def projections(self) -> tuple[Tensor, Tensor]:
         """Of keys and of values, (rank, length)."""
-        return (self.mixtures, self.mixtures) if self.redraw_every else (self.key_projection, self.value_projection)
+        return (self.rows("mixtures"),) * 2 if self.redraw_every else (self.key_projection, self.value_projection)

@@ -31,7 +31,7 @@ class Reformer(Redrawn):
     Buffers: rotations (H, R, d, buckets / 2), drawn from (seed, layer, draw); steps and draws.
     """
 
-    drawn = "rotations"
+    name = "rotations"
 
     def __init__(self, heads: int, d: int, *, hashes: Count = 4, buckets: Count = 32, chunk: Count = 64,
                  redraw_every: Whole = 1, seed: int = 0, layer: int = 0, **sizes):
@@ -52,6 +52,8 @@ class Reformer(Redrawn):
         return q
 
     def attend(self, x, y, v, *, causal, key_mask):
+        if x.shape[1] != self.heads:
+            raise ValueError(f"q has {x.shape[1]} heads, but this Reformer layer was made for heads = {self.heads}")
         v = repeat_heads(v, x.shape[1])
         check_inputs(x, y, v, None, (), causal, key_mask)
         if x.shape[2] != y.shape[2] and not causal:
@@ -65,7 +67,8 @@ class Reformer(Redrawn):
         if self.buckets == 1:
             buckets = y.new_zeros(*y.shape[:2], self.shape[1], y.shape[2], dtype=torch.long)
         else:
-            sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(self.rotations.dtype), self.rotations)
+            rotations = self.rows("rotations")
+            sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(rotations.dtype), rotations)
             buckets = torch.cat([sides, -sides], -1).argmax(-1)
         return buckets if key_mask is None else buckets.masked_fill(~key_mask[:, None, None], self.buckets)
 

@@ -41,7 +41,7 @@ class Running(LinearAttention):
                 for name in self.moments:
                     square = (self.d,) if name == "second" else ()
                     self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square))
-                self.register_buffer(f"{stage}_{side}_minimum", torch.full((self.kv_heads, self.d), torch.inf))
+                self.register_buffer(f"{stage}_{side}_minimum", torch.zeros(self.kv_heads, self.d))
             self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: 0 or 1
         for side in "xy":  # tokens that the pending ones are the means of; a checkpoint lies between steps
             self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
@@ -73,7 +73,7 @@ class Running(LinearAttention):
             share = (count / total.clamp(min=1)).to(sums)          # an empty batch has none
             for t, new in zip(pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)):
                 t.copy_(torch.lerp(t.to(sums), (new / count.clamp(min=1)).view_as(t), share))
-            minimum.copy_(torch.minimum(minimum, low))
+            minimum.copy_(_lower(minimum, kept > 0, low, count > 0))
             kept.copy_(total)
         self.pending_weight.copy_((total > 0).to(self.pending_weight))
         if self.calibrated is not None:
@@ -86,8 +86,8 @@ class Running(LinearAttention):
         for side in "xy":
             for name in self.moments:
                 getattr(self, f"running_{side}_{name}").lerp_(getattr(self, f"pending_{side}_{name}"), rate)
-            low = getattr(self, f"running_{side}_minimum")
-            low.copy_(torch.minimum(low, getattr(self, f"pending_{side}_minimum")))
+            low, new = (getattr(self, f"{stage}_{side}_minimum") for stage in ("running", "pending"))
+            low.copy_(_lower(low, self.running_weight * (1 - rate) > 0, new, rate > 0))
         self.running_weight.lerp_(torch.ones_like(rate), rate)
         self.folds.add_(self.pending_weight.long())
         self._forget()
@@ -95,9 +95,14 @@ class Running(LinearAttention):
     def _forget(self) -> None:
         """Nothing is pending."""
         for side in "xy":
-            getattr(self, f"pending_{side}_minimum").fill_(torch.inf)
             getattr(self, f"pending_{side}_count").zero_()
         self.pending_weight.zero_()
+
+
+def _lower(low: Tensor, counts: Tensor, other: Tensor, other_counts: Tensor) -> Tensor:
+    """The minimum of those that count; 0, which an average of states can hold, where none does."""
+    low, other = torch.where(counts, low, torch.inf), torch.where(other_counts, other, torch.inf)
+    return torch.where(counts | other_counts, torch.minimum(low, other), 0.0)
 
 
 def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:

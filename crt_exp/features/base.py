@@ -5,7 +5,6 @@ N = |x|^2 + |y|^2. phi is held as value * exp(log_scale); nothing is exponentiat
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +82,7 @@ class Projections:
 
 
 @dataclass(frozen=True)
-class FeatureMap(ABC):
+class FeatureMap:
     """A pair of maps with E <phi_q(x), phi_k(y)> = kernel(x, y). Pure: noise and parameters are arguments.
 
     Unbiased for every value of the parameters that does not depend on the noise: a stale fit costs variance only. A map
@@ -140,7 +139,7 @@ class FeatureMap(ABC):
         return ()
 
     def admitted(self, params: Params) -> Params:
-        """Parameters that training has moved, brought back to where the map is defined."""
+        """Parameters that training or an average of states has moved, brought back to where the map is defined."""
         return params
 
     def phi_q(self, x: Tensor, noise: Noise, params: Params = ()) -> Features:
@@ -162,9 +161,10 @@ class FeatureMap(ABC):
         phi = self.bind(precise(noise, torch.float64), params).phi_q
         return lambda x, out: phi(x).dense().write(out)
 
-    @abstractmethod
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
-        """log(E Z^2 / (E Z)^2) of one projection's estimate Z; the same for both kernels."""
+        """log(E Z^2 / (E Z)^2) of one projection's estimate Z; the same for both kernels. Biased maps have none."""
+        raise ValueError(f"features={type(self).__name__}: no closed form of its variance, which this needs: define "
+                         "log_relative_second_moment")
 
     def log_mse(self, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
         """log of the variance with m iid projections; as `log_variance`."""

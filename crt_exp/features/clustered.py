@@ -99,6 +99,9 @@ class ClusteredHybrid(ClusteredMap):
     def unfitted(self, d: int) -> Clusters:
         return self.unknown(d)
 
+    def admitted(self, params: Clusters) -> Clusters:
+        return params._replace(imaginary=params.imaginary.round())
+
     def bind(self, noise: Noise, params: Clusters) -> BoundMap:
         size, imaginary = (t.unflatten(-2, (self.queries, self.keys)) for t in params[2:])
         inverse = 1 / size
@@ -214,6 +217,9 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
 
     def unfitted(self, d: int):
         return self._params(self.unknown(d))
+
+    def admitted(self, params):
+        return tuple(tuple(p and p._replace(imaginary=p.imaginary.round()) for p in part) for part in params)
 
     def _params(self, clusters: Clusters) -> tuple[tuple, tuple]:
         pairs = [PairParams(*(t[..., k:k + 1, :] for t in clusters[2:])) for k in range(self.pairs)]

@@ -1,6 +1,5 @@
 """Hybrid random features in attention: clusters, layers, swapped models, bad input."""
 
-import copy
 import math
 import os
 import warnings
@@ -154,7 +153,7 @@ def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
     ours(q, k, v)
     assert torch.equal(ours(q, k, v), ours(q, k, v)) and not torch.equal(ours(q, k, v), first)
     kept = {name: t.clone() for name, t in ours.named_buffers()}
-    assert ours.clusters.done and ours.clusters.queries.shape[1] == 1
+    assert ours.clusters.done and not ours.clusters.queries.any()
     ours(2 * q, k, v)
     assert all(torch.equal(t, kept[name]) for name, t in ours.named_buffers() if name != "steps")
     ours.eval()
@@ -169,7 +168,9 @@ def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
         ours, other = layer(fit_steps=2), layer(fit_steps=2, seed=4)
         for _ in range(passes):
             ours(q, k, v)
-        other.load_state_dict(copy.deepcopy(ours.state_dict()))
+        rows = 256 * int(ours.clusters.passes) or 1   # a state with no more of them than there are samples
+        other.load_state_dict({name: t[:, :rows] if name in ("clusters.queries", "clusters.keys") else t.clone()
+                               for name, t in ours.state_dict().items()})
         assert other.clusters.done == ours.clusters.done == (passes == 3)
         for _ in range(3):
             assert torch.equal(ours(q, k, v), other(q, k, v))

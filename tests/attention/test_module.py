@@ -8,6 +8,8 @@ import pytest
 import torch
 from maps import SIMPLE
 from module_cases import B, D, H, L, make, qkv, same, state
+from timm.utils import ModelEmaV3
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp import samplers
@@ -21,7 +23,10 @@ from crt_exp.attention import (
     softmax_attention,
 )
 from crt_exp.attention.linear import same_step
+from crt_exp.attention.redrawn import Redraws
+from crt_exp.config import known
 from crt_exp.features import GERF, OPRF, ClusteredHybrid, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
+from crt_exp.mechanism import Mechanism
 
 
 @pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -306,3 +311,74 @@ def test_an_empty_batch_changes_nothing():
             layer(empty, empty, empty).sum().backward()
         assert empty.grad.shape == empty.shape
         assert all(torch.equal(t, layer.state_dict()[name]) for name, t in before.items())
+
+
+AVERAGES = {
+    "timm": lambda model: ModelEmaV3(model, decay=0.9),
+    "timm without buffers": lambda model: ModelEmaV3(model, decay=0.9, exclude_buffers=True),
+    "torch": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    "torch with buffers": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+    "mean with buffers": lambda model: AveragedModel(model, use_buffers=True),
+}
+DRAWN = [name for name in known("attention") if isinstance(Mechanism.of(name).layer(2, 4), Redraws)]
+
+
+def average(averaged, model):
+    (averaged.update if isinstance(averaged, ModelEmaV3) else averaged.update_parameters)(model)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name, redraw_every", [(name, n) for name in DRAWN for n in (0, 1)
+                                                if (name, n) != ("hedgehog", 1)])  # its rows are trained
+def test_an_average_of_states_is_a_state(name, redraw_every):
+    """Its projections are those of some draw, its outputs finite; that of one state gives the outputs of this state."""
+    options = {"m": 8} if Mechanism.of(name).draws else {}
+    options |= {"fit_steps": 3} if "fit_steps" in Mechanism.of(name).options else {}
+    layer = Mechanism.of(name, redraw_every=redraw_every, **options).layer(2, 4, causal=name != "linformer")
+    model, (q, k, v) = torch.nn.Sequential(layer, torch.nn.Linear(4, 4)), torch.randn(3, 2, 2, 12, 4)
+    averages = {kind: made(model) for kind, made in AVERAGES.items()}
+    for _ in range(6):
+        layer(q, k, v)
+        for averaged in averages.values():
+            average(averaged, model)
+    layer.eval()
+    for kind, averaged in averages.items():
+        copied = averaged.module[0].eval()
+        assert copied(q, k, v).isfinite().all(), kind
+        if name != "linformer" or redraw_every:
+            drawn = copied.rows_of_draw(copied.held)
+            assert all(torch.equal(copied.rows(rows), t) for rows, t in drawn.items()), kind
+        assert "buffers" in kind and kind != "timm without buffers" or copied.held == layer.held, kind
+        averaged = AVERAGES[kind](model)
+        for _ in range(3):
+            average(averaged, model)
+        torch.testing.assert_close(averaged.module[0](q, k, v), layer(q, k, v), msg=kind)
+        other = copy.deepcopy(layer)
+        other.load_state_dict(copied.state_dict())
+        assert torch.equal(other(q, k, v), copied(q, k, v)), kind
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", sorted({*DRAWN} - {"reformer", "linformer"}))
+def test_half_precision_is_rounded_at_its_ends_alone(name):
+    """At a scale that is no power of two: a log feature magnifies what is rounded before."""
+    for dtype, causal in ((torch.bfloat16, False), (torch.float16, False), (torch.float16, True)):
+        layer = Mechanism.of(name).layer(2, 65, causal=causal).eval()
+        q, k, v = torch.randn(3, 2, 2, 16, 65, generator=torch.Generator().manual_seed(0)).to(dtype)
+        out, past = layer(q, k, v), layer.past() if causal else None
+        exact = layer.double()(q.double(), k.double(), v.double())
+        assert (out - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+        if causal:
+            last = torch.cat([past.step(*(t[:, :, i:i + 1] for t in (q, k, v))) for i in range(16)], 2)
+            assert last.dtype == dtype and (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", DRAWN)
+def test_integer_masks_and_other_heads_are_refused(name):
+    layer, (q, k, v) = Mechanism.of(name).layer(2, 4).eval(), torch.randn(3, 2, 2, 12, 4)
+    with pytest.raises(ValueError, match="the key mask holds torch.int64: it must be boolean, True = keep"):
+        layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
+    if name not in ("elu", "linformer"):   # theirs are of any number of heads
+        with pytest.raises(ValueError, match="batch|heads = 2"):
+            layer(*(t.repeat(1, 2, 1, 1) for t in (q, k, v)))

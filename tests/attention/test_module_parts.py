@@ -27,7 +27,7 @@ several = pytest.mark.parametrize("phi, m, names", SEVERAL.values(), ids=SEVERAL
 
 
 def noises(module):
-    return {name: t for name, t in module.named_buffers() if name.startswith("omega")}
+    return {name: getattr(module, name) for name in module.gaussian}
 
 
 @pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
