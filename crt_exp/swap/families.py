@@ -107,13 +107,17 @@ def register() -> None:
 
 
 class Registered:
-    """Held by a swapped module: whoever unpickles one has our functions in transformers' tables."""
+    """Held by a swapped module: whoever unpickles one has our functions in transformers' tables.
 
-    def __init__(self):
+    name: of ours in its configuration.
+    """
+
+    def __init__(self, name: str = INTERFACE):
         register()
+        self.name = name
 
     def __reduce__(self) -> tuple[type, tuple]:
-        return Registered, ()
+        return Registered, (self.name,)
 
 
 def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:

@@ -16,13 +16,15 @@ from crt_exp.swap.timm_attention import SwappedTimmAttention
 
 CLASSES = (families.SwappedMultiheadAttention, SwappedTimmAttention)
 UNDO = "call unswap_attention(model) to have the model's own attention, or swap_attention again"
+WORDS = ("word timestamps (return_token_timestamps=True) need the weights of the model's own attention, which swapped "
+         "attention does not form: swap model.model.encoder alone. The implementation is set back for later calls")
 
 
 def watch(module: nn.Module) -> None:
     """From now on a call of this swapped module raises ValueError where what the swap put there has been replaced, and
     warns where the call passed `swapped` by for another reason."""
     unwatch(module)
-    module.__dict__["swap_watch"] = [module.register_forward_pre_hook(refuse_replaced),
+    module.__dict__["swap_watch"] = [module.register_forward_pre_hook(refuse_replaced, with_kwargs=True),
                                      module.register_forward_hook(tell_passed_by)]
 
 
@@ -31,11 +33,15 @@ def unwatch(module: nn.Module) -> None:
         hook.remove()
 
 
-def refuse_replaced(module: nn.Module, *_) -> None:
-    state = module.swapped
+def refuse_replaced(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    state, fix = module.swapped, UNDO
     if now := replaced(module):
+        config = getattr(module, "config", None)
+        if (kwargs.get("output_attentions") and getattr(config, "model_type", None) == "whisper"
+                and config._attn_implementation == "eager"):   # set by Whisper's generate
+            config._attn_implementation, fix = module.swap_interface.name, WORDS
         raise ValueError(f"{state.path}: {now}, which would compute its attention in the place of {state.mechanism}: "
-                         f"{UNDO}")
+                         f"{fix}")
     if not torch.compiler.is_compiling():
         state.__dict__["answered"] = False
 

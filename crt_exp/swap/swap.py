@@ -198,8 +198,6 @@ def _check_cross(model: nn.Module, modules: list[tuple[str, nn.Module]], states:
 def _attach(module: nn.Module, state: nn.Module) -> None:
     swapped = families.swapped_class(module)
     module.swapped = state
-    if families.family(module) == "hf":
-        module.__dict__["swap_interface"] = families.Registered()
     if swapped is not None and type(module) is not swapped:
         module.__dict__.setdefault("unswapped_class", type(module))
         module.__class__ = swapped
@@ -235,6 +233,9 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
             part.__dict__["unmasked_causal"] = False
     for config, _ in before:
         config._attn_implementation_internal = families.interface_name(config, others)
+    for module in swapped:
+        if families.family(module) == "hf":
+            module.__dict__["swap_interface"] = families.Registered(module.config._attn_implementation)
     kept = model.__dict__.setdefault("unswapped_configs", [])
     known = {id(config) for config, _ in kept}  # swapped before, and given another implementation since
     kept.extend((config, name) for config, name in before if id(config) not in known)

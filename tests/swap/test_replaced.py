@@ -6,6 +6,7 @@ from types import MethodType
 
 import pytest
 import torch
+import transformers
 from swap_models import IMAGE, Encoder, bert, inputs, llama, made, run
 from torch import nn
 
@@ -147,3 +148,56 @@ def test_one_attention_of_torch_alone():
     with pytest.raises(ValueError, match="its class is now MultiheadAttention"):
         module(x, x, x)
     assert type(unswap_attention(module)) is nn.MultiheadAttention
+
+
+# ---- word timestamps, for which Whisper's generate sets eager attention
+
+SOUND = torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(1))
+
+
+def whisper():
+    torch.manual_seed(0)
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
+        d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=40, max_source_positions=20, max_target_positions=80,
+        num_mel_bins=4, init_std=0.3, pad_token_id=1, bos_token_id=0, eos_token_id=39, decoder_start_token_id=2)).eval()
+    vars(model.generation_config).update(
+        alignment_heads=[[0, 1], [1, 2]], no_timestamps_token_id=24, is_multilingual=False, prev_sot_token_id=3,
+        max_initial_timestamp_index=5, return_timestamps=False, suppress_tokens=None, begin_suppress_tokens=None)
+    return model
+
+
+def words(model):
+    return model.generate(SOUND, max_new_tokens=6, return_timestamps=True, return_token_timestamps=True)
+
+
+@pytest.mark.parametrize("path", ["", "model"])
+def test_word_timestamps_are_refused_and_later_calls_are_as_before(path):
+    model = whisper()
+    own = model.generate(SOUND, max_new_tokens=6)
+    swap_attention(model.get_submodule(path), "favorp", m=8)
+    before = model.generate(SOUND, max_new_tokens=6)
+    for one in (model, copy.deepcopy(model)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="word timestamps .* swap model.model.encoder alone"):
+                words(one)
+            assert torch.equal(one.generate(SOUND, max_new_tokens=6), before)
+    model.model.config._attn_implementation = "eager"   # by the user: it stays refused
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is now 'eager'.* call unswap_attention"):
+            model.generate(SOUND, max_new_tokens=6)
+    unswap_attention(model.get_submodule(path))
+    assert torch.equal(model.generate(SOUND, max_new_tokens=6), own)
+
+
+def test_word_timestamps_of_a_swapped_encoder():
+    """Also after a refusal of the whole model."""
+    model, expected = whisper(), words(whisper())
+    assert expected["token_timestamps"].count_nonzero()
+    with pytest.raises(ValueError, match="word timestamps"):
+        words(swap_attention(model, "exact"))
+    swap_attention(unswap_attention(model).model.encoder, "exact")
+    found = words(model)
+    assert all(torch.equal(found[key], expected[key]) for key in ("sequences", "token_timestamps"))
+    swap_attention(model.model.encoder, "favorp", m=8)
+    assert words(model)["token_timestamps"].count_nonzero()
