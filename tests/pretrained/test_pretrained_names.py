@@ -1,7 +1,9 @@
 """models/<name> as the name of a model, wherever one is named, and fetched from the hub."""
 
 import json
+import multiprocessing
 import shutil
+from functools import partial
 
 import huggingface_hub
 import pytest
@@ -14,6 +16,8 @@ import crt_exp
 from crt_exp.data import DataError
 from crt_exp.data.__main__ import main
 from crt_exp.models import encoders, vision
+from crt_exp.models.folder import verify
+from crt_exp.pretrained.fetch import install
 from crt_exp.pretrained.published import MODELS, fetched
 
 NAME = "models/minilm"
@@ -102,6 +106,42 @@ def test_from_pretrained(data):
     exact = AutoModelForMaskedLM.from_pretrained(data / NAME).eval()
     with torch.no_grad():
         assert torch.equal(model(ids).logits, exact(ids).logits)
+
+
+def test_from_pretrained_refuses_weights_that_changed_since_they_were_fetched(data, tmp_path, monkeypatch):
+    install(MODELS[NAME], tmp_path, partial(copied, data), say=str)
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    crt_exp.from_pretrained(AutoModelForMaskedLM, NAME)
+    weights = tmp_path / NAME / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DataError, match=f"^{NAME}: .*model.safetensors is damaged"):
+        crt_exp.from_pretrained(AutoModelForMaskedLM, NAME)
+
+
+def copied(data, folder):
+    shutil.copytree(data / NAME, folder, dirs_exist_ok=True)
+    return "a copy"
+
+
+def test_two_processes_that_fetch_one_model_leave_one_whole_folder(data, tmp_path):
+    """The other one begins and ends while this one has written half."""
+    other = multiprocessing.get_context("fork").Process(
+        target=install, args=(MODELS[NAME], tmp_path, partial(copied, data), str))
+
+    def bring(folder):
+        (folder / "config.json").write_text("{")
+        other.start()
+        other.join()
+        assert other.exitcode == 0 and (tmp_path / NAME / "model.safetensors").is_file()
+        assert (folder / "config.json").read_text() == "{"
+        return copied(data, folder)
+
+    install(MODELS[NAME], tmp_path, bring, say=str)
+    verify(tmp_path / NAME, NAME)
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["minilm"]
+    assert {"config.json", "digests.json", "fetched.json", "model.safetensors"} <= {
+        path.name for path in (tmp_path / NAME).iterdir()}
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -125,6 +125,26 @@ def test_other_patterns_are_refused_when_they_come(what):
         swap_attention(llama(), "favorp", m=8)(input_ids=tokens(), attention_mask=mask)
 
 
+@torch.no_grad()
+def test_padded_images_of_naflexvit_are_refused_or_exact():
+    """Its masks of pairs leave out padding in the rows too; the option that the refusal names gives masks of keys."""
+    naflexvit = pytest.importorskip("timm.models.naflexvit")
+    places = torch.cartesian_prod(torch.arange(3), torch.arange(3)).expand(B, 9, 2)
+    batch = {"patches": numbers(B, 9, 48), "patch_coord": places,
+             "patch_valid": torch.arange(9) < torch.tensor([[9], [6]])}
+    for keys_alone in (False, True):
+        model = naflexvit.NaFlexVit(naflexvit.NaFlexVitCfg(
+            embed_dim=16, depth=2, num_heads=4, patch_size=4, pos_embed_grid_size=(4, 4), global_pool="avg",
+            use_key_only_attn_mask=keys_alone), num_classes=3).double().eval()
+        before = model(batch)
+        swap_attention(model, "exact")
+        if keys_alone:
+            torch.testing.assert_close(model(batch), before, **CLOSE)
+        else:
+            with pytest.raises(ValueError, match=r"blocks.0.attn: .* use_key_only_attn_mask=True"):
+                model(batch)
+
+
 def test_a_head_mask_is_refused():
     with pytest.raises(ValueError, match=r"layer.0.attention.self: linear attention has no head_mask"):
         swap_attention(bert(), "favorp", m=8)(input_ids=tokens(), head_mask=torch.ones(2, 4))
