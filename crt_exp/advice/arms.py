@@ -31,8 +31,10 @@ class Arm:
         return f'swap_attention(model, "{self.name}"{options})'
 
 
-def candidates() -> list[Arm]:
+def candidates(quick: bool) -> list[Arm]:
     """What is tried where the caller does not say: the first is the model's own attention, the last the floor."""
+    if quick:
+        return [Arm(name) for name in (EXACT, NEAR_FAR, "window", "favorpp", FLOOR)]
     presets = ("cheap", "default", "quality")
     return [Arm(EXACT), *(Arm(NEAR_FAR, {"preset": preset}) for preset in presets), Arm("window"), Arm("favorsharp"),
             Arm("favorpp"), Arm(FLOOR)]

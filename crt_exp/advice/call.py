@@ -25,7 +25,7 @@ SAMPLES = {"texts": 8, "images": 64, "pieces": 16}    # to judge on, where nothi
 def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
            labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
            attentions: Sequence[str | type | tuple[str | type, dict]] | None = None, samples: int | None = None,
-           calibration: int = 4, rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0,
+           quick: bool = True, calibration: int = 4, rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0,
            progress: Callable[[str], None] | None = None) -> Advice:
     """Tries other attention in a pretrained model, and says what each costs and which to take.
 
@@ -38,9 +38,9 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
 
     `calibration` pieces fit attention that has something to fit, `samples` others judge (8 texts, 64 images, 16 of
     other pieces): intervals are over these. attentions: strings such as "window block=32", classes of one's own, or
-    (name, options); by default near-far attention with its presets, a window, FAVOR#, FAVOR++ and uniform attention,
-    the floor. rounds: of the times, medians. tolerance: nats above exact that are near enough. progress: takes a line
-    at each step; by default they go to stderr.
+    (name, options); by default near-far attention, a window, FAVOR++ and uniform attention, the floor, with quick=False
+    also the other presets of near-far attention and FAVOR#. rounds: of the times, medians. tolerance: nats above exact
+    that are near enough. progress: takes a line at each step; by default they go to stderr.
 
     model: in memory, which is as it was afterwards; or the name or folder of a language model, whose tokenizer is then
     the one that lies there. Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`.
@@ -58,7 +58,7 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
             if length is not None:
                 raise ValueError(f"length = {length} is of texts: images and other pieces are as long as they are")
             bench = _of_batches(model, texts, labels, samples, calibration, seed)
-        trial = Trial(bench, arms_of(attentions), rounds, tolerance)
+        trial = Trial(bench, arms_of(attentions, quick), rounds, tolerance)
         for _ in trial.measured(say):
             pass
         return trial.advice()
@@ -159,10 +159,10 @@ def spread(count: int, samples: int, calibration: int, noun: str, more: str = "m
     return chosen[:samples], chosen[samples:]
 
 
-def arms_of(attentions: Sequence[str | type | tuple[str | type, dict]] | None) -> list[Arm]:
+def arms_of(attentions: Sequence[str | type | tuple[str | type, dict]] | None, quick: bool = True) -> list[Arm]:
     """Exact attention first. Raises ConfigError for names and options that conf/attention does not have."""
     if attentions is None:
-        return candidates()
+        return candidates(quick)
     arms = [arm_of(each) for each in attentions]
     for arm in arms:
         arm.mechanism()

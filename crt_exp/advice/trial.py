@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from crt_exp.advice.arms import EXACT, Arm
 from crt_exp.advice.verdict import Advice, Row, is_beyond, is_within, rows_of, uses_memory
 from crt_exp.mechanism import Mechanism
@@ -44,8 +46,13 @@ class Trial:
         return len(self.rows) == len(self.plan)
 
     def measured(self, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        """The records that are not done, each after a line that says what there is, and how long the rest takes."""
-        before, begun = len(self.rows), time.perf_counter()
+        """The records that are not done, each after a line that says what there is, and how long the rest takes; first
+        an estimate, from the time of one piece by the model's own attention."""
+        self.pace = self._pace()
+        before, left = len(self.rows), self.pace * sum(self._work(i) for i in range(len(self.rows), len(self.plan)))
+        say(f"advise: {len(self.arms)} attentions, {len(self.bench.judged)} {self.bench.noun} of {self.bench.length} "
+            f"tokens: about {left:.0f} s")
+        begun = time.perf_counter()
         for row in planned(self.plan, self.rows):
             spent, n = time.perf_counter() - begun, len(self.rows)
             self.pace = spent / max(sum(self._work(i) for i in range(before, n)), 1)
@@ -53,6 +60,15 @@ class Trial:
             rest = "" if self.ended else f", at most {left:.0f} s left"
             say(f"advise: {self._news(row)}, {n} of {len(self.plan)} ({spent:.0f} s{rest})")
             yield row
+
+    @torch.no_grad()
+    def _pace(self) -> float:
+        """Seconds of a piece, the second time that it is read."""
+        with self.bench.swapped(None):
+            for _ in range(2):
+                begun = time.perf_counter()
+                self.bench.loss(0)
+        return time.perf_counter() - begun
 
     # ---- a record each
 

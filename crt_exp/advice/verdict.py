@@ -28,6 +28,7 @@ MARGIN = 1.05
 CLEARER = {"texts": "text that the model predicts well, or longer pieces"}
 SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66"}
 WINDOW = "#AA4499"   # the floor is grey
+ALIKE = "≈: not told apart from the time of exact attention."
 LONGER = {"texts": "a longer task.length", "images": "larger images"}
 
 
@@ -48,6 +49,7 @@ class Row:
     exact_to: int = 0                                    # tokens up to which it is exact attention
     pieces: int = 0                                      # on which it was judged
     told_apart: bool = True                              # whether its time differs from exact attention's in all rounds
+    step_told_apart: bool = True                         # the same of training steps
 
     @classmethod
     def of(cls, arm: Arm, losses: dict[str, list[float]], own: dict[str, list[float]]) -> "Row":
@@ -103,11 +105,11 @@ class Advice:
 
     def __str__(self) -> str:
         return "\n".join([*aligned([header(self), *(cells_of(self, row) for row in self.rows)]), "", self.sentence,
-                          *self.notes, "", self.code])
+                          ALIKE, *self.notes, "", self.code])
 
     def markdown(self) -> str:
         return (f"{markdown(header(self), [cells_of(self, row) for row in self.rows])}\n{self.sentence} Measured on "
-                f"{self.texts} {self.noun} of {self.length} tokens, one draw of the noise.")
+                f"{self.texts} {self.noun} of {self.length} tokens, one draw of the noise. {ALIKE}")
 
     def save(self, directory: str | Path) -> None:
         """advise.csv, advise.md and advise.png in a folder."""
@@ -138,6 +140,8 @@ def rows_of(arms: Sequence[Arm], losses: Sequence[dict[str, list[float]]],
         row.mib = last.get("mib", {}).get(label)
         times = last["ms"][label]
         row.speedup, row.told_apart = ratio(base[:len(times)], times), differ(base, times)
+        if row.step is not None:
+            row.step_told_apart = differ(last["step"][arms[0].label], last["step"][label])
         row.pays_from = pays_from(rows[0].ms, row.ms) if row.told_apart else None
     return rows
 
@@ -281,11 +285,12 @@ def cells_of(advice: Advice, row: Row) -> list[str]:
         f"({advice.again:.3f})" if own else shown(row.again, row.again_ci95)]
     pieces = [str(row.pieces)] if in_part(advice) else []
     mib = [] if all(each.mib is None for each in advice.rows) else [f"{row.mib:.0f}"]
-    gain = f"{row.speedup:.2f}" if own or row.told_apart else "not told apart"
     pays = "" if own else f"> {advice.length}" if row.pays_from is None else (
         f"<= {row.pays_from}" if row.pays_from == min(row.ms) else str(row.pays_from))
+    alike, step_alike = (" ≈" * (not own and not told) for told in (row.told_apart, row.step_told_apart))
     return [row.arm.label, f"(loss {advice.loss:.3f})" if own else shown(row.above, row.above_ci95), *again, *pieces,
-            f"{row.ms[advice.length]:.1f}", "" if row.step is None else f"{row.step:.1f}", *mib, gain, pays]
+            f"{row.ms[advice.length]:.1f}{alike}", "" if row.step is None else f"{row.step:.1f}{step_alike}", *mib,
+            f"{row.speedup:.2f}{alike}", f"{pays}{alike}"]
 
 
 def shown(value: float, half: float) -> str:

@@ -58,7 +58,7 @@ def run_list(options: argparse.Namespace) -> int:
     print(f"Data folder: {root}" if root else "Data folder: none. Set CRT_DATA=DIR or give --dir DIR.")
     rows = [(source.name, source.tasks, presence(source, root), size(source), files(source), source.page)
             for source in (*sources.TABLE, *own_images(root))]
-    rows += [(model.name, "advise fidelity", "present" if root and (root / model.name).is_dir() else "missing",
+    rows += [(model.name, model.tasks, "present" if root and (root / model.name).is_dir() else "missing",
               "", model.what, model.page) for model in MODELS.values()]
     print_table([("set", "tasks", "here", "size", "files below the data folder", "official source"), *rows])
     print("\nembedded: needs no file. by hand: `fetch` cannot get it. "

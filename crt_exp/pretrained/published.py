@@ -11,29 +11,30 @@ SCRIPT = "python tests/tools/fetch_wheel_models.py"  # of a checkout: takes mode
 
 
 class Published(NamedTuple):
-    """hub: the model's name there, empty where it is not there. page: who publishes it."""
+    """hub: the model's name there, empty where it is not there. page: who publishes it. tasks: that take it by name."""
 
     name: str
     hub: str
     licence: str
     page: str
     what: str
+    tasks: str = ""
 
 
 HUB, REACTIONS = "https://huggingface.co", "https://github.com/rxn4chemistry"
 MODELS = {model.name: model for model in (
     Published("models/smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "Apache-2.0",
               f"{HUB}/HuggingFaceTB/SmolLM2-135M-Instruct", "causal language model, 30 layers, 9 heads of 64 over 3 of "
-              "keys, 8192 places; weights of 4 bits in the wheel"),
+              "keys, 8192 places; weights of 4 bits in the wheel", "advise fidelity"),
     Published("models/minilm", "sentence-transformers/all-MiniLM-L6-v2", "Apache-2.0",
               f"{HUB}/sentence-transformers/all-MiniLM-L6-v2",
-              "BERT of sentences, 6 layers, 12 heads of 32, 512 places"),
+              "BERT of sentences, 6 layers, 12 heads of 32, 512 places", "glue fidelity"),
     Published("models/whisper-tiny.en", "openai/whisper-tiny.en", "MIT", f"{HUB}/openai/whisper-tiny.en",
               "speech recogniser, 4 + 4 layers, 6 heads of 64, 1500 frames"),
     Published("models/rxnfp", "", "MIT", f"{REACTIONS}/rxnfp",
-              "masked BERT of reactions (SMILES), 12 layers, 4 heads of 64, 512 places"),
+              "masked BERT of reactions (SMILES), 12 layers, 4 heads of 64, 512 places", "advise fidelity"),
     Published("models/rxnmapper", "", "MIT", f"{REACTIONS}/rxnmapper", "masked ALBERT of reactions (SMILES), 12 layers "
-              "of one set of weights, 8 heads of 32, 512 places; its attention maps atoms"),
+              "of one set of weights, 8 heads of 32, 512 places; its attention maps atoms", "advise fidelity"),
     Published("models/vit-s-saliency", "", "MIT", "https://github.com/julesGoueffon/jgo_saliency", "ViT of images, "
               "begun from DINOv2 (Apache-2.0) and trained on for saliency, 12 layers, 6 heads of 64, patches of 14 "
               "pixels"))}

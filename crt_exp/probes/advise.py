@@ -36,8 +36,8 @@ class Advise:
     uses: frozenset[str] = frozenset()  # attention is named by task.attentions
 
     def __init__(self, model: str | None, text: str | Sequence[str] | None, images: str | None, audio: str | None,
-                 tokenizer: str | None, length: Count | None, attentions: Sequence[str] | None, samples: Count | None,
-                 calibration: Count, rounds: Count, tolerance: Positive, cache_dir: str | None):
+                 tokenizer: str | None, length: Count | None, attentions: Sequence[str] | None, quick: bool,
+                 samples: Count | None, calibration: Count, rounds: Count, tolerance: Positive, cache_dir: str | None):
         if model is None or [text, images, audio].count(None) != 2:
             raise ValueError("task=advise needs task.model (a folder, a run or a hub name) and one of task.text, "
                              "task.images and task.audio (which the model was not trained on)")
@@ -45,7 +45,7 @@ class Advise:
             raise ValueError(f"task.{given[0]} is of texts: leave it out with task.images and task.audio")
         self.model, self.text, self.tokenizer, self.length = model, text, tokenizer, length
         self.images, self.audio = images, audio
-        self.attentions, self.samples, self.calibration = attentions, samples, calibration
+        self.attentions, self.quick, self.samples, self.calibration = attentions, quick, samples, calibration
         if attentions is not None:
             arms_of(attentions)
         self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
@@ -76,7 +76,7 @@ class Advise:
         return of_rows(model, judged, training, tokenizer, seed)
 
     def arms(self, bench: Bench) -> list[Arm]:
-        return arms_of(self.attentions)
+        return arms_of(self.attentions, self.quick)
 
     def final(self, advice: Advice) -> dict[str, Any]:
         chosen = advice.chosen or advice.rows[0]

@@ -78,11 +78,13 @@ class ProgressLine:
 
 @contextmanager
 def measuring(records: list[dict], note: Callable[[str], None]) -> Iterator[None]:
-    """A line every EVERY seconds, on standard error and in the run's log, while records are measured."""
+    """A line after EVERY seconds, then at longer intervals up to a minute, on standard error and in the run's log."""
     ended, began = Event(), time.monotonic()
 
     def lines() -> None:
-        while not ended.wait(EVERY):
+        turns = 0
+        while not ended.wait(min(EVERY * 2**turns, 60)):
+            turns += 1
             line = f"measuring for {time.monotonic() - began:.0f} s, {len(records)} records"
             note(line)
             print(line, file=sys.stderr, flush=True)

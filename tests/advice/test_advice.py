@@ -123,7 +123,7 @@ def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):
     assert advice.rows[0].above == 0 and advice.rows[0].speedup == 1
     assert advice.learns == {"exact": False, "favorpp": True, "nearfar preset=cheap": False, "uniform": False}
     assert all(row.step > 0 and row.mib is not None and row.again is not None for row in advice.rows)
-    assert advice.sentence in str(advice) and "repeated text" in str(advice) and len(lines) == 5
+    assert advice.sentence in str(advice) and "repeated text" in str(advice) and len(lines) == 6
     advice.save(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"advise.csv", "advise.md", "advise.png"}
     assert len(list(csv.DictReader((tmp_path / "advise.csv").open()))) == 4
@@ -196,7 +196,8 @@ def test_where_it_pays_is_on_a_line_over_logarithms():
 
 
 def test_candidates_and_bad_inputs():
-    assert [arm.label for arm in candidates()][:2] == ["exact", "nearfar preset=cheap"]
+    assert [arm.label for arm in candidates(quick=True)] == ["exact", "nearfar", "window", "favorpp", "uniform"]
+    assert [arm.label for arm in candidates(quick=False)][:2] == ["exact", "nearfar preset=cheap"]
     for given, message in (
             ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "it takes 32 to 256 tokens"),
             ({"length": 8}, "it takes 32 to 256"), ({"samples": 50}, "give more text, or a smaller length"),

@@ -69,7 +69,7 @@ def test_images_in_memory_leave_the_model_as_it_was():
     advice = crt_exp.advise(model, images(), labels=torch.zeros(7, dtype=torch.long), samples=5, calibration=2,
                             rounds=1, attentions=["nearfar", "uniform"], progress=lines.append)
     assert all(torch.equal(model.state_dict()[name], t) for name, t in before.items())
-    assert (advice.noun, advice.texts, advice.length, len(lines)) == ("images", 5, 17, 4)
+    assert (advice.noun, advice.texts, advice.length, len(lines)) == ("images", 5, 17, 5)
     assert not any("There are no labels" in note for note in advice.notes)
     assert "images" in advice.markdown() and advice.rows[1].above == pytest.approx(0, abs=1e-5)  # exact below 512
 
