@@ -4,6 +4,7 @@ Legend: n samples, d columns, m projections, M features. The kernel is exp(-gamm
 exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma); or x = u / length_scale.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
@@ -314,8 +315,10 @@ def validated(estimator, X, y, **checks) -> tuple:
 def label_set(*labels) -> np.ndarray:
     """unique_labels of one or more arrays. Raises ValueError where they are no labels, or not of one type."""
     try:
-        for some in labels:
-            check_classification_targets(some)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The number of unique classes")  # a list of classes has each of them once
+            for some in labels:
+                check_classification_targets(some)
         return unique_labels(*labels)
     except TypeError as error:  # of bytes
         raise ValueError(str(error)) from None
