@@ -4,6 +4,7 @@ Legend: n samples, d columns, m projections, M features. The kernel is exp(-gamm
 exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma); or x = u / length_scale.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
@@ -80,7 +81,7 @@ class RandomFeatureEstimator(BaseEstimator):
         self.noise_ = self.map_.noise(m, draw)
         return generator
 
-    def _set_scale(self, X, weight: np.ndarray | None = None) -> None:
+    def _set_scale(self, X, weight: np.ndarray) -> None:
         """gamma_: as given, or 1 / (d variance of X) for 'scale', as in RBFSampler; scale_ (d,), which multiplies
         columns; center_: the mean of rows, where the map gains by it.
 
@@ -95,7 +96,6 @@ class RandomFeatureEstimator(BaseEstimator):
         self.scale_ = (2 * self.gamma_) ** 0.5 / lengths
         self.center_ = np.zeros(d)
         if self._centred:
-            weight = np.ones(X.shape[0]) if weight is None else weight
             self.center_ = sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X)) / weight.sum()
 
     @property
@@ -108,22 +108,22 @@ class RandomFeatureEstimator(BaseEstimator):
         X = X.toarray() if issparse(X) else X
         return torch.from_numpy((X - self.center_.astype(X.dtype)) * self.scale_.astype(X.dtype))
 
-    def _fit_map(self, X, m: int, weight: np.ndarray | None = None) -> torch.Generator:
+    def _fit_map(self, X, m: int, weight: np.ndarray) -> torch.Generator:
         self.map_ = self._map()
         generator = self._draw(m)
         self.params_ = self.map_.fit(self._statistics(X, weight) if self.map_.fitted else None)
         return generator
 
-    def _statistics(self, X, weight: np.ndarray | None) -> Statistics:
+    def _statistics(self, X, weight: np.ndarray) -> Statistics:
         """Of the scaled rows, in float64; a map that is fitted to vectors has at most ROWS of them, evenly spread."""
-        weight = np.ones(X.shape[0]) if weight is None else weight
         if self.map_.on_vectors:
             places = np.linspace(0, X.shape[0] - 1, min(ROWS, X.shape[0])).astype(int)
             x = self._scaled(X[places].astype(np.float64))
             return Statistics.of(x, x)
         known = self._means(X, weight)
         if not isinstance(self.map_, PositiveExponential):
-            known["minimum"] = self._least(X)
+            low = X.min(0).toarray().ravel() if issparse(X) else X.min(0)
+            known["minimum"] = (low.astype(np.float64) - self.center_) * self.scale_
         moments = Moments.known(**{name: torch.from_numpy(value) for name, value in known.items()})
         return Statistics(moments, moments)
 
@@ -135,10 +135,6 @@ class RandomFeatureEstimator(BaseEstimator):
             sums = sums + np.stack([w @ x, w @ x**2, w @ abs(x)])
             products += (x[:, :len(products)] * w[:, None]).T @ x
         return dict(zip(names, sums)) | ({"second": products} if self.map_.second_moments else {})
-
-    def _least(self, X) -> np.ndarray:
-        low = X.min(0).toarray().ravel() if issparse(X) else X.min(0)
-        return (low.astype(np.float64) - self.center_) * self.scale_
 
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
@@ -213,6 +209,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         """Of rows that are checked, some of which may count more than others."""
         self.n_features_in_ = X.shape[1]
         self._check_options()
+        weight = np.ones(X.shape[0]) if weight is None else weight
         self._set_scale(X, weight)
         generator = self._fit_map(X, self._projections(), weight)
         self._dtype, self._n_features_out = X.dtype, int(self.n_components)
@@ -314,8 +311,10 @@ def validated(estimator, X, y, **checks) -> tuple:
 def label_set(*labels) -> np.ndarray:
     """unique_labels of one or more arrays. Raises ValueError where they are no labels, or not of one type."""
     try:
-        for some in labels:
-            check_classification_targets(some)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The number of unique classes")  # a list of classes has each of them once
+            for some in labels:
+                check_classification_targets(some)
         return unique_labels(*labels)
     except TypeError as error:  # of bytes
         raise ValueError(str(error)) from None
@@ -334,9 +333,8 @@ def check_lengths(length_scale, d: int) -> np.ndarray:
     return np.broadcast_to(lengths, d)
 
 
-def _variance(X, weight: np.ndarray | None = None) -> float:
+def _variance(X, weight: np.ndarray) -> float:
     """Of all entries, in float64 and block by block, around the mean of the first block."""
-    weight = np.ones(X.shape[0]) if weight is None else weight
     total = weight.sum() * X.shape[1]
     if issparse(X):
         first, second = (float(((power.T @ weight) / total).sum()) for power in (X, X.multiply(X)))

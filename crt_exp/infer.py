@@ -294,11 +294,11 @@ def check_device(name: str) -> None:
 
 def check_output(options: SequenceOptions) -> None:
     """Raises ConfigError where the file to write is one that is read, by whatever name."""
-    if options.output is None or not os.path.exists(options.output):
-        return
-    kinds, every = (".safetensors", ".json", ".yaml"), Path(options.run).expanduser().rglob("*")
-    for path in (options.prompt, *(file for file in every if file.suffix in kinds)):
-        if os.path.exists(path) and os.path.samefile(path, options.output):
+    given = options.run, options.output or "", options.prompt
+    run, output, prompt = (Path(os.path.expanduser(text)) for text in given)
+    kept = [file for file in run.rglob("*") if file.suffix in (".safetensors", ".json", ".yaml")]
+    for path in (prompt, *kept) if output.is_file() else ():
+        if os.path.exists(path) and os.path.samefile(path, output):
             raise ConfigError(f"output = {options.output}: this command reads that file, {path}; give another name")
 
 

@@ -34,11 +34,12 @@ class _KernelRegression(RandomFeatureEstimator):
 
     def _begin(self, X: np.ndarray) -> None:
         self._check_options()
-        self._set_scale(X)
+        weight = np.ones(len(X))
+        self._set_scale(X, weight)
         if self._exact:
             self.x_, self.targets_ = X[:0], None
             return
-        self._fit_map(X, whole_number(self.n_projections, "n_projections"))
+        self._fit_map(X, whole_number(self.n_projections, "n_projections"), weight)
         self.state_, self.log_scale_ = None, None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:
@@ -64,11 +65,8 @@ class _KernelRegression(RandomFeatureEstimator):
     def _numerators(self, X: np.ndarray) -> np.ndarray:
         """(n, C + 1) sums, the last column the kernel mass, up to a positive factor for each row."""
         sums = self._exact_sums if self._exact else self._feature_sums
-        at_once = self._exact_rows() if self._exact else ROWS
+        at_once = max(1, 4_000_000 // max(len(self.x_), 1)) if self._exact else ROWS
         return np.concatenate([sums(X[rows]) for rows in blocks(len(X), at_once)])
-
-    def _exact_rows(self) -> int:
-        return max(1, 4_000_000 // max(len(self.x_), 1))
 
     def _feature_sums(self, X: np.ndarray) -> np.ndarray:
         f = self.map_.phi_q(self._scaled(X), self.noise_, self.params_)

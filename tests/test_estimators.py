@@ -70,6 +70,13 @@ def test_targets_that_are_none(make, message):
 
 
 @pytest.mark.parametrize("make", [KernelRegressionClassifier, RandomFeatureClassifier])
+def test_many_classes_are_no_regression_targets(make):
+    """No warning for a list of classes, in which each of them stands once."""
+    X, y = np.random.default_rng(0).normal(size=(90, 2)), np.arange(90) % 30
+    assert make().partial_fit(X, y, classes=np.arange(30)).predict(X).shape == make().fit(X, y).predict(X).shape
+
+
+@pytest.mark.parametrize("make", [KernelRegressionClassifier, RandomFeatureClassifier])
 def test_labels_of_another_type_later(make):
     X = np.arange(6.0)[:, None]
     for later, message in ([1, 2] * 3, "Mix of label input types"), ([b"a", b"b"] * 3, "bytes"):

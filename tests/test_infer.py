@@ -206,7 +206,7 @@ def test_sequences_of_letters(root, called, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["itself", "link", "hard link", "weights"])
-def test_an_output_that_is_an_input_is_refused(name, root, called, tmp_path):
+def test_an_output_that_is_an_input_is_refused(name, root, called, tmp_path, monkeypatch):
     run, image = shutil.copytree(root / "proteins", tmp_path / "run"), tmp_path / "image.png"
     shutil.copy(root / "digits/0.png", image)
     (tmp_path / "link").symlink_to(image)
@@ -217,6 +217,9 @@ def test_an_output_that_is_an_input_is_refused(name, root, called, tmp_path):
     code, out, err = called(f"run={run}", f"prompt={image}", f"output={output}")
     assert code == 2 and out == "" and f"output = {output}: this command reads that file" in err
     assert output.read_bytes() == before
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, err = called(f"run={run}", f"prompt={image}", f"output=~/{output.relative_to(tmp_path)}")
+    assert code == 2 and "this command reads that file" in err and output.read_bytes() == before
     other = run / "mine.fasta"
     other.write_text("older")
     assert called(f"run={run}", f"output={other}")[0] == 0 and "older" not in other.read_text()

@@ -17,11 +17,11 @@ class DataError(Exception):
 def check_regular(path, least: int = 0) -> None:
     """Raises ValueError for a file of fewer bytes than `least`, and for what lies at a path and is no file: reading a
     pipe or a device may wait for ever."""
-    mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode) and os.path.getsize(path) < least:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device, not a file")
+    if status.st_size < least:
         raise ValueError("the file is empty")
-    if not stat.S_ISREG(mode):
-        raise ValueError("a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device, not a file")
 
 
 def check_classes(labels: Iterable[Hashable], where: str) -> None:

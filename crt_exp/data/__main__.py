@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crt_exp.data import DataError, sources
@@ -126,7 +126,7 @@ def run_fetch(options: argparse.Namespace) -> int:
         raise DataError("Nobody said where the data go: give --dir DIR, or set CRT_DATA=DIR.")
     if published.is_model(options.name):
         return fetch_models(options, root)
-    chosen = fetchable_first(sources.select(options.name))
+    chosen = sorted(sources.select(options.name), key=lambda each: not fetched(each))  # by hand: stops the command
     agreed = agree([source for source in chosen if presence(source, root) not in ("present", "by hand")], root,
                    options.yes)
     for source in chosen:
@@ -180,11 +180,6 @@ def inspect_model(folder: Path) -> Finding:
     except DataError as error:
         return Finding(WRONG, str(error))
     return Finding(OK, "weights as they were fetched")
-
-
-def fetchable_first(chosen: Iterable[Source]) -> list[Source]:
-    """What must be got by hand stops the command, so it comes last."""
-    return sorted(chosen, key=lambda source: not fetched(source))
 
 
 def verify_indexes(directory: Path) -> int:

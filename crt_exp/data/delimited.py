@@ -40,8 +40,8 @@ def table(path: Path, text: str, separator: str, quoting: int = QUOTED) -> tuple
                             + advice(separator, quoting))
         spanned = lines[line - 1:line + sum(cell.count("\n") for cell in cells)]
         if spanned[1:] and names[1:] and all(len(names) in widths(each, separator) for each in spanned if each):
-            raise DataError(f"{path}, line {line}: a cell begins with a quotation mark and takes in {len(spanned) - 1} "
-                            "more rows; within a cell each one is written twice, \"\"")
+            raise DataError(f"{path}, line {line}: a quoted cell spans {len(spanned)} lines that read as rows of "
+                            'their own: write a quotation mark within a cell twice, "", or take the line ends out')
     return names, rows[1:]
 
 

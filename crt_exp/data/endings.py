@@ -39,17 +39,17 @@ def hidden(path: str | Path) -> bool:
 
 
 class Sieve:
-    """Takes names by their ending, whatever its case, and counts the endings of the others; hidden ones are passed by.
-    """
+    """Takes names by their ending, whatever its case, and counts the endings of the others, but of hidden files."""
 
     def __init__(self, taken: Iterable[str]):
         self.taken, self.left = tuple(taken), Counter[str]()
 
     def takes(self, name: str) -> bool:
+        if hidden(name):
+            return False
         own = ending(name)
-        if own not in self.taken and not hidden(name):
-            self.left[own] += 1
-        return own in self.taken and not hidden(name)
+        self.left.update([own] if own not in self.taken else [])
+        return own in self.taken
 
     def only(self, folder: Path, paths: Iterable[Path]) -> list[Path]:
         """Those that are taken, in no hidden folder, sorted; says in a line what else lies in the folder."""

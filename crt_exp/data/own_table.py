@@ -19,7 +19,6 @@ from crt_exp.data.delimited import DelimitedRow, table
 from crt_exp.data.numerals import EMPTY, Mixed, Numbers, numbers
 from crt_exp.data.tabular import Column, Table, as_number, is_number
 
-MISSING = {"", "?"}
 MOST_CLASSES = 20      # whole numbers of no more values are classes, where nothing else is said
 MOST_LEVELS = 100      # of a category, encoded as so many columns
 LARGEST = 1e150        # whose square is a number too
@@ -46,7 +45,8 @@ def read(path: str | Path, target: str | None, kind: Kind | None = None) -> tupl
         near = difflib.get_close_matches(target, names, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise DataError(f"task.target = {target}: {path} has no such column{hint}\n  columns: {shown(names)}")
-    texts = {name: stripped(column) for name, column in zip(names, zip(*(row.cells for row in rows)))}
+    texts = {name: [None if cell.strip() in ("", "?") else cell.strip() for cell in column]
+             for name, column in zip(names, zip(*(row.cells for row in rows)))}
     if len(names) == 1:
         raise DataError(f"{path}: {target} is its only column")
     values = numbers_of(path, texts, target if kind == "classification" else None, notes)
@@ -81,10 +81,6 @@ def cells(path: Path) -> tuple[list[str], list[DelimitedRow]]:
 
 def shown(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 20 else f"{', '.join(names[:20])} and {len(names) - 20} more"
-
-
-def stripped(column: Sequence[str]) -> Texts:
-    return [None if (text := cell.strip()).lower() in MISSING else text for cell in column]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -161,37 +157,25 @@ def plain(text: str) -> str:
 
 def column_of(name: str, texts: Texts, read: Numbers | None, there: np.ndarray, notes: list[str]) -> Column | None:
     """Of the rows that are there; None, and reported, for a column that says nothing about other rows."""
-    if read is not None:
-        return number_column(name, read.values, there, notes)
     kept = [None if text is None else plain(text) for text, keep in zip(texts, there) if keep]
-    levels = sorted({text for text in kept if text is not None})
-    missing = kept.count(None)
-    if not report_missing(name, missing, len(kept), notes):
+    missing = kept.count(None) if read is None else int(np.isnan(read.values[there]).sum())
+    if missing == len(kept):
+        notes.append(f"{name} is empty and left out")
         return None
+    if missing:
+        notes.append(f"{name}: {missing} of {len(kept)} values are missing")
+    if read is not None and counts_rows(read.values):
+        notes.append(f"{name} counts the rows and is left out")
+        return None
+    if read is not None:
+        return Column(name, read.values[there])
+    levels = sorted({text for text in kept if text is not None})
     if len(levels) > max(2, min(MOST_LEVELS, len(kept) // 2)):
         notes.append(f"{name} has {len(levels)} different texts and is left out")
         return None
     levels += ["(missing)"] if missing else []
     place = {level: code for code, level in enumerate(levels)}
     return Column(name, np.array([place[text or "(missing)"] for text in kept], np.int64), tuple(levels))
-
-
-def number_column(name: str, values: np.ndarray, there: np.ndarray, notes: list[str]) -> Column | None:
-    if not report_missing(name, int(np.isnan(values[there]).sum()), int(there.sum()), notes):
-        return None
-    if counts_rows(values):
-        notes.append(f"{name} counts the rows and is left out")
-        return None
-    return Column(name, values[there])
-
-
-def report_missing(name: str, missing: int, count: int, notes: list[str]) -> bool:
-    """Whether any value is left."""
-    if missing == count:
-        notes.append(f"{name} is empty and left out")
-    elif missing:
-        notes.append(f"{name}: {missing} of {count} values are missing")
-    return missing < count
 
 
 def counts_rows(values: np.ndarray) -> bool:

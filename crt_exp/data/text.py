@@ -157,19 +157,12 @@ def untokenized(line: str, unknown: str) -> str:
 def official_file(name: str, split: str, data_dir: str | Path | None = None) -> Path:
     """The file of "ptb" or "wikitext2" for train, valid or test; data_dir: by default $CRT_DATA/NAME.
     Raises DataError."""
-    place = checked_split(name, split)
+    place = ("train", "valid", "test").index(split)
     folder = task_folder(name, data_dir)
     path = folder / Path(SOURCES[name].files[place].path).name if folder else None
     if path is None or not path.is_file():
         raise missing(name, path, place)
     return path
-
-
-def checked_split(name: str, split: str) -> int:
-    splits = ("train", "valid", "test")
-    if split not in splits:
-        raise DataError(f"{name} has no split {split!r}; it has {', '.join(splits)}.")
-    return splits.index(split)
 
 
 # ----------------------------------------------------------------------------------------------------- packing

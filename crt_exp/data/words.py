@@ -68,17 +68,14 @@ def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) ->
     """
     if name not in OFFICIAL:
         no_folder(data_dir, f"task.corpus={name}, a file of its own")
-    parts = official_parts(name, data_dir) if name in OFFICIAL else parts_of(text_path(name))
+    parts = ([text_of(path, name) for path in files_of(name, data_dir)] if name in OFFICIAL
+             else parts_of(text_path(name)))
     counts = Counter(parts[0].words)
     rare = {word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)}
     kept = Counter(UNKNOWN if word in rare else word for word in parts[0].words) if rare else counts
     words = tuple(sorted(kept, key=lambda word: (-kept[word], word)))
     ids = {word: i for i, word in enumerate(words)}
     return Corpus(words, *(word_ids(part, ids) for part in parts))
-
-
-def official_parts(name: str, data_dir: str | Path | None) -> list[WordText]:
-    return [text_of(path, name) for path in files_of(name, data_dir)]
 
 
 def files_of(name: str, data_dir: str | Path | None) -> list[Path]:

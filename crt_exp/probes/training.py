@@ -283,8 +283,8 @@ def train(overrides: list[str], sources: list[str]) -> dict[str, Any]:
     except runs.DivergedRun as failure:
         return {"diverged": failure.reason}
     if PARTIAL in records[-1]:
-        raise ConfigError(f"{home.place(overrides)}: trainer.evaluate cut its evaluations short, and a page takes "
-                          "whole ones")
+        raise ConfigError(f"{home.place(overrides)}: trainer.evaluate limited its evaluations, and a page needs "
+                          "complete ones: run it without trainer.evaluate")
     curve = [record for record in records if record["split"] in VALIDATION and not record.get("final")]
     return {"curve": curve, "last": records[-1]}
 

@@ -89,17 +89,17 @@ def make(args: argparse.Namespace) -> None:
     folder = page.folder_of(page.load(args.name), args.size, args.out, bool(part))
     written = measure(args.name, args.size, folder, args.keep, args.arms, args.seeds)
     print(f"written: {written}")
-    made = render.write(page.Page(args.name, folder, size=args.size, part=part))
+    shown = page.Page(args.name, folder, size=args.size, part=part)
+    made = render.write(shown)
     print(f"written: {made}")
     if args.name == "demo":
-        print(f"\n{first_table(made.read_text())}\n\npicture: {made.with_suffix('.png')}")
+        print(f"\n{first_table(shown)}\n\npicture: {made.with_suffix('.png')}")
 
 
-def first_table(text: str) -> str:
-    """That of a page, with its title, in columns."""
-    title, table = next(part.split("\n| ", 1) for part in text.split("\n## ") if "\n| " in part)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n\n")[0].splitlines()]
-    return "\n".join([title.splitlines()[0], *aligned(rows[:1] + rows[2:])])
+def first_table(shown: page.Page) -> str:
+    """Title and rows, in aligned columns."""
+    table = render.sections_of(shown)[0]
+    return "\n".join([table.title, *aligned([table.header, *table.rows])])
 
 
 def listed() -> str:

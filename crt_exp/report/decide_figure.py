@@ -45,11 +45,6 @@ def point(ax, name: str, x: float, y: float, shade: str) -> None:
 
 def forest_figure(forest: list[tuple[dict[str, Any], Interval]]):
     fig, ax = new_figure(1, 1, figsize=(WIDTH, 1.4 + 0.24 * len(forest)), layout="constrained")
-    plot_forest(ax, forest)
-    return fig
-
-
-def plot_forest(ax, forest: list[tuple[dict[str, Any], Interval]]) -> None:
     for place, (entry, interval) in enumerate(reversed(forest)):
         ax.errorbar(100 * interval.mean, place, xerr=100 * interval.half, color=nearer(interval),
                     marker=MARKS[entry["when"]], ms=4.5, capsize=2, lw=1.2)
@@ -60,6 +55,7 @@ def plot_forest(ax, forest: list[tuple[dict[str, Any], Interval]]) -> None:
     ax.figure.legend(loc="outside lower center", fontsize=SIZE, ncols=1)
     ax.set(xlabel="nearer by, % of uniform's loss")
     ax.figure.suptitle("Nearer to exact attention: FAVOR++ (right) or FAVOR+ (left)", fontsize=SIZE + 1)
+    return fig
 
 
 def nearer(interval: Interval) -> str:

@@ -99,7 +99,7 @@ class Bar:
             ends = sorted(self.value(end) for end in (beyond.low, beyond.high))
             value += (f" ± {beyond.half:.3g}" if not self.log and not self.power else
                       f" [{self.number(ends[0])}, {self.number(ends[1])}]")
-        return with_unit(value, self.unit)
+        return f"{value} {self.unit}".rstrip()
 
     def number(self, value: float) -> str:
         if self.power:
@@ -122,10 +122,6 @@ class Share(Bar):
         low, high = share_between(self.ours, self.whole, beyond.level) if len(self.ours) > 1 else (math.nan, math.nan)
         ends = "" if math.isnan(low) else f" [{low:.3g}, {high:.3g}]"
         return f"{self.value(beyond.mean):.3g}{ends} of it"
-
-
-def with_unit(value: str, unit: str) -> str:
-    return f"{value} {unit}".rstrip()
 
 
 def independent(values: Sequence[float], level: float = LEVEL) -> Interval:
@@ -220,15 +216,12 @@ class Claim:
     def value(self) -> str:
         return self.difference.shown(self.against)
 
-    def shown_closed(self) -> str:
-        """The closed form, as the value is shown."""
-        return "" if self.closed is None else self.against.number(self.against.value(self.closed))
-
     def row(self, word: Word) -> dict[str, float | int | str]:
         """For the index of all verdicts."""
         interval = self.difference
         width = {} if math.isnan(interval.half) else {"difference_ci95": interval.at(LEVEL).half}
-        closed = {} if self.closed is None else {"closed_form": self.shown_closed()}
+        bar = self.against
+        closed = {} if self.closed is None else {"closed_form": bar.number(bar.value(self.closed))}
         return {"claim": self.text, "verdict": word, "value": self.value, "bar": self.against.said,
                 "difference": interval.mean, **width, "unit": self.unit, "n": interval.n, **closed,
                 **stated(paper=self.paper, why=self.why)}

@@ -317,7 +317,7 @@ class Page:
         these arms. least: a number, or setting -> number. An optional one is not asked where it has no draws, and none
         is of a setting that has none."""
         gates = [(entry, setting, self._gate(entry, setting)) for entry in self.spec.get("gates", [])
-                 for setting in self._settings(entry) if setting in self.settings]
+                 for setting in entry.get("settings") or self.settings if setting in self.settings]
         return [(setting, gate) for entry, setting, gate in gates
                 if not (entry.get("optional") and math.isnan(gate.value))]
 
@@ -359,9 +359,6 @@ class Page:
         """Of all verdicts, for the index."""
         return [{"family": family, **verdict.row()} for family, verdicts in self.families.items()
                 for verdict in verdicts]
-
-    def _settings(self, entry: dict[str, Any]) -> Sequence[str]:
-        return entry.get("settings") or self.settings
 
     # ---- what is said first
 

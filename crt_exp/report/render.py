@@ -133,11 +133,13 @@ def origin(page: Page) -> str:
     days = sorted({*frame["date"]} - {""})
     when = "" if not days else f" of {days[0]}" + (f" to {days[-1]}" if days[-1] > days[0] else "")
     made = "; ".join(dict.fromkeys(frame["versions"][frame["versions"] != ""]))
-    drawn = (f"Draws: [{page.name}.csv]({draws_name(page)}), {len(frame)} rows{when}, "
+    packed = ".gz" * (page.folder / f"{page.name}.csv.gz").is_file()
+    drawn = (f"Draws: [{page.name}.csv]({page.name}.csv{packed}), {len(frame)} rows{when}, "
              f"{frame['seconds'].sum():.0f} s of computing.")
     some = f"A part of the page: {page.part} of all that it compares." if page.part else ""
-    return "\n\n".join(part for part in (some, f"{drawn} {made}. Command: `{command(page)}`.", f"{CODE} {age(page)}.")
-                       if part)
+    commits = ", ".join(f"commit {each}" for each in sorted({each.rstrip("+") for each in frame["commit"]} - {""}))
+    return "\n\n".join(part for part in (some, f"{drawn} {made}. Command: `{command(page)}`.",
+                                         f"{CODE} {commits or 'no commit'}.") if part)
 
 
 def command(page: Page) -> str:
@@ -164,14 +166,3 @@ def facts(page: Page) -> str:
         return " ".join(page.spec.get("facts", "").split()).replace("{size}", page.size)
     own = " ".join(page.spec["sizes"][page.size].get("facts", "").split())
     return f"SIZE={page.size}: its settings are `sizes: {page.size}` of {page.declared}. {own}".rstrip()
-
-
-def draws_name(page: Page) -> str:
-    packed = page.folder / f"{page.name}.csv.gz"
-    return packed.name if packed.is_file() else f"{page.name}.csv"
-
-
-def age(page: Page) -> str:
-    """The commits of the draws."""
-    commits = sorted({commit.rstrip("+") for commit in page.draws["commit"]} - {""})
-    return ", ".join(f"commit {commit}" for commit in commits) or "no commit"

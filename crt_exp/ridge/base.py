@@ -43,7 +43,7 @@ class RidgeOfFeatures(BaseEstimator):
 
     def fit(self, X, y, sample_weight=None):
         """X (n, d); y (n,) or (n, T) numbers, or (n,) labels."""
-        for name in ("sums_", "features_", "classes_"):
+        for name in ("sums_", "classes_"):
             vars(self).pop(name, None)
         self._take(X, y, sample_weight, whole=True)
         self._solve()
@@ -98,15 +98,21 @@ class RidgeOfFeatures(BaseEstimator):
                                   length_scale=self.length_scale)
         self._dtype = batch.X.dtype
         first = batch if whole else batch.cut(slice(size))
-        self.features_, self._fitted_to = features._begin(first.X, first.weight), len(first)
+        self._map, self._fitted_to = features._begin(first.X, first.weight), len(first)
         self._blocks, self.sums_ = Blocks(size), Sums.empty(columns, self._origin(batch))
         self.rows_, self._solved = 0, None
 
-    def _fit_features(self, batch: Batch) -> None:
-        """To the first rows, until they fill a block."""
-        if not self.sums_.rows and self._fitted_to < len(batch):
-            self.features_._begin(batch.X, batch.weight)
-            self._fitted_to = len(batch)
+    @property
+    def features_(self) -> RandomFeatures:
+        """Fitted to all rows so far, until they fill a block."""
+        check_is_fitted(self, "sums_")
+        return self._map if self._blocks.rest is None else self._fit_features(self._blocks.rest)
+
+    def _fit_features(self, first: Batch) -> RandomFeatures:
+        if not self.sums_.rows and self._fitted_to < len(first):
+            self._map._begin(first.X, first.weight)
+            self._fitted_to = len(first)
+        return self._map
 
     def _add(self, batch: Batch, sums: Sums, features: "Written") -> None:
         y, weight = (torch.from_numpy(np.require(part, requirements=["C", "W"]))  # torch warns of what is read-only
@@ -162,7 +168,6 @@ class RidgeOfFeatures(BaseEstimator):
         """A copy, with the rows that do not fill a block yet."""
         sums = self.sums_.copy()
         if self._blocks.rest is not None:
-            self._fit_features(self._blocks.rest)
             self._add(self._blocks.rest, sums, self._features())
         return sums
 

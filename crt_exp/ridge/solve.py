@@ -26,7 +26,7 @@ class Solution(ABC):
     coefficients: Tensor  # (M, T)
     degrees: Tensor      # (T,) of freedom that the fit takes, the intercept among them
     residual: Tensor     # (T,) sum w (y - prediction)^2
-    count: Tensor        # (T,) of rows that say something new
+    count: Tensor        # (T,) of rows, of repeated ones counted once
 
     def __init__(self, sums: Centred):
         self.mean, self.targets, self.weight, self.right = sums.features, sums.targets, sums.weight, sums.right

@@ -9,13 +9,11 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known, unknown
 from crt_exp.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, key_of, part_of, plain
-from crt_exp.runner.ending import fail
 from crt_exp.runner.help import help_text
 from crt_exp.runner.processes import take_away
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
@@ -67,6 +65,8 @@ def check_command_line(args: list[str]) -> None:
     if flags.cfg:
         return
     directory = planned_directory(final, flags.multirun)
+    if flags.multirun:
+        check_name(overrides, folders)
     runs = list(variants(overrides, final, folders))
     for given in runs:
         check_values(given)
@@ -229,16 +229,18 @@ def variants(overrides: list, cfg, folders: list[str]) -> Iterator[dict]:
                 yield with_value(compose_once(base), override.key_or_group, parse_overrides([text])[0].value())
 
 
-def check_name(job: list[str], folders: list[str]) -> None:
-    """Ends a sweep whose run of these overrides would have a directory that cannot be made."""
-    from hydra.core.hydra_config import HydraConfig
-
-    every = OmegaConf.to_container(HydraConfig.get().overrides.hydra, resolve=False)
-    settings = [o for o in every if key_of(o) != "hydra.searchpath"]
-    subdir = str(OmegaConf.select(compose([*settings, *job, "hydra.job.num=0"], folders), "hydra.sweep.subdir"))
-    if (longest := max(len(os.fsencode(part)) for part in Path(subdir).parts)) > LONGEST_NAME:
-        fail(ConfigError(f"hydra.sweep.subdir={subdir[:60]}...: a name of {longest} bytes, and file systems take "
-                         f"{LONGEST_NAME}: choose another hydra.sweep.subdir, such as '${{hydra.job.num}}'"))
+def check_name(overrides: list, folders: list[str]) -> None:
+    """Raises ConfigError where a run of a sweep, that of the longest values, would have too long a directory name."""
+    longest = [f"{o.get_key_element()}={max(map(str, values(o)), key=len)}" if o.is_sweep_override() else o.input_line
+               for o in overrides]
+    job = [*without_unused(longest, overrides, folders), "hydra.job.num=0", "hydra.job.id=0"]
+    try:
+        subdir = str(compose(job, folders).hydra.sweep.subdir)
+    except OmegaConfBaseException as error:
+        raise explained(error) from None
+    if (size := max(len(os.fsencode(part)) for part in Path(subdir).parts)) > LONGEST_NAME:
+        raise ConfigError(f"hydra.sweep.subdir={subdir[:60]}...: a name of {size} bytes, expected at most "
+                          f"{LONGEST_NAME}: choose another hydra.sweep.subdir, such as '${{hydra.job.num}}'")
 
 
 # ---- what the attention of a run of a sweep does not use -------------------------------------------------------------
@@ -290,18 +292,11 @@ def leave_out_unused(folders: list[str]) -> None:
     def split_arguments(overrides: list, max_batch_size: int | None) -> list[list[list[str]]]:
         jobs = [*chain(*split(overrides, None))]
         kept = [without_unused(job, overrides, folders) for job in jobs]
-        left_out: dict[str, dict[str, None]] = {}
-        for job, rest in zip(jobs, kept):
-            chosen = " ".join(o for o in job if key_of(o) in CHOOSING)
-            left_out.setdefault(chosen, {}).update(dict.fromkeys(o for o in job if o not in rest))
+        said = dict.fromkeys(f"{' '.join(o for o in job if key_of(o) in CHOOSING)} does not use {unused}: left out of "
+                             "its runs" for job, rest in zip(jobs, kept) for unused in job if unused not in rest)
         runs = [[*job] for job in dict.fromkeys(map(tuple, kept))]
-        check_name(max(runs, key=lambda job: sum(map(len, job))), folders)
-        for chosen, unused in left_out.items():
-            if unused:
-                print(f"{chosen} does not use {' '.join(unused)}: left out of its runs", file=sys.stderr)
-        if len(runs) < len(jobs):
-            print(f"{len(jobs) - len(runs)} of {len(jobs)} runs would repeat another one and are skipped",
-                  file=sys.stderr)
+        repeated = [f"{len(jobs) - len(runs)} of {len(jobs)} runs would repeat another one and are skipped"]
+        print("".join(f"{line}\n" for line in [*said, *repeated * (len(runs) < len(jobs))]), end="", file=sys.stderr)
         return [*BasicSweeper.split_overrides_to_chunks(runs, max_batch_size)]
 
     BasicSweeper.split_arguments = staticmethod(split_arguments)

@@ -166,7 +166,7 @@ def fit(cfg, task, mechanism) -> float | None:
     records, directory = (measured if is_probe(task) else trained)(cfg, task, mechanism)
     if not records:
         return None
-    part = f"; of {records[-1][PARTIAL]:.0f} batches alone" if PARTIAL in records[-1] else ""
+    part = f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
     print(f"{task.summary(records)}{part}  [{directory}]")
     return records[-1][task.metric]
 

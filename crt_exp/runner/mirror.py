@@ -38,8 +38,8 @@ class WandbMirror:
                       "group": group or os.environ.get("WANDB_RUN_GROUP") or sweep_name()}
 
     def start(self, directory: Path, config: dict) -> None:
-        if not os.environ.get("WANDB_MODE"):
-            os.environ.pop("WANDB_MODE", None)  # wandb takes an empty one for a mode that it does not know
+        if os.environ.get("WANDB_MODE") == "":
+            del os.environ["WANDB_MODE"]  # wandb refuses an empty mode
         import wandb
 
         known = directory / "wandb_id"

@@ -31,12 +31,8 @@ def make_optimizer(model: nn.Module, name: str, lr: float, betas: tuple[float, f
                          "trainer.steps=0 evaluates it as it is")
     described = [{"params": params, "lr": lr * factor, "peak": lr * factor,
                   "weight_decay": weight_decay if decayed else 0.0} for (factor, decayed), params in groups.items()]
-    return OPTIMIZERS[name](described, betas=tuple(betas), eps=eps, fused=can_fuse(groups.values()))
-
-
-def can_fuse(groups) -> bool:
-    """The one-kernel update exists for floating-point parameters on these devices."""
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for group in groups for p in group)
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for group in groups.values() for p in group)
+    return OPTIMIZERS[name](described, betas=tuple(betas), eps=eps, fused=fused)
 
 
 def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:

@@ -82,9 +82,9 @@ def measuring(records: list[dict], note: Callable[[str], None]) -> Iterator[None
     ended, began = Event(), time.monotonic()
 
     def lines() -> None:
-        turns = 0
-        while not ended.wait(min(EVERY * 2**turns, 60)):
-            turns += 1
+        pause = EVERY
+        while not ended.wait(pause):
+            pause = min(2 * pause, 60)
             line = f"measuring for {time.monotonic() - began:.0f} s, {len(records)} records"
             note(line)
             print(line, file=sys.stderr, flush=True)

@@ -152,11 +152,8 @@ class Run:
             if kind is not None and not used:
                 shutil.rmtree(self.directory, ignore_errors=True)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self.lock is not None:
-            self.lock.release()
+            if self.lock is not None:
+                self.lock.release()
 
 
 # ---- one run in a directory ------------------------------------------------------------------------------------------

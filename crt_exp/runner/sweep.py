@@ -175,7 +175,7 @@ def table(finished: list[Done]) -> str:
     if len(lines) > SHOWN:
         parts.append(f"  ... and {len(lines) - SHOWN} more")
     if any(PARTIAL in run.record for run in finished):
-        parts.append("trainer.evaluate cut evaluations short: these are results on a part of the data")
+        parts.append("trainer.evaluate: these results are on a part of the evaluation data")
     return "\n".join([*parts, *best(rows, keys)])
 
 

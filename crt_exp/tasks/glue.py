@@ -119,8 +119,8 @@ class GLUE(Task):
         rows = self.answered(model, split, reader)
         answers, labels, losses = zip(*rows)
         metrics = glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": sum(losses) / len(rows)}
-        cut = self.parts if split == "dev" and not reader.partial else None
-        parts = of_parts(self.metric, answers, labels, self.parts) if cut else []
+        whole = split == "dev" and len(rows) == self.length(split)
+        parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and whole else []
         return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
 
     def answered(self, model: nn.Module, split: str, reader: Reader) -> list[tuple[float, float, float]]:

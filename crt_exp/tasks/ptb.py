@@ -206,7 +206,8 @@ class PTB(Task):
         self.queries = reader.gather(lengths)
         return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "words": count,
                 "unigram_loss": base / count, "unigram_perplexity": exp(base / count),
-                **self.floor(split), **self.measured_lengths(model)}
+                **self.floor(split), "query_length": float(np.mean(self.queries)),
+                "key_length": float(whole(model.body.embedding.weight).norm(dim=-1).mean())}
 
     @cached_property
     def unigram(self) -> np.ndarray:
@@ -220,11 +221,6 @@ class PTB(Task):
             return {}
         loss = float(-self.chain.log_chances(self.text, getattr(self.text, PARTS[split])).mean())
         return {"floor_loss": loss, "floor_perplexity": exp(loss)}
-
-    def measured_lengths(self, model: nn.Module) -> dict[str, float]:
-        """Means of |h| and |e|, by which the error of random features goes."""
-        return {"query_length": float(np.mean(self.queries)),
-                "key_length": float(whole(model.body.embedding.weight).norm(dim=-1).mean())}
 
     # ---- what is left
 

@@ -4,7 +4,6 @@ Language models and their text are those of task=mlm, image classifiers and thei
 swap/transfer.py teaches the layers. Legend as there.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -158,9 +157,6 @@ class Recorded:
     def __call__(self, *args: Tensor, **batch: Tensor):
         _, out = self.model(*args, **batch)
         taught = [t.squares for t in self.model.teachers if t.squares is not None]
-        self.totals = tuple([float(part) + before for part, before in zip(side, self._before(i, side))]
+        self.totals = tuple([float(part) + before for part, before in zip(side, self.totals[i] or [0.0] * len(side))]
                             for i, side in enumerate(zip(*taught)))
         return out
-
-    def _before(self, i: int, side: tuple[Tensor, ...]) -> Iterator[float]:
-        return self.totals[i] or [0.0] * len(side)

@@ -56,7 +56,7 @@ def test_bad_audio_and_empty_transcripts_are_noted(folder):
     ("t.jsonl", "{\n", "line 1: it is not JSON"), ("t.jsonl", "[1]\n", "line 1: it is not a JSON object"),
     ("t.jsonl", '{"audio": 3, "text": "x"}\n', "line 1: it has no audio"),
     ("t.csv", "audio,text\n0.wav,well, no\n", "line 2: 3 cells, 2 expected; a cell that holds ','"),
-    ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "line 2: a cell .* a quotation mark and takes in 1 more rows"),
+    ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "line 2: a quoted cell spans 2 lines that read as rows"),
     ("t.csv", "audio,text\n0.wav,\"a\tb\"\n", "line 2: the cell of text holds a line end or a tab"),
     ("t.tsv", "audio\ttext\n0.wav\ta\tb\n", "line 2: 3 cells, 2 expected; a cell holds no tab"),
     ("t.csv", "audio,text,text\n0.wav,a,b\n", "'text' stands there twice"),

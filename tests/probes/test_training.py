@@ -207,5 +207,5 @@ def test_a_partial_evaluation_is_no_result_of_a_page(tmp_path, monkeypatch):
     place = runs.Home(tmp_path, ("tasks/lra.py",)).place(["task=lra"])
     place.mkdir()
     (place / "metrics.jsonl").write_text('{"step": 1, "split": "test", "evaluated_batches": 20.0, "final": true}\n')
-    with pytest.raises(ConfigError, match="trainer.evaluate cut its evaluations short"):
+    with pytest.raises(ConfigError, match="trainer.evaluate limited its evaluations"):
         training.train(["task=lra"], ["tasks/lra.py"])

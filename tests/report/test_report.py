@@ -19,6 +19,8 @@ from crt_exp.probes.attention_errors import ProjectionErrors
 from crt_exp.probes.uci import UCI
 from crt_exp.probes.variance import REGIMES, Variance, log_variances
 from crt_exp.report import __main__ as command_line
+from crt_exp.report.draws import FOLDER
+from crt_exp.report.page import Page
 from crt_exp.runner.run import commit
 
 OPRF_64, EXACT = Mechanism.of(features="oprf", m=64), Mechanism.of("exact")
@@ -101,7 +103,7 @@ def test_mnist_official():
 
 def test_the_demo_ends_with_a_table_in_columns():
     """That of the committed page: every row of the first table, and its empty cells."""
-    title, head, *rows = command_line.first_table((command_line.draws.FOLDER / "demo.md").read_text()).splitlines()
+    title, head, *rows = command_line.first_table(Page("demo", FOLDER)).splitlines()
     assert title.startswith("Test accuracy") and head.split() == ["map", "128", "columns", "128", "projections"]
     assert {row.split()[0] for row in rows} >= {"trig", "oprf", "exact", "majority"}
     assert all("±" in row for row in rows) and len({row.index("±") for row in rows}) == 1

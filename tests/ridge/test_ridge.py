@@ -109,6 +109,11 @@ def test_features_do_not_depend_on_how_rows_were_split(mechanism, n):
         parts = make(mechanism, n_components=20, random_state=0)
         for part in np.split(np.arange(n), [100, 350]):
             parts.partial_fit(X[part], target[part]).predict(X[:2])
+            if part[0] == 100:
+                expected = parts.features_.transform(X[:2])
+        again = make(mechanism, n_components=20, random_state=0).partial_fit(X[:100], target[:100])
+        again.partial_fit(X[100:350], target[100:350])
+        np.testing.assert_array_equal(again.features_.transform(X[:2]), expected)
         assert (parts.coef_ == whole.coef_).all() and (parts.predict(X) == whole.predict(X)).all()
 
 

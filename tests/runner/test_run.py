@@ -155,7 +155,8 @@ BAD = [
     *[(f"task.csv={name}", """takes quotes within quotes: 'task.csv="..."'""") for name in ("a#b", "a=b", "ü", "~x")],
     ("~name", "~name deletes a key or a group; a path is written key=~/..."),
     ("hydra.job.chdir=true task.csv=t.csv task.target=y", "hydra.job.chdir=true: relative paths start from"),
-    ("-m hydra.sweep.subdir=${hydra.job.override_dirname} task.dataset=" + 255 * "x", "file systems take 255"),
+    ("-m seed=0,1 hydra.sweep.subdir=${task.nmae}", "hydra.sweep.subdir: Interpolation key 'task.nmae' not found"),
+    ("-m hydra.sweep.subdir=${hydra.job.override_dirname} task.dataset=" + 255 * "x", "expected at most 255"),
 ]
 
 

@@ -78,7 +78,7 @@ def test_one_run_of_a_sweep_fails(typed, tmp_path):
 ], ids=lambda value: "-".join(value))
 def test_a_natural_sweep_keeps_its_baseline(swept, runs, typed, tmp_path):
     """What an attention does not use is left out of its runs, and those that are then the same are made once."""
-    code, _, err = typed(*WINE, *swept, f"hydra.sweep.dir={tmp_path}/s")
+    code, _, err = typed(*WINE, *swept, f"hydra.sweep.dir={tmp_path}/s", "hydra.sweep.subdir=${hydra.job.id}")
     assert code == 0 and "attention=exact does not use " in err and "would repeat another one and are skipped" in err
     keys, found = [o.split("=")[0] for o in swept if len(runs) > 1], []
     for number in range(len(runs)):

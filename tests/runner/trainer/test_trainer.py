@@ -67,7 +67,7 @@ def test_a_partial_evaluation_is_called_one(typed, tmp_path):
     """In each record and in the last line; a limit that nothing is beyond changes nothing."""
     _, out, _ = typed("trainer.steps=2", "trainer.evaluate=2")
     evaluated = [r for r in records(tmp_path / "run") if r["split"] != "train"]
-    assert [r["evaluated_batches"] for r in evaluated] == [2, 2] and "; of 2 batches alone" in out
+    assert [r["evaluated_batches"] for r in evaluated] == [2, 2] and "; on the first 2 batches only" in out
     assert typed("trainer.steps=2", "trainer.evaluate=4", directory="all")[0] == 0
     assert not any("evaluated_batches" in r for r in records(tmp_path / "all"))
 
@@ -152,7 +152,7 @@ def test_weights_that_are_not_finite_are_never_scored(typed, monkeypatch, tmp_pa
         if self.progress.step == 11:
             nn.init.constant_(self.module.outer.bias, float("nan"))
     monkeypatch.setattr(Trainer, "_update", broken)
-    code, _, err = typed("trainer.save_every=6")
+    code, _, err = typed("trainer.save_every=6", "trainer.keep=2")
     assert code == 3 and "step 12: evaluation on validation; first not finite: parameter outer.bias" in err
     assert "the checkpoint of step 6 is the last good one" in err
 
