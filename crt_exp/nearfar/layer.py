@@ -91,8 +91,8 @@ class NearFar(LinearAttention):
         if changing and not self.going_on:
             self._advance(q, k)
         result = self._attend(q, k, v, key_mask)
-        if changing or self.calibrated is not None:
-            self._note(q, k, key_mask)
+        if (changing or self.calibrated is not None) and self._uses_moments(q, k):
+            self.clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
         if self.calibrated is not None:
             self.predicted += float(result.predicted.mean())
             self.calibrated += 1
@@ -155,10 +155,6 @@ class NearFar(LinearAttention):
             raise ValueError("this layer changes its moments of queries in training mode, which transforms of "
                              "torch.func cannot follow: call eval() before")
         self.clusters.advance()
-
-    def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        if self._uses_moments(q, k):
-            self.clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
 
     @contextmanager
     def calibration(self):
