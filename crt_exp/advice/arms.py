@@ -32,7 +32,7 @@ class Arm:
 
 
 def candidates(quick: bool) -> list[Arm]:
-    """What is tried where the caller does not say: the first is the model's own attention, the last the floor."""
+    """The attention tried by default: first the model's own, last uniform attention, the control."""
     if quick:
         return [Arm(name) for name in (EXACT, NEAR_FAR, "window", "favorpp", FLOOR)]
     presets = ("cheap", "default", "quality")

@@ -28,7 +28,7 @@ MARGIN = 1.05
 CLEARER = {"texts": "text that the model predicts well, or longer pieces"}
 SHADES = {"cheap": "#56B4E9", "default": "#0072B2", "quality": "#003D66"}
 WINDOW = "#AA4499"   # the floor is grey
-ALIKE = "≈: not told apart from the time of exact attention."
+ALIKE = "≈: rounds do not agree that this time differs from that of exact attention."
 LONGER = {"texts": "a longer task.length", "images": "larger images"}
 
 
@@ -97,11 +97,6 @@ class Advice:
     def uses_memory(self) -> bool:
         """Whether the model's own attention makes use of repeated text, so that recall can be judged."""
         return self.again is not None and self.loss - self.again >= USES
-
-    @property
-    def allowed_again(self) -> float:
-        """Nats on repeated text that are near enough."""
-        return RECALL
 
     def __str__(self) -> str:
         return "\n".join([*aligned([header(self), *(cells_of(self, row) for row in self.rows)]), "", self.sentence,
@@ -195,23 +190,23 @@ def pays_from(own: dict[int, float], other: dict[int, float]) -> int | None:
 
 # ---- the sentence
 
-def clearer(noun: str) -> str:
-    return CLEARER.get(noun, f"{noun} like those that the model was trained on")
-
-
 def decided(advice: Advice) -> tuple[Row | None, str]:
     """The row to take, or None, and the sentence with its reason."""
     tried = [row for row in advice.rows if row.arm.name not in (EXACT, FLOOR)]
     floor = next((row for row in advice.rows if row.arm.name == FLOOR), None)
-    if floor is not None and not tells(advice, floor):
+    if floor is not None and not is_beyond(floor, advice.tolerance, advice.uses_memory):
         return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost_of(advice, floor)}, "
-                      f"so they cannot tell mechanisms apart. Give {clearer(advice.noun)}.")
+                      f"so they cannot tell mechanisms apart. Give "
+                      f"{CLEARER.get(advice.noun, f'{advice.noun} like those that the model was trained on')}.")
     if not tried:
         cost = "" if floor is None else f", which costs {cost_of(advice, floor)}"
         return None, f"No advice: nothing was tried but {FLOOR} attention, the floor{cost}."
-    near = [row for row in tried if is_near(advice, row)]
+    near = [row for row in tried if row.worst <= advice.tolerance
+            and (not advice.uses_memory or row.again + row.again_ci95 <= RECALL)]
     if not near:
-        return None, _none_near(advice, min(tried, key=lambda row: row.worst))
+        best, recall = min(tried, key=lambda row: row.worst), f" ({RECALL} of repeated text)" * advice.uses_memory
+        return None, (f"Keep exact: the nearest, {best.arm.label}, costs {cost_of(advice, best)}, and "
+                      f"{advice.tolerance}{recall} were allowed. Training on after the swap takes a part of that back.")
     others = [row for row in near if row.exact_to < advice.length]
     paying = [row for row in others if row.pays_from is not None]
     if not others:
@@ -237,25 +232,9 @@ def longer(advice: Advice) -> str:
     return LONGER.get(advice.noun, "longer ones")
 
 
-def tells(advice: Advice, floor: Row) -> bool:
-    """Whether uniform attention costs enough for mechanisms to differ, on these pieces or on repeated ones."""
-    return is_beyond(floor, advice.tolerance, advice.uses_memory)
-
-
 def cost_of(advice: Advice, row: Row) -> str:
     again = f" and {shown(row.again, row.again_ci95)} nats of repeated text" if advice.uses_memory else ""
     return f"{shown(row.above, row.above_ci95)} nats{again}"
-
-
-def is_near(advice: Advice, row: Row) -> bool:
-    recalls = not advice.uses_memory or row.again + row.again_ci95 <= RECALL
-    return row.worst <= advice.tolerance and recalls
-
-
-def _none_near(advice: Advice, best: Row) -> str:
-    recall = f" ({RECALL} of repeated text)" if advice.uses_memory else ""
-    return (f"Keep exact: the nearest, {best.arm.label}, costs {cost_of(advice, best)}, and {advice.tolerance}{recall} "
-            "were allowed. Training on after the swap takes a part of that back.")
 
 
 # ---- cells
@@ -319,7 +298,7 @@ def figure(advice: Advice):
     costs.axvspan(1.2 * least, advice.tolerance, color="#000000", alpha=0.06, lw=0)
     repeated = ""
     if advice.uses_memory:
-        costs.axvline(advice.allowed_again, color="0.4", lw=1, ls="--")
+        costs.axvline(RECALL, color="0.4", lw=1, ls="--")
         repeated = "\nopen: repeated text, allowed up to the dashes"
     costs.set(title="nats above the model's own attention",
               xlabel=f"{advice.texts} {advice.noun} of {advice.length} tokens; grey: allowed{repeated}")

@@ -29,18 +29,6 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
             raise ValueError(f"{name} holds {t.dtype}: attention needs floating-point vectors")
     if not x.device == y.device == v.device:
         raise ValueError(f"x is on {x.device}, y on {y.device} and v on {v.device}: all three must be on one device")
-    _check_sizes(x, y, v)
-    if causal and x.shape[2] > y.shape[2]:
-        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last "
-                         "ones of the sequence, so there cannot be more of them than keys")
-    check_key_mask(key_mask, y)
-    for part in leaves(noise):
-        _check_noise(part, x)
-    for part in leaves(params):
-        _check_parameter(part, x)
-
-
-def _check_sizes(x: Tensor, y: Tensor, v: Tensor) -> None:
     if not x.shape[0] == y.shape[0] == v.shape[0]:
         raise ValueError(f"x, y and v have batch sizes {x.shape[0]}, {y.shape[0]} and {v.shape[0]}: they must agree")
     if x.shape[3] != y.shape[3]:
@@ -53,6 +41,14 @@ def _check_sizes(x: Tensor, y: Tensor, v: Tensor) -> None:
         raise ValueError(f"d = {x.shape[3]} and dv = {v.shape[3]}: vectors and values need at least one column")
     if 0 in (x.shape[2], y.shape[2]):
         raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: neither may be empty")
+    if causal and x.shape[2] > y.shape[2]:
+        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last "
+                         "ones of the sequence, so there cannot be more of them than keys")
+    check_key_mask(key_mask, y)
+    for part in leaves(noise):
+        _check_noise(part, x)
+    for part in leaves(params):
+        _check_parameter(part, x)
 
 
 def check_shared(heads: int, kv_heads: int) -> None:

@@ -26,14 +26,13 @@ class FittedOnce(nn.Module):
     fitted: those are parameters of this module, which no later calibration replaces.
 
     Buffers: fitted_0, ...: the parameters, (Hkv, ., d), those of `phi.unfitted` at first; fits: how often they were
-    fitted; passes: how many left a sample in queries and keys (Hkv, P, d), P rows from the beginning, as averages of
-    states take tensors that keep their shapes.
+    fitted; passes: how many left a sample in queries and keys (Hkv, P, d). P is constant: averages of states need
+    tensors of constant shapes.
     """
 
-    vectors = SAMPLE
-
-    def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int, trained: bool = False):
+    def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int, trained: bool = False, vectors: int = SAMPLE):
         super().__init__()
+        self.vectors, self.sampled = vectors, -(-vectors // steps)    # of each head: that a fit takes, a pass leaves
         self.phi, self.heads, self.d, self.steps, self.trained = phi, heads, d, steps, trained
         self.kept: list[str] = []
         self.names = mapped(self._keep, phi.unfitted(d))
@@ -53,11 +52,6 @@ class FittedOnce(nn.Module):
             self.register_buffer(name, value)
         return name
 
-    @property
-    def sampled(self) -> int:
-        """Vectors of each head that a pass leaves."""
-        return -(-self.vectors // self.steps)
-
     def params(self) -> Params:
         """In float64: the inverses of M are made of what the buffers hold, whatever their precision."""
         params = mapped(lambda name: getattr(self, name).double(), self.names)
@@ -66,8 +60,8 @@ class FittedOnce(nn.Module):
     @outside_graphs
     @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
     def advance(self) -> None:
-        """Between two passes in training: fits, once there are samples of `steps` passes."""
-        if not self.done and int(self.passes) >= self.steps:
+        """Between two training passes: fits to the samples of `steps` passes, which it then forgets."""
+        if int(self.passes) >= self.steps:
             self._fit({side: getattr(self, side) for side in SIDES})
             self._forget()
 
@@ -108,7 +102,9 @@ class FittedOnce(nn.Module):
         x, y = (samples[side].float() for side in SIDES)
         params = self.phi.fit(Statistics.of(x, y, *(t.isfinite().all(-1) for t in (x, y))))
         for name, t in zip(leaves(self.names), leaves(params), strict=True):
-            fitted = _of_first_rank(t.to(getattr(self, name)).contiguous())
+            fitted = t.to(getattr(self, name)).contiguous()
+            if several_ranks():
+                ranks.broadcast(fitted, 0)
             if self.trained:
                 getattr(self, name).copy_(fitted)
             else:
@@ -133,11 +129,13 @@ class FittedOnce(nn.Module):
         self.done = int(self.fits) > 0
 
     def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
-        """Gives the samples of a state that is about to be loaded as many rows as there are here."""
+        """Gives the samples of a state that is about to be loaded as many rows as there are here. The rows that hold
+        vectors count as passes of this layer, since `steps` may have been another number."""
         for side in SIDES:
             saved, rows = state.get(prefix + side), self.sampled * self.steps
             if saved is not None and saved.ndim == 3:
                 state[prefix + side] = F.pad(saved, (0, 0, 0, rows - saved.shape[1]))
+                state[prefix + "passes"] = (saved != 0).any(-1).any(0).sum().clamp(max=rows) // self.sampled
 
 
 def make_room(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -167,19 +165,13 @@ def _thinned(rows: Tensor, most: int) -> Tensor:
     return rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]
 
 
-def _several_ranks() -> bool:
+def several_ranks() -> bool:
     return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def _of_all_ranks(rows: Tensor) -> Tensor:
-    if not _several_ranks():
+    if not several_ranks():
         return rows
     parts = [torch.empty_like(rows) for _ in range(ranks.get_world_size())]
     ranks.all_gather(parts, rows.contiguous())
     return torch.cat(parts, 1)
-
-
-def _of_first_rank(t: Tensor) -> Tensor:
-    if _several_ranks():
-        ranks.broadcast(t, 0)
-    return t

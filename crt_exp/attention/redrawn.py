@@ -1,6 +1,7 @@
 """Tensors that a layer draws from a seed, and draws again while it trains."""
 
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -10,34 +11,38 @@ from crt_exp.attention.baselines import Baseline
 
 
 class Redraws(nn.Module):
-    """Tensors that are drawn from a seed: buffers, with `steps` and `draws`.
+    """A layer with tensors that are drawn from a seed: buffers, with the counters `steps` and `draws`.
 
-    Of those that are drawn again the layer keeps a second copy, which alone counts: averages of weights (EMA, SWA)
-    average buffers, and a mean of draws is not a draw. An averaged layer draws again where its `draws` have grown.
+    Averages of weights (EMA, SWA) change buffers in place, and a mean of draws is not a draw. The layer therefore
+    computes with a copy of each buffer that is drawn again, and draws again where its `draws` have grown. A buffer that
+    was replaced by another tensor (a loader, torch.func.functional_call) counts itself.
     """
 
     redraw_every: int
-    held = 0                        # the number of the draw that the tensors are of
-    kept: dict[str, Tensor] = {}    # the copies
+    held = 0                                       # the number of the draw in the copies
+    kept: dict[str, tuple[Tensor, Tensor]] = {}    # buffers and their copies
 
     def register_drawn(self, tensors: dict[str, Tensor]) -> None:
         for name, t in tensors.items():
             self.register_buffer(name, t)
-        self.kept = {name: t.clone() for name, t in tensors.items() if self.redraw_every}
         for name in ("steps", "draws"):
             self.register_buffer(name, torch.zeros((), dtype=torch.long))
+        self._keep(tensors if self.redraw_every else ())
 
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def rows(self, name: str) -> Tensor:
+        """The tensor to compute with."""
         buffer = getattr(self, name)
-        if name not in self.kept:
+        own, copy = self.kept.get(name, (None, buffer))
+        if torch.compiler.is_compiling() or buffer.is_meta or own is None:
+            return copy
+        if own is not buffer:
             return buffer
-        self._keep_up()
-        if not buffer.is_meta:
-            self.kept[name] = self.kept[name].to(buffer)
-        return self.kept[name]
+        if int(self.draws) > self.held:    # an average of counts is rounded down: fewer draws change nothing
+            self._draw_again()
+        return self.kept[name][1].to(buffer)
 
     def count_pass(self) -> None:
         """At the start of a training pass: draws again where it is time."""
@@ -48,22 +53,24 @@ class Redraws(nn.Module):
     def redraw(self) -> None:
         """Draws again now, into new tensors: a graph that is still to be differentiated keeps its own."""
         self.draws.add_(1)
-        self._hold(int(self.draws))
-
-    def _keep_up(self) -> None:
-        """An average of counts is cut to a whole number, so fewer draws change nothing."""
-        if not torch.compiler.is_compiling() and not self.draws.is_meta and (draws := int(self.draws)) > self.held:
-            self._hold(draws)
+        self._draw_again()
 
     @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
-    def _hold(self, draw: int) -> None:
-        self.held = draw
-        for name, t in self.rows_of_draw(draw).items():
+    def _draw_again(self) -> None:
+        self.held = int(self.draws)
+        for name, t in self.rows_of_draw(self.held).items():
             setattr(self, name, t.to(getattr(self, name)).contiguous())
-        self._keep()
+        self._keep(self.kept)
 
-    def _keep(self) -> None:
-        self.kept = {name: getattr(self, name).clone() for name in self.kept}
+    def _keep(self, names: Iterable[str]) -> None:
+        self.kept = {name: (getattr(self, name), getattr(self, name).clone()) for name in names}
+
+    def _apply(self, *args, **options) -> "Redraws":
+        for name in self.kept:      # the new buffers are of the copies, not of averages
+            setattr(self, name, self.rows(name))
+        super()._apply(*args, **options)
+        self._keep(self.kept)
+        return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -73,15 +80,14 @@ class Redraws(nn.Module):
         super()._load_from_state_dict(*args)
         if self.kept:
             self.held = int(self.draws)
-            self._keep()
+            self._keep(self.kept)
 
 
 class Redrawn(Redraws, Baseline):
-    """Its tensor `name` is drawn from (seed, layer, draw), so that it is the same on every process: anew after every
+    """A layer whose tensor `name` is drawn from (seed, layer, draw), the same on every process: again after every
     `redraw_every` training passes, never in eval mode, in a backward pass or within a step; 0: never.
 
-    Subclasses say which tensor a generator gives, and call `begin` once they can. Saved and restored: that one, steps
-    and draws.
+    Subclasses define `sample`, and call `begin` at the end of `__init__`.
     """
 
     name: str

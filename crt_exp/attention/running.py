@@ -7,6 +7,7 @@ the last pass are `pending` until the next one begins, and then folded into thos
 import torch
 from torch import Tensor
 
+from crt_exp.attention.fitted_once import several_ranks
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.attention.statistics import grouped_statistics
 from crt_exp.features.statistics import Moments, Statistics
@@ -100,16 +101,15 @@ class Running(LinearAttention):
 
 
 def _lower(low: Tensor, counts: Tensor, other: Tensor, other_counts: Tensor) -> Tensor:
-    """The minimum of those that count; 0, which an average of states can hold, where none does."""
+    """The minimum of those that count; 0 where none does, as an average of states with inf would be inf or NaN."""
     low, other = torch.where(counts, low, torch.inf), torch.where(other_counts, other, torch.inf)
     return torch.where(counts | other_counts, torch.minimum(low, other), 0.0)
 
 
 def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Sums and minima over all processes of a distributed run."""
-    ranks = torch.distributed
-    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+    if several_ranks():
         sums, low = sums.contiguous(), low.contiguous()
-        ranks.all_reduce(sums)
-        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
+        torch.distributed.all_reduce(sums)
+        torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN)
     return sums, low

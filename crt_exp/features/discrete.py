@@ -98,7 +98,8 @@ class DiscreteRF(FeatureMap):
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
         positive = _all_positive(shifted)
-        logs = (shifted if positive else shifted.abs()).clamp(min=_tiny(x)).log_()  # (..., L, d)
+        least = 1e-300 if x.dtype == torch.float64 else 1e-30
+        logs = (shifted if positive else shifted.abs()).clamp(min=least).log_()  # (..., L, d)
         return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
@@ -142,10 +143,6 @@ def _parity_sign(negative: Tensor, half_odd: Tensor, out: Tensor | None = None) 
     """prod_l (-1)^omega_l over the negative entries, 1 in `negative` (..., L, d) and else 0: (..., L, m)."""
     odd = torch.matmul(negative, half_odd.mT, out=out).frac_()  # 0 or 1/2
     return torch.rsub(odd, 1, alpha=4) if out is None else torch.sub(1, odd, alpha=4, out=odd)
-
-
-def _tiny(x: Tensor) -> float:
-    return 1e-300 if x.dtype == torch.float64 else 1e-30
 
 
 @dataclass(frozen=True)
@@ -266,7 +263,8 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
 
     In v = (1 - p)^(-1/2) the objective is strictly convex: bisection of its derivative in log(v - 1), to 1e-12.
     """
-    lo, hi = (torch.full_like(t[..., 0], math.log(_v_minus_1(p))) for p in P_RANGE)
+    roots = [(p, math.sqrt(1 - p)) for p in P_RANGE]
+    lo, hi = (torch.full_like(t[..., 0], math.log(p / (root * (1 + root)))) for p, root in roots)
     double, pole = 2 * t, 2 * t.shape[-1]
     for _ in range(steps):
         mid = (lo + hi) / 2
@@ -276,11 +274,6 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
         lo, hi = torch.where(rising, lo, mid), torch.where(rising, mid, hi)
     v = 1 + ((lo + hi) / 2).exp()
     return ((v - 1) * (v + 1) / (v * v)).clamp(*P_RANGE)
-
-
-def _v_minus_1(p: float) -> float:
-    root = math.sqrt(1 - p)
-    return p / (root * (1 + root))
 
 
 def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:

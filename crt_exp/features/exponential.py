@@ -422,13 +422,11 @@ def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
     def moment(A: complex) -> float:
         return float(gerf_log_relative_second_moment(torch.tensor(A, dtype=torch.complex128), s, target, d))
 
-    def moment_at(point: Sequence[float]) -> float:
-        return moment(_complex_a(point))
-
     begin = cmath.log(1 - 8 * start).real
     best, best_moment = start, moment(start)
     for v0 in ([begin, 0.0], [begin, 0.1], [0.0, 0.1]):
-        result = minimize(moment_at, v0, method="Nelder-Mead", options={"xatol": 1e-10, "fatol": 1e-13})
+        result = minimize(lambda point: moment(_complex_a(point)), v0, method="Nelder-Mead",
+                          options={"xatol": 1e-10, "fatol": 1e-13})
         if result.fun < best_moment - 1e-9:
             best, best_moment = _complex_a(result.x), result.fun
     return best

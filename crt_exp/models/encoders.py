@@ -135,7 +135,8 @@ def saved_attention(config) -> dict[str, Any]:
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Each key in which two descriptions of a mechanism differ, with both values."""
     old, new = dict(leaves(still_known(old))), dict(leaves(new))
-    return [f"{_key(k)} (it was {old.get(k)}, now {new.get(k)})" for k in sorted(old | new) if old.get(k) != new.get(k)]
+    return [f"{'features.m' if k == 'm' else k.removesuffix('._target_')} (it was {old.get(k)}, now {new.get(k)})"
+            for k in sorted(old | new) if old.get(k) != new.get(k)]
 
 
 def leaves(node: Any, prefix: str = ""):
@@ -145,11 +146,6 @@ def leaves(node: Any, prefix: str = ""):
             yield from leaves(value, f"{prefix}.{key}" if prefix else key)
     elif node is not None:
         yield prefix, node
-
-
-def _key(name: str) -> str:
-    """As the command line calls it."""
-    return "features.m" if name == "m" else name.removesuffix("._target_")
 
 
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:

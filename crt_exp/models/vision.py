@@ -181,14 +181,11 @@ class Checkpoint(NamedTuple):
     def state(self) -> dict[str, Tensor]:
         """By timm's names, without noise. Raises DataError."""
         verify(self.path, self.named)
-        if (self.path / "config.json").is_file() and is_mae(self.path):
+        config = self.path / "config.json"
+        if config.is_file() and json_object(config).get("model_type") == "vit_mae":
             return mae_state(self.path, self.named)
         tensors = tensors_of(weights_in(self.path), self.named)
         return {name: tensor for name, tensor in tensors.items() if ".swapped." not in name}
-
-    def noise(self) -> dict[str, Tensor]:
-        file = self.path / ATTENTION
-        return tensors_of(file, self.named) if file.is_file() else {}
 
 
 def checkpoint_of(init: str) -> Checkpoint | None:
@@ -217,18 +214,12 @@ def checkpoint_of(init: str) -> Checkpoint | None:
                     f"config.json, a model's or that of a run of task=imagenet or task=mae, and there is none{hint}")
 
 
-def is_mae(folder: Path) -> bool:
-    return json_object(folder / "config.json").get("model_type") == "vit_mae"
-
-
 def weights_in(path: Path) -> Path:
     """The file of weights, of a folder the one that timm writes."""
-    if path.is_file():
-        return path
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (path / name).is_file():
-            return path / name
-    raise DataError(f"{path} has a config.json and no model.safetensors")
+    files = [file for file in (path, path / "model.safetensors", path / "pytorch_model.bin") if file.is_file()]
+    if not files:
+        raise DataError(f"{path} has a config.json and no model.safetensors")
+    return files[0]
 
 
 def tensors_of(file: Path, named: str) -> dict[str, Tensor]:
@@ -398,7 +389,8 @@ def check_fit(names: list[str], what: str, named: str) -> None:
 
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Noise and statistics of the attention that the weights were trained with."""
-    noise = checkpoint.noise()
+    file = checkpoint.path / ATTENTION
+    noise = tensors_of(file, checkpoint.named) if file.is_file() else {}
     make_room(model, noise)
     own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
     wrong = sorted(set(own) ^ set(noise)) or [name for name in own if own[name].shape != noise[name].shape]

@@ -185,7 +185,7 @@ def _result(call: Both | RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_mas
     if compute_dtype(*tensors) == torch.float64:
         tensors = tuple(t.double() for t in tensors)
     keep = None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
-    if native.applies(*tensors) and native.few_threads(len(y) * Hkv):
+    if native.applies(*tensors) and torch.get_num_threads() <= native.THREADS * len(y) * Hkv:
         call = replace(call, factor=factor, native=True)
     elif factor != 1:
         tensors = tensors[0] * factor, tensors[1] * factor, tensors[2]

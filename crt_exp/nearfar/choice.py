@@ -108,7 +108,7 @@ def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
     """|z|^2 / 2 + w (Z, S) of keys less the shift, the log of the mean of e^(x.y) under Gaussian queries; -inf for
-    masked keys. A product may round equal rows differently: rounded to float32, equal keys score alike."""
+    masked keys. Computed in float64 and rounded to float32: a matrix product may round equal rows differently."""
     score = (_squares(y.double() @ root.double()) / 2 + w).float()
     return score if keep is None else score.masked_fill(~keep, -torch.inf)
 

@@ -19,7 +19,6 @@ from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import transformed
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.compiling import outside_graphs
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import Count, Whole, checked
 from crt_exp.nearfar.call import Result, by_rows, near_far_attention
@@ -73,7 +72,7 @@ class NearFar(LinearAttention):
                  "exact_until": exact_until}
         self.sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
         self.exact_until = SHORT if exact_until is None else exact_until        # of calls that are not causal
-        self.clusters = FittedAgain(MetricMaker(), self.kv_heads, d, fit_steps) if cross else None
+        self.clusters = FittedOnce(MetricMaker(), self.kv_heads, d, fit_steps, vectors=SAMPLE) if cross else None
         self.predicted = None    # mean predicted error of the calls of the last calibration
 
     @property
@@ -92,8 +91,8 @@ class NearFar(LinearAttention):
         if changing and not self.going_on:
             self._advance(q, k)
         result = self._attend(q, k, v, key_mask)
-        if changing or self.calibrated is not None:
-            self._note(q, k, key_mask)
+        if (changing or self.calibrated is not None) and self._uses_moments(q, k):
+            self.clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
         if self.calibrated is not None:
             self.predicted += float(result.predicted.mean())
             self.calibrated += 1
@@ -157,10 +156,6 @@ class NearFar(LinearAttention):
                              "torch.func cannot follow: call eval() before")
         self.clusters.advance()
 
-    def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        if self._uses_moments(q, k):
-            self.clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
-
     @contextmanager
     def calibration(self):
         self.calibrated, self.predicted = 0, 0.0
@@ -193,15 +188,3 @@ class MetricMaker:
         if not x.shape[1] or not y.shape[1]:
             return KeyMetric(*(t.expand(len(x), -1, -1).to(x) for t in self.unfitted(x.shape[-1])))
         return KeyMetric.of(x, y, None, None)
-
-
-class FittedAgain(FittedOnce):
-    """Fitted again after each `steps` training passes."""
-
-    vectors = SAMPLE
-
-    @outside_graphs
-    def advance(self) -> None:
-        if int(self.passes) >= self.steps:
-            self._fit({side: getattr(self, side) for side in ("queries", "keys")})
-            self._forget()

@@ -41,7 +41,9 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     if published is not None:
         verify(published, str(folder))
         return auto.from_pretrained(published, **options)
-    _check_config(Path(folder) / (options.get("subfolder") or ""))
+    config = Path(folder) / (options.get("subfolder") or "") / "config.json"
+    if config.is_file():    # before other code reads it
+        json_object(config)
     model = _loaded(auto, folder, options)
     saved = record.taken(model)
     if saved is None:
@@ -49,12 +51,6 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
                          f"{getattr(auto, '__name__', auto)}.from_pretrained, then call swap_attention")
     note_choice(model, options)
     return _bring_back(model, saved, folder, {key: options[key] for key in FETCHING if key in options})
-
-
-def _check_config(folder: Path) -> None:
-    """Raises ConfigError for a config.json that is none, before other code reads that file."""
-    if (file := folder / "config.json").is_file():
-        json_object(file)
 
 
 def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Module:

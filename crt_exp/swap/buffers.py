@@ -1,6 +1,6 @@
 """Noise and statistics that were saved with a swapped model, and how they come back to its layers."""
 
-import itertools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def _same_numbers(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, T
     no path given, the one with the same numbers in its path; of several the one whose path begins alike, as those of an
     encoder and a decoder do not. None where no saved layer has these numbers. ValueError: several may be its own."""
     alike = [other for other in saved if _numbers(other) == _numbers(path)]
-    shared = [_begin_alike(path, other) for other in alike]
+    shared = [len(os.path.commonprefix([path.split("."), other.split(".")])) for other in alike]
     best = [other for other, count in zip(alike, shared) if count == max(shared)]
     if len(best) > 1:
         raise ValueError(f"{path}: the noise that was saved with {' and with '.join(best)} may each be its own; "
@@ -106,9 +106,3 @@ def _same_numbers(path: str, saved: dict[str, dict[str, Tensor]]) -> dict[str, T
 
 def _numbers(path: str) -> list[str]:
     return [part for part in path.split(".") if part.isdigit()]
-
-
-def _begin_alike(path: str, other: str) -> int:
-    """Parts that both paths begin with."""
-    pairs = zip(path.split("."), other.split("."))
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -40,12 +40,13 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     prepare(state, q, k, causal, cross)
     if scaling is not None and scaling != state.scaling:
         q = q * (scaling / state.scaling)
-    if not matrix:
-        return state(q, k, drop_keys(v, dropout) if dropout > 0 else v, keep), None
     used, dv = v.shape[2:]
-    v = torch.cat([v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)], -1)
-    state.columns = dv              # the others are unit vectors
+    if matrix:
+        v = torch.cat([v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)], -1)
+        state.columns = dv          # the others are unit vectors
     out = state(q, k, drop_keys(v, dropout) if dropout > 0 else v, keep)
+    if not matrix:
+        return out, None
     state.columns = None
     return out[..., :dv], nn.functional.pad(out[..., dv:], (0, S - used))   # 0 for keys after the last query
 
@@ -77,8 +78,8 @@ def drop_keys(v: Tensor, p: float) -> Tensor:
 
 
 def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = None) -> None:
-    """Raises ValueError for a mask (L,S), (B,L,S) or (B,H,L,S) of other sizes than those of q (B,H,L,d), or 1, and of
-    other than S keys, or at least `least` of them: keys would be left out, or sequences."""
+    """Raises ValueError unless a mask (L,S), (B,L,S) or (B,H,L,S) has the sizes of q (B,H,L,d), or 1, and S keys, or
+    from `least` to S keys: other masks would leave out keys or sequences."""
     B, H, L, _ = q.shape
     sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
     fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
@@ -100,8 +101,8 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
     if pattern is None:
         raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal "
                          "nor both (a sliding window, packed sequences, a mask of one's own?), which linear attention "
-                         "cannot represent: leave this layer out with layers=[...], or change the mask (of NaFlexVit "
-                         "of timm: use_key_only_attn_mask=True)")
+                         "cannot represent: leave this layer out with layers=[...], or change the mask (timm's "
+                         "NaFlexVit: use_key_only_attn_mask=True)")
     seen, is_causal, used = pattern
     return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
 

@@ -109,7 +109,7 @@ def register() -> None:
 class Registered:
     """Held by a swapped module: whoever unpickles one has our functions in transformers' tables.
 
-    name: of ours in its configuration.
+    name: of our function in the module's configuration.
     """
 
     def __init__(self, name: str = INTERFACE):
@@ -222,9 +222,8 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
 def _causal_without_mask(module: nn.Module, is_causal: bool | None) -> bool:
     """What no mask means: what the module says, as torch's fused attention has it;
     every key, for a model without that."""
-    if is_causal is not None:
-        return bool(is_causal)
-    return module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
+    own = module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
+    return own if is_causal is None else bool(is_causal)
 
 
 def _wants_matrix(extras: dict) -> bool:
@@ -287,8 +286,7 @@ def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
     known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     if family(module) != "torch" or isinstance(holder, known):
         return None
-    code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
-    reads = code is not None and not {"in_proj_weight", "q_proj_weight"}.isdisjoint(code.co_names)
+    reads = not {"in_proj_weight", "q_proj_weight"}.isdisjoint(names_in_forward(type(holder)))
     return f"is computed by {type(holder).__name__} from its weights, in a way of its own" if reads else None
 
 
@@ -297,14 +295,15 @@ def family(module: nn.Module) -> str | None:
     swapped = swapped_class(module)
     if swapped is not None:
         return "torch" if swapped is SwappedMultiheadAttention else "timm"
-    return "hf" if uses_interface(type(module)) or "swapped" in module._modules else None
+    calls_interface = "ALL_ATTENTION_FUNCTIONS" in names_in_forward(type(module))
+    return "hf" if calls_interface or "swapped" in module._modules else None
 
 
 @cache
-def uses_interface(kind: type) -> bool:
-    """Whether the forward pass of this class calls transformers' attention interface."""
+def names_in_forward(kind: type) -> frozenset[str]:
+    """The global names and attributes that the forward pass of a class mentions."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return frozenset(() if code is None else code.co_names)
 
 
 def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -315,7 +314,8 @@ def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     known = {path for path, part in model.named_modules() if family(part)}
     alike = {path: part for path, part in model.named_modules()
-             if path not in known and _looks_like_attention(type(part))}
+             if path not in known and ("attention" in type(part).__name__.lower()
+                                       or "scaled_dot_product_attention" in names_in_forward(type(part)))}
     return [(path or type(part).__name__, part) for path, part in alike.items()
             if not any(_inside(path, other) for other in known)
             and not any(_inside(other, path) for other in (*known, *alike))]
@@ -324,13 +324,6 @@ def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _inside(path: str, other: str) -> bool:
     """Whether the module at a path is a part of the one at another."""
     return path.startswith(f"{other}." if other else "") and path != other
-
-
-@cache
-def _looks_like_attention(kind: type) -> bool:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    calls = code is not None and "scaled_dot_product_attention" in code.co_names
-    return "attention" in kind.__name__.lower() or calls
 
 
 def sizes(module: nn.Module, path: str) -> HeadSizes:

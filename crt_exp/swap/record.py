@@ -23,19 +23,17 @@ KEY = "crt_exp"
 def write(model: nn.Module) -> None:
     """Brings the configuration of each outermost model with one up to date."""
     for holder in holders(model):
-        if is_swapped(holder):
+        if any("swapped" in part._modules for part in holder.modules()):
             setattr(holder.config, KEY, record_of(holder))
         else:
             taken(holder)
 
 
-def is_swapped(model: nn.Module) -> bool:
-    return any("swapped" in part._modules for part in model.modules())
-
-
 def record_of(model: nn.Module) -> dict[str, Any]:
+    from crt_exp.swap.families import family
+
     mechanisms, layers = [], {}
-    for path, module in _attention(model):
+    for path, module in ((path, module) for path, module in model.named_modules() if family(module)):
         state = module._modules.get("swapped")
         if state is None:
             layers[path] = None
@@ -46,22 +44,12 @@ def record_of(model: nn.Module) -> dict[str, Any]:
     return {"version": __version__, "mechanisms": mechanisms, "layers": layers}
 
 
-def _attention(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    from crt_exp.swap.families import family
-
-    return [(path, module) for path, module in model.named_modules() if family(module)]
-
-
 def holders(model: nn.Module) -> list[nn.Module]:
     """The outermost models of transformers: the model itself, or those that a wrapper holds."""
-    if _keeps_configuration(model):
+    bases = {kind.__name__ for kind in type(model).__mro__}
+    if "PreTrainedModel" in bases and getattr(model, "config", None) is not None:
         return [model]
     return [holder for child in model.children() for holder in holders(child)]
-
-
-def _keeps_configuration(model: nn.Module) -> bool:
-    return getattr(model, "config", None) is not None and any(
-        kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
 
 def taken(holder: nn.Module) -> dict[str, Any] | None:

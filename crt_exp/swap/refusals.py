@@ -51,8 +51,8 @@ def refusal(module: nn.Module, place: str) -> str | None:
     name, passed = type(module).__name__, what_is_passed(type(module))
     if known := OTHER_MASKS.get(name) or OTHER_MASKS.get(place):
         return known
-    checks = (_bias, _softmax, _chosen_keys, _window, _mask)
-    return next((reason for check in checks if (reason := check(module, passed))), None)
+    reason = next((reason for check in (_bias, _softmax, _window) if (reason := check(module, passed))), None)
+    return reason or ("changes its mask for each pair of a query and a key" if passed.own_mask else None)
 
 
 def places(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
@@ -74,10 +74,6 @@ def _softmax(module: nn.Module, passed: Passed) -> str | None:
         return "caps its logits (softcap)"
     if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
         return "has sinks in its softmax (s_aux)"
-    return None
-
-
-def _chosen_keys(module: nn.Module, passed: Passed) -> str | None:
     return "chooses keys for each query (a sparse index)" if "indices" in passed.keywords else None
 
 
@@ -113,10 +109,6 @@ def _whole(value) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _mask(module: nn.Module, passed: Passed) -> str | None:
-    return "changes its mask for each pair of a query and a key" if passed.own_mask else None
-
-
 @cache
 def what_is_passed(kind: type) -> Passed:
     """Read from the source of the class's forward pass."""
@@ -127,8 +119,10 @@ def what_is_passed(kind: type) -> Passed:
     except (OSError, SyntaxError):  # a class without source
         return Passed(frozenset(), parameters, False)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _calls_interface(node)]
-    keywords = frozenset(word.arg for call in calls for word in call.keywords if word.arg and not _is_none(word.value))
-    return Passed(keywords, parameters, any(_computed(_mask_of(call), tree, parameters) for call in calls))
+    keywords = frozenset(word.arg for call in calls for word in call.keywords
+                         if word.arg and getattr(word.value, "value", word.value) is not None)
+    masks = [call.args[4:5] or [word.value for word in call.keywords if word.arg == "attention_mask"] for call in calls]
+    return Passed(keywords, parameters, any(_computed(mask, tree, parameters) for each in masks for mask in each))
 
 
 def _calls_interface(call: ast.Call) -> bool:
@@ -137,11 +131,6 @@ def _calls_interface(call: ast.Call) -> bool:
     named = {word.arg for word in call.keywords}
     return (isinstance(call.func, ast.Name) and takes_self
             and (len(call.args) >= 4 or {"query", "key", "value"} <= named))
-
-
-def _mask_of(call: ast.Call) -> ast.expr | None:
-    named = next((word.value for word in call.keywords if word.arg == "attention_mask"), None)
-    return call.args[4] if len(call.args) > 4 else named
 
 
 def _computed(mask: ast.expr | None, tree: ast.AST, parameters: frozenset[str],
@@ -173,7 +162,3 @@ def _assignments(tree: ast.AST):
             yield node.target.id, value
         elif isinstance(node, ast.Assign):
             yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
-
-
-def _is_none(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is None

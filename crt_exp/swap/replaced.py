@@ -17,7 +17,7 @@ from crt_exp.swap.timm_attention import SwappedTimmAttention
 CLASSES = (families.SwappedMultiheadAttention, SwappedTimmAttention)
 UNDO = "call unswap_attention(model) to have the model's own attention, or swap_attention again"
 WORDS = ("word timestamps (return_token_timestamps=True) need the weights of the model's own attention, which swapped "
-         "attention does not form: swap model.model.encoder alone. The implementation is set back for later calls")
+         "attention does not form: swap model.model.encoder alone. Later calls without them work as before")
 
 
 def watch(module: nn.Module) -> None:

@@ -142,8 +142,12 @@ def _choose(modules: list, reasons: dict[int, str | None], layers: Iterable[int]
 
 def _reasons(model: nn.Module, modules: list[tuple[str, nn.Module]]) -> dict[int, str | None]:
     """Why linear attention cannot stand for each layer; None where it can."""
-    held = places(model)
-    return {i: _reason(module, *held.get(id(module), (None, ""))) for i, (_, module) in enumerate(modules)}
+    held, reasons = places(model), {}
+    for i, (_, module) in enumerate(modules):
+        holder, name = held.get(id(module), (None, ""))
+        reasons[i] = (refusal(module, f"{type(holder).__name__}.{name}") if families.family(module) == "hf"
+                      else families.read_by_hand(module, holder))
+    return reasons
 
 
 def _refuse(modules: list[tuple[str, nn.Module]], reasons: dict[int, str | None], chosen: list[int]) -> None:
@@ -158,12 +162,6 @@ def _refuse(modules: list[tuple[str, nn.Module]], reasons: dict[int, str | None]
     way = f"layers='supported' swaps those that can be, {fit}" if fit else "no layer of this model can be swapped"
     raise ValueError(f"{path} ({type(module).__name__}){rest}: this attention {reasons[first]}, "
                      f"which linear attention cannot represent; {way}")
-
-
-def _reason(module: nn.Module, holder: nn.Module | None, attribute: str) -> str | None:
-    if families.family(module) == "hf":
-        return refusal(module, f"{type(holder).__name__}.{attribute}")
-    return families.read_by_hand(module, holder)
 
 
 # ---- making and attaching
@@ -276,7 +274,8 @@ def _tell_unreached(model: nn.Module, *_) -> None:
         return
     _remove_check(model)
     swapped = [(path, module) for path, module in model.named_modules() if "swapped" in module._modules]
-    compiled = {id(module) for part in model.modules() if _is_compiled(part) for module in part.modules()}
+    compiled = {id(module) for part in model.modules()      # torch.compile(part), part.compile()
+                if "_orig_mod" in part._modules or part._compiled_call_impl is not None for module in part.modules()}
     unreached = [(path, module) for path, module in swapped
                  if module.swapped.reached is None and id(module) not in compiled]   # which do not note their calls
     for _, module in unreached:
@@ -285,7 +284,3 @@ def _tell_unreached(model: nn.Module, *_) -> None:
         warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} of {len(swapped)} "
                       f"swapped modules: {_names(unreached)}; they may serve other inputs, or the model may compute "
                       "their attention by other means, which swapping does not change", stacklevel=3)
-
-
-def _is_compiled(part: nn.Module) -> bool:
-    return "_orig_mod" in part._modules or part._compiled_call_impl is not None   # torch.compile(part), part.compile()

@@ -162,6 +162,19 @@ def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
     torch.testing.assert_close(ours(q, k, v), expected)
 
 
+@pytest.mark.parametrize("before, after, passes", [(4, 2, 1), (10, 2, 0), (2, 4, 4), (2, 10, 9)])
+def test_a_layer_of_other_fit_steps_goes_on_with_the_samples(before, after, passes):
+    q, k, v = qkv()
+    ours, other = layer(fit_steps=before), layer(fit_steps=after)
+    for _ in range(min(before, 3)):
+        ours(q, k, v)
+    other.load_state_dict(ours.state_dict())
+    assert int(other.clusters.passes) == passes
+    for _ in range(after - passes):
+        other(q, k, v)
+    assert not other.clusters.done and (other.clusters.queries != 0).any(-1).all()
+
+
 def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
     q, k, v = qkv()
     for passes in (0, 1, 3):

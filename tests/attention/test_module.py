@@ -359,6 +359,21 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", sorted({*DRAWN} - {"hedgehog", "elu", "relu", "generalized"}))
+def test_a_buffer_that_was_replaced_counts(name):
+    """As by torch.func.functional_call, and by accelerate when it loads a checkpoint."""
+    ours, other = (Mechanism.of(name, redraw_every=1).layer(2, 4, layer=i).eval() for i in (0, 1))
+    inputs = torch.randn(3, 2, 2, 12, 4)
+    before, expected = ours(*inputs), other(*inputs)
+    assert torch.equal(torch.func.functional_call(ours, other.state_dict(), tuple(inputs)), expected)
+    assert torch.equal(ours(*inputs), before) and not torch.equal(before, expected)
+    for buffer, value in other.state_dict().items():
+        module, _, own = buffer.rpartition(".")
+        setattr(ours.get_submodule(module), own, value)
+    assert torch.equal(ours(*inputs), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", sorted({*DRAWN} - {"reformer", "linformer"}))
 def test_half_precision_is_rounded_at_its_ends_alone(name):
     """At a scale that is no power of two: a log feature magnifies what is rounded before."""

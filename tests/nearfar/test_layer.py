@@ -167,6 +167,15 @@ def bert(**options):
         **options)).eval()
 
 
+def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
+    layer, (x, y, v, _) = NearFar(2, 4, cross=True, fit_steps=1, exact_until=0), tensors(L=5, S=20)
+    with torch.inference_mode():
+        for _ in range(3):
+            layer.train()(*(t.float() for t in (x, y, v)))
+    assert int(layer.clusters.fits) == 2 and not any(t.is_inference() for t in layer.buffers())
+    layer.load_state_dict(layer.state_dict())
+
+
 @torch.no_grad()
 def test_swapped_encoders_are_described():
     model, ids = bert(), torch.randint(40, (2, 50))

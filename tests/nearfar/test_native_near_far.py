@@ -259,9 +259,6 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     x, y, v, *_ = tensors(Z=2, S=20)
     assert near_far.applies(x, y, v) and near_far.applies(x.bfloat16(), y, v)
     assert not near_far.applies(x, y.double(), v)
-    torch.set_num_threads(9)
-    assert not near_far.few_threads(2) and near_far.few_threads(3)
-    torch.set_num_threads(1)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
         out = near_far_attention(x, y[None], v[None], Sizes(4, 2, 3)).out

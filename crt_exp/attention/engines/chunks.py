@@ -113,7 +113,8 @@ class Call:
         B, H, L, d = x.shape
         width = H * _width(self.phi, self.noise, d)
         tokens = CHUNK if self.causal else max(CHUNK, min(WIDE, ELEMENTS // width))
-        at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if _batch_free(self.noise) else B
+        same = all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(self.noise))   # for all batch entries
+        at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if same else B
         for start in range(0, B, at_once):
             rows = slice(start, min(start + at_once, B))
             bound = self.phi.bind(self.noise, _take(self.params, rows, B))
@@ -369,10 +370,6 @@ def shifted(tokens: slice, by: int) -> slice:
 
 def _with(state: Partial, sums) -> Partial:
     return state._replace(numerator=sums[0], denominator=sums[1])
-
-
-def _batch_free(noise: Nested) -> bool:
-    return all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise))
 
 
 def _width(phi: FeatureMap, noise: Nested, d: int) -> int:

@@ -49,12 +49,6 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _compile(command: list[str], file: Path) -> None:
-    sources = [source for source in SOURCES if source.suffix == ".c"]
-    subprocess.run([*command, f"-I{ENGINES}", "-o", file, *sources, "-lm"], check=True, capture_output=True, text=True,
-                   errors="replace", timeout=300)
-
-
 def _reason(error: Exception) -> str:
     """What a compiler has to say, in a line."""
     message = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
@@ -87,7 +81,9 @@ def compiled() -> Iterator[Path]:
         made = Path(private) / name
         if sys.stderr.isatty():
             print("compiling the attention kernels for this processor, once: some 10 s", file=sys.stderr, flush=True)
-        _compile(command, made)
+        sources = [source for source in SOURCES if source.suffix == ".c"]
+        subprocess.run([*command, f"-I{ENGINES}", "-o", made, *sources, "-lm"], check=True, capture_output=True,
+                       text=True, errors="replace", timeout=300)
         try:
             kept = made if folder is None else _write(folder / name, made.read_bytes())
         except OSError as e:
@@ -137,12 +133,10 @@ def _ours(path: Path, others: int = 0o022) -> bool:
 
 def _is_kept(file: Path) -> bool:
     """Whether a library is there and is ours."""
-    if not file.exists():
-        return False
-    if not _ours(file):
+    ours = file.exists() and _ours(file)
+    if file.exists() and not ours:
         _warn("%s belongs to another user, or others can write to it: it is not loaded, but compiled again", file)
-        return False
-    return True
+    return ours
 
 
 def _write(file: Path, content: bytes) -> Path:

@@ -83,11 +83,6 @@ def applies(*tensors: Tensor) -> bool:
     return all(t.device.type == "cpu" for t in tensors) and native.library() is not None
 
 
-def few_threads(heads: int) -> bool:
-    """Whether so many heads keep the threads busy."""
-    return torch.get_num_threads() <= THREADS * heads
-
-
 @torch.no_grad()
 def choose(x: Tensor, y: Tensor, heavy: int, cells: int, keep: Tensor | None, factor: float = 1.0,
            metric: KeyMetric | None = None) -> Sets:

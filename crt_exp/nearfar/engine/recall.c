@@ -312,8 +312,8 @@ static void find_nearest(Past *h, int m, int32_t *nearest) {
     }
 }
 
-/* The nearest centres of keys [j, j + m), m <= CHUNK, which are measured, and whose sums get them; in X they become what
-   they are more than these, of which squares are precise where keys are alike. */
+/* Adds keys [j, j + m), m <= CHUNK, which are measured, to the sums of their nearest centres. X then holds each key less
+   its centre, whose squares stay precise where keys are alike. */
 static void to_cells(Past *h, int64_t j, int m) {
     const int dp = h->s.dp, lv = h->s.lv, n = h->s.n;
     int32_t nearest[CHUNK];

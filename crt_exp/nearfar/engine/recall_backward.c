@@ -1,10 +1,9 @@
 /* The gradients of recall.c, for keys that were read and log-sums that are known.
 
-   First the past goes by once more, and what the cells were at the end of each renewal is kept, and tau at each block, of
-   which nothing would be precise after a subtraction; then blocks are taken from the last to the first, and the keys that
-   had joined are taken off the sums of their cells again. What a key gives
-   to its cell it gives to all later blocks of the renewal: gradients to the sums of cells are added up until the block
-   at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1].
+   First the past goes by once more. The cells at the end of each renewal are kept, and tau at each block, which would
+   lose its digits in a subtraction. Then blocks are taken from the last to the first, and the keys that had joined are
+   taken off the sums of their cells again. What a key gives to its cell it gives to all later blocks of the renewal:
+   gradients to the sums of cells are added up until the block at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1].
 
    Per cell, for keys j of it: mu and V are means and sums over them, so that dy_j = dmu / N and dv_j = dV. */
 
