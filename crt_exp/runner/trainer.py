@@ -125,6 +125,7 @@ class Trainer:
             self.signals.step_ended()
         due = self._evaluation_due()
         if self.progress.step > self.state.saved and (due or self.stopping or self._save_due()):
+            self._check_parameters("checkpoint")
             self.state.save()
             self.overdue = False
         if self.stopping:
@@ -336,7 +337,7 @@ class Trainer:
         world = self.world
         ranks = (0, 1) if self.sharded else (world.rank, world.size)  # sharded models must run in step
         batch = config.eval_batch or config.batch // (world.size * config.accumulate)
-        self._check_parameters(split)
+        self._check_parameters(f"evaluation on {split}")
         self.module.eval()
         try:
             with self._interruptible(), torch.no_grad(), self._autocast():
@@ -356,12 +357,12 @@ class Trainer:
         numbers = {key: float(value) for key, value in result.items()}
         return self.world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
 
-    def _check_parameters(self, split: str) -> None:
-        """Raises Diverged where the last step left weights that are not finite:
-        metrics of them can look like numbers."""
+    def _check_parameters(self, what: str) -> None:
+        """Raises Diverged where the last step left weights that are not finite: metrics of them can look like numbers,
+        and their checkpoint would take the place of the last good one."""
         first = self._gathered(next(iter(nonfinite_parameters(self.module)), None))
         if first:
-            raise self._verdict(f"evaluation on {split}", first, step=self.progress.step)
+            raise self._verdict(what, first, step=self.progress.step)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

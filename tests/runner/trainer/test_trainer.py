@@ -152,8 +152,8 @@ def test_weights_that_are_not_finite_are_never_scored(typed, monkeypatch, tmp_pa
         if self.progress.step == 11:
             nn.init.constant_(self.module.outer.bias, float("nan"))
     monkeypatch.setattr(Trainer, "_update", broken)
-    code, _, err = typed("trainer.save_every=6", "trainer.keep=2")
-    assert code == 3 and "step 12: evaluation on validation; first not finite: parameter outer.bias" in err
+    code, _, err = typed("trainer.save_every=6")
+    assert code == 3 and "step 12: checkpoint; first not finite: parameter outer.bias" in err
     assert "the checkpoint of step 6 is the last good one" in err
 
 
