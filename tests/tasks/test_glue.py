@@ -217,7 +217,7 @@ def test_official_files(files):
     (["attention=favorpp", "trainer.steps=1", "trainer.warmup=0"],
      "step 1: evaluation on dev; first not finite: bert.encoder.layer.0.attention.self.swapped (RandomFeature"),
     (["attention=exact", "task.dataset=stsb", "trainer.steps=1", "trainer.warmup=0"],
-     "step 1: evaluation on dev; first not"),
+     "step 1: checkpoint; first not"),
 ], ids=str)
 def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, typed):
     """Exit code 3, step and layer, as where the loss shows it."""
