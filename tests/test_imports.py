@@ -25,6 +25,7 @@ ROOMS = [
     ["swap"],
     ["mechanism", "mechanism_text", "presets"],
     ["pretrained.published"],
+    ["models.folder"],
     ["pretrained.saved"],
     ["drawing"],
     ["sampled_softmax"],
