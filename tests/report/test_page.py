@@ -74,6 +74,14 @@ def test_verdicts_are_those_of_the_draws(tmp_path):
     assert made.verdicts[0].claim.text == "A: exact is better" and made.verdicts[0].word == "holds"
 
 
+def test_a_part_of_a_page_judges_nothing(tmp_path):
+    """Its claims and their correction are those of the whole."""
+    whole = a_page(tmp_path, LOSSES)
+    part = render.text(Page("mine", tmp_path, SPEC, part='ARMS="exact ours"'), False)
+    assert "**holds**" in render.text(whole, False) and "A part of the page" in part
+    assert not any(word in part for word in ("holds", "fails", "cannot tell", "passed", "a control"))
+
+
 def test_a_failed_gate_leaves_claims_unjudged(tmp_path):
     made = a_page(tmp_path, LOSSES | {"uniform": [1.0, 1.2, 1.2]})
     assert all(isinstance(verdict, Unjudged) for verdict in made.verdicts)
