@@ -48,7 +48,7 @@ class Trial:
     def measured(self, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         """The records that are not done, each after a line that says what there is, and how long the rest takes; first
         an estimate, from the time of one piece by the model's own attention."""
-        self.pace = self._pace()
+        self.pace = 0.0 if self.ended else self._pace()
         before, left = len(self.rows), self.pace * sum(self._work(i) for i in range(len(self.rows), len(self.plan)))
         say(f"advise: {len(self.arms)} attentions, {len(self.bench.judged)} {self.bench.noun} of {self.bench.length} "
             f"tokens: about {left:.0f} s")

@@ -9,8 +9,8 @@ from crt_exp.report.page import FAMILIES, Page
 
 Judged = Verdict | Unjudged | Unmeasured
 MOST = 24  # rows of a folded table; the index's csv has the others
-INTERVALS = ("Each interval belongs to the test after Holm's correction: it excludes the bar exactly where the claim is "
-             "decided.")
+INTERVALS = ("Each interval belongs to the test after Holm's correction: it excludes the bar exactly where the claim "
+             "is decided.")
 HEAD = {"claim": "claim", "verdict": "verdict", "value": "value", "bar": "bar", "closed_form": "closed form", "n": "n",
         "p": "p", "more": "more"}
 
