@@ -32,13 +32,13 @@ ROOMS = [
     ["models"],
     ["pretrained.fetch"],
     ["data.__main__"],
-    ["probes.base", "probes.bench", "probes.bench_pieces"],
+    ["measure.base", "advice.bench", "advice.bench_pieces"],
     ["advice"],
     ["estimators", "regression", "ridge"],
     ["tasks"],
     ["runner"],
     ["train", "infer"],
-    ["probes"],
+    ["measure"],
     ["report"],
     ["__main__", "predict", "transcribe", "sample"],
 ]
@@ -100,7 +100,7 @@ CORE = ("kernels", "samplers", "features", "bounds", "mechanism", "attention", "
 def test_the_core_needs_no_runs_and_no_data():
     """A library of maps and attention: nothing that it imports, however indirectly, reads data, trains or reports."""
     for room in CORE:
-        check_apart(room, {"runner", "tasks", "data", "models", "probes", "advice", "report"})
+        check_apart(room, {"runner", "tasks", "data", "models", "measure", "advice", "report"})
 
 
 def test_maps_samplers_and_layers_need_no_configuration():

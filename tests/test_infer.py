@@ -24,7 +24,7 @@ from crt_exp.data import cache, images
 from crt_exp.data.plan import Plan
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import greedy
-from crt_exp.probes import runs
+from crt_exp.measure import runs
 from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.trembl import VOCABULARY, TrEMBL
 

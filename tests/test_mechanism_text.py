@@ -17,7 +17,7 @@ from crt_exp.features import OPRF, PosRF, Sum
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.command_line import compose
 from crt_exp.samplers import iid
-from crt_exp.probes.fidelity import arms_of as fidelity_arms
+from crt_exp.measure.fidelity import arms_of as fidelity_arms
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 OF_PAGES = re.compile(rf"\"?((?:{'|'.join(map(re.escape, sorted(choices('attention'), key=len, reverse=True)))})"

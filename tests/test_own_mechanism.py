@@ -19,7 +19,7 @@ from crt_exp import Mechanism, advise, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, carried, is_known, known, own_names
 from crt_exp.features import FeatureMap
-from crt_exp.probes import cells, runs, sources
+from crt_exp.measure import cells, runs, sources
 from crt_exp.report import __main__ as report
 from crt_exp.times import in_new_process
 

@@ -13,7 +13,7 @@ from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import TOLERANCE, Advice
 from crt_exp.config import place
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes.bench_pieces import HEADS, LENGTH, MASKED, NEXT, BatchBench, TextBench, predicts, trained_on
+from crt_exp.advice.bench_pieces import HEADS, LENGTH, MASKED, NEXT, BatchBench, TextBench, predicts, trained_on
 from crt_exp.swap.calibration import eval_mode
 from crt_exp.swap.record import holders
 

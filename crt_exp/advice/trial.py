@@ -15,8 +15,8 @@ import torch
 from crt_exp.advice.arms import EXACT, Arm
 from crt_exp.advice.verdict import Advice, Row, is_beyond, is_within, rows_of, uses_memory
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes.base import planned
-from crt_exp.probes.bench import FIRST, Bench, quiet
+from crt_exp.measure.base import planned
+from crt_exp.advice.bench import FIRST, Bench, quiet
 from crt_exp.times import LONG
 
 STEP = 3       # passes that a training step takes

@@ -15,8 +15,8 @@ from pathlib import Path
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
 from crt_exp.report import decide, draws, index, page, render
-from crt_exp.probes import chosen as choice
-from crt_exp.probes import cells, grid, sources
+from crt_exp.measure import chosen as choice
+from crt_exp.measure import cells, grid, sources
 from crt_exp.runner.sweep import aligned
 
 FULL = "full"  # the papers' own setting

@@ -1,4 +1,4 @@
-"""The committed draws of a page: outputs/report/<name>.csv, one schema for all (`crt_exp.probes.cells.Draw`)."""
+"""The committed draws of a page: outputs/report/<name>.csv, one schema for all (`crt_exp.measure.cells.Draw`)."""
 
 import csv
 import gzip
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from crt_exp.probes.cells import PAGES, Draw
+from crt_exp.measure.cells import PAGES, Draw
 from crt_exp.runner.run import write_atomic
 
 COLUMNS = [field.name for field in fields(Draw)]

@@ -21,7 +21,7 @@ come after those of the file.
     choices:    sentences on settings tuned, seeds added and criteria changed, with their commits
     tables, panels: see `tables` and `figures`
     commands:   true, for those of the first grid of `runs`, or text
-    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.probes.grid.measure`; facts: of this size;
+    sizes:      SIZE -> starts, parts, runs, derived: see `crt_exp.measure.grid.measure`; facts: of this size;
                 instead: what stands at this size in place of words, arms, settings and places x, see `at_size`
 """
 

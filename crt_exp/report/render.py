@@ -14,8 +14,8 @@ from crt_exp.report import figures, tables, verdicts
 from crt_exp.report.evidence import LEVEL, LOOKS
 from crt_exp.report.page import Page, home
 from crt_exp.runner.run import write_atomic
-from crt_exp.probes.runs import flat
-from crt_exp.probes.training import Grid
+from crt_exp.measure.runs import flat
+from crt_exp.measure.training import Grid
 
 TABLES = "-tables.csv"  # of the tables that are too long for a page
 CODE = "Code:"  # begins the line that depends on the history of the checkout, and on nothing else of a page

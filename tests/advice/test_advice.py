@@ -22,7 +22,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.mechanism import Mechanism
 from crt_exp.nonfinite import NotFinite
-from crt_exp.probes.bench_pieces import TextBench
+from crt_exp.advice.bench_pieces import TextBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

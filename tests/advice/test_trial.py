@@ -13,8 +13,8 @@ from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import Advice, Row, cells_of, differ, header, is_within, pays_from
 from crt_exp.attention.baselines import Window, exact_attention
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes.bench import FIRST, Bench, Known
-from crt_exp.probes.bench_pieces import TextBench
+from crt_exp.advice.bench import FIRST, Bench, Known
+from crt_exp.advice.bench_pieces import TextBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH, ROUNDS = 2048, 3
@@ -178,7 +178,7 @@ def test_pieces_are_read_until_they_are_enough():
 @pytest.mark.parametrize("ms, turns", [(2.0, [3, 1]), (1500.0, [1])])
 def test_long_steps_have_one_turn_and_what_is_out_none(ms, turns, monkeypatch):
     bench = TextBench(llama(), ids(2), ids(1))
-    monkeypatch.setattr("crt_exp.probes.bench.again", lambda *given, **options: ms)
+    monkeypatch.setattr("crt_exp.advice.bench.again", lambda *given, **options: ms)
     monkeypatch.setattr(bench, "first", lambda *given: (ms, 1.0))
     cost = bench.cost({"exact": None, "uniform": Mechanism.of("uniform")}, 64, 3, ["uniform"])
     assert [len(each) for each in cost["step"].values()] == turns

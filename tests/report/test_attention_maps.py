@@ -8,8 +8,8 @@ from test_language import mechanism
 from test_trembl import OPTIONS
 
 from crt_exp.data.protein import STANDARD
-from crt_exp.probes import attention_maps
-from crt_exp.probes.attention_maps import PAIRS, blosum62, correlation, likeness, likeness_by_frequency
+from crt_exp.measure import attention_maps
+from crt_exp.measure.attention_maps import PAIRS, blosum62, correlation, likeness, likeness_by_frequency
 from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 

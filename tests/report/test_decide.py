@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from crt_exp.probes.cells import Draw
+from crt_exp.measure.cells import Draw
 from crt_exp.report import decide, draws
 from crt_exp.report.decide import Decision
 from crt_exp.report.evidence import independent

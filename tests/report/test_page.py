@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.probes.cells import Draw
+from crt_exp.measure.cells import Draw
 from crt_exp.report import __main__ as command_line
 from crt_exp.report import draws, page, render
 from crt_exp.report.evidence import Bar, Claim, Unjudged, independent, judged

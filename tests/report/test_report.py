@@ -15,9 +15,9 @@ from crt_exp.data import DataError, mnist
 from crt_exp.features import GERF, OPRF, PosRF, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
-from crt_exp.probes.attention_errors import ProjectionErrors
-from crt_exp.probes.uci import UCI
-from crt_exp.probes.variance import REGIMES, Variance, log_variances
+from crt_exp.measure.attention_errors import ProjectionErrors
+from crt_exp.measure.uci import UCI
+from crt_exp.measure.variance import REGIMES, Variance, log_variances
 from crt_exp.report import __main__ as command_line
 from crt_exp.report.draws import FOLDER
 from crt_exp.report.page import Page

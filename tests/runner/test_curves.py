@@ -7,7 +7,7 @@ import pytest
 
 from crt_exp import drawing
 from crt_exp.runner.curves import draw, points
-from crt_exp.probes import speed
+from crt_exp.measure import speed
 
 
 def record(step, split, **values):

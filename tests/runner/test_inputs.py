@@ -15,8 +15,8 @@ from crt_exp.config import CONF, ConfigError, located
 from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.runner import inputs
 from crt_exp.runner.inputs import DATA, NAME, OPTIONS, check_inputs, states
-from crt_exp.probes.advise import Advise
-from crt_exp.probes.uci import UCI
+from crt_exp.measure.advise import Advise
+from crt_exp.measure.uci import UCI
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.librispeech import LibriSpeech, SpokenSplit
 from crt_exp.tasks.pixels import Pixels

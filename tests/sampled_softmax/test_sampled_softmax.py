@@ -25,9 +25,9 @@ from crt_exp.sampled_softmax import (
 )
 from crt_exp.sampled_softmax.tree import FAN, SumTree
 from crt_exp.report import page
-from crt_exp.probes import grid
-from crt_exp.probes import sampling as sampling_study
-from crt_exp.probes.grid import Part
+from crt_exp.measure import grid
+from crt_exp.measure import sampling as sampling_study
+from crt_exp.measure.grid import Part
 
 PARTS = page.load("sampling")["sizes"]["small"]["parts"]
 V, D, B = 300, 4, 3

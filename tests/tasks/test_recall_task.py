@@ -5,7 +5,7 @@ import pytest
 from refusals import check_refused
 
 from crt_exp.mechanism import Mechanism
-from crt_exp.probes.recall import accuracy
+from crt_exp.measure.recall import accuracy
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.recall import NOISE, Recall, drawn
 

@@ -18,9 +18,9 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
 from crt_exp.runner.ending import Stopped
-from crt_exp.probes import evolution
-from crt_exp.probes.evolution import Search, directions, evolve, gradient, members, seeds_of, shaped
-from crt_exp.probes.evolution import Player, play, play_all
+from crt_exp.measure import evolution
+from crt_exp.measure.evolution import Search, directions, evolve, gradient, members, seeds_of, shaped
+from crt_exp.measure.evolution import Player, play, play_all
 
 for package in ("gymnasium", "mujoco"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install 'crt_exp[robotics]'")

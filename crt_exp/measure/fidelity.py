@@ -1,0 +1,260 @@
+"""How true a pretrained model stays when its attention is swapped and nothing is trained.
+
+Legend: L tokens of a text, m projections, "above" a loss above that of the exact model, nats. Errors are relative, in
+the Frobenius norm.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from crt_exp import mechanism_text
+from crt_exp.config import ConfigError, carried
+from crt_exp.hints import Count, Several
+from crt_exp.mechanism import Mechanism
+from crt_exp.metrics import interval
+from crt_exp.schema import checked
+from crt_exp.measure.base import planned
+from crt_exp.advice.bench import medians
+from crt_exp.advice.bench_pieces import TextBench
+from crt_exp.measure.subject import Subject, load
+from crt_exp.times import added, in_new_process
+from crt_exp.whole_files import whole, write_rows
+
+CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named
+NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attention", "cosine": "cosine",
+         "above": "nats above exact"}
+WARM = 128                                   # tokens of the call before memory is measured
+
+
+class Candidate(NamedTuple):
+    """An attention as it is written, "window block=32 first=16", and its projections, of which the text says nothing;
+    None where it has none."""
+
+    text: str
+    m: int | None
+
+    @property
+    def name(self) -> str:
+        return self.text.split()[0]
+
+    @property
+    def label(self) -> str:
+        return self.text + (f" m={self.m}" if self.m else "")
+
+    def mechanism(self, seed: int = 0) -> Mechanism:
+        return Mechanism.parse(self.text, m=self.m, seed=seed)
+
+
+def arms_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Candidate]:
+    """Each attention with each m: its own alone where its text names one, and once where it has none. Raises
+    ConfigError for empty and unknown ones, and twice the same."""
+    arms = []
+    for text in attentions:
+        draws = Mechanism.parse(text, seed=0).draws
+        name, options = mechanism_text.read(text)
+        own = [options.pop("m")] if "m" in options else ms if draws else [None]
+        arms += [Candidate(mechanism_text.write(name, options), m) for m in own]
+    if len(set(arms)) < len(arms):
+        raise ConfigError(f"task.attentions or task.ms names something twice: {[arm.label for arm in arms]}")
+    return arms
+
+
+@checked("task")
+class Fidelity:
+    """task=fidelity; see conf/task/fidelity.yaml for the options.
+
+    Records of four kinds: `heads`, one a layer: mean |x + y|^2 of its heads; `swap`, one an attention, m and draw of
+    its noise: errors, cosine and loss of each text; `cost`, one a length: milliseconds and MiB of each attention; and a
+    final one with the means, in which `hidden_error` is the least of those that are no controls.
+    """
+
+    metric, lower_is_better = "hidden_error", True
+    uses: frozenset[str] = frozenset()  # attention is named by task.attentions and task.ms
+
+    def __init__(self, model: str | None, text: str | Sequence[str] | None, calibration: str | Sequence[str] | None,
+                 tokenizer: str | None, attentions: Several[str], ms: Several[Count], draws: Count,
+                 length: Count | None, texts: Count, calibration_texts: Count,
+                 lengths: Sequence[Count] | None, rounds: Count, cache_dir: str | None):
+        if model is None or text is None:
+            raise ValueError("task=fidelity needs task.model (a folder, a run or a hub name) and task.text (a text "
+                             "that the model was not trained on)")
+        if texts < 2:
+            raise ValueError(f"task.texts = {texts}: an interval over texts needs at least 2")
+        self.model, self.draws, self.lengths, self.rounds = model, draws, lengths, rounds
+        self.arms = arms_of(attentions, list(ms))
+        self.given = {"text": text, "calibration": calibration, "tokenizer": tokenizer, "length": length,
+                      "texts": texts, "calibration_texts": calibration_texts, "cache_dir": cache_dir}
+
+    # ---- records
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        subject, rows = Subject(self.model, seed=seed, **self.given), list(done)
+        self.check(subject)
+        plan = [("heads", of_heads, (subject, i)) for i in range(len(subject.calls[0]))]
+        plan += [("swap", of_swap, (subject, arm, draw, seed)) for arm in self.arms
+                 for draw in range(self.draws_of(arm))]
+        plan += [("cost", self.of_length, (subject, L)) for L in self.lengths_of(subject)]
+        plan += [("test", self.of_all, (subject, rows))]
+        yield from planned(plan, rows)
+
+    def check(self, subject: Subject) -> None:
+        """Raises ValueError, before the first record, for lengths and attention that do not go with the model."""
+        if long := [L for L in self.lengths or () if subject.most < L]:
+            raise ValueError(f"task.lengths holds {long[0]}: the model has {subject.most} positions")
+        for arm in self.arms:
+            with subject.swapped(arm.mechanism()):
+                pass
+
+    def draws_of(self, arm: Candidate) -> int:
+        """One where nothing is drawn."""
+        return self.draws if arm.mechanism().draws else 1
+
+    def lengths_of(self, subject: Subject) -> list[int]:
+        """By default 128, 256, ... as far as the model has positions, and no further than 2048."""
+        if self.lengths is not None:
+            return list(self.lengths)
+        return [L for L in (128, 256, 512, 1024, 2048) if subject.most >= L]
+
+    def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
+        """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
+        mechanisms = {arm.label: arm.mechanism() for arm in self.arms}
+        return {"length": length, "ms": medians(subject.times(mechanisms, ids_of(subject.model, length), self.rounds)),
+                "mib": {arm.label: in_new_process(carried(memory), model=self.model, text=arm.text, m=arm.m,
+                                                  length=length) for arm in self.arms}}
+
+    def of_all(self, subject: Subject, rows: list[dict]) -> dict[str, Any]:
+        means = [mean_of(arm, [r for r in rows if r["split"] == "swap" and (r["attention"], r["m"]) == arm])
+                 for arm in self.arms]
+        others = [each for each, arm in zip(means, self.arms) if arm.name not in CONTROLS] or means
+        best = min(others, key=lambda each: each["hidden_error"])
+        return {"predicts": subject.predicts, "texts": len(subject.rows), "length": subject.length,
+                "hidden_error": best["hidden_error"], "best": best["label"], "attentions": means, "final": True}
+
+    # ---- what is said
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (f"{table(records).to_string(index=False, na_rep='')}\n"
+                f"fidelity: {last['texts']} texts of {last['length']} tokens; nearest to the exact model: "
+                f"{last['best']}, hidden error {last['hidden_error']:.3g}")
+
+    def keep(self, records: list[dict], directory: Path) -> None:
+        """fidelity.csv and fidelity.png in the run directory."""
+        write(records, directory)
+
+
+# ---- one record each
+
+
+def of_heads(subject: Subject, i: int) -> dict[str, Any]:
+    """Of one call of an attention layer: mean |x + y|^2 of each head, over texts."""
+    calls = [each[i] for each in subject.calls]
+    sums = torch.stack([call.sums() for call in calls]).mean(0).tolist()
+    return {"layer": i, "path": calls[0].path, "heads": len(sums), "mean_sq_sum": sums}
+
+
+def of_swap(subject: Subject, arm: Candidate, draw: int, seed: int) -> dict[str, Any]:
+    """Means over texts for each layer, and under keys that end in "_texts" those of the last layer for each text."""
+    measured = subject.measured(arm.mechanism(1000 * seed + draw))
+    record = {"attention": arm.text, "m": arm.m, "draw": draw,
+              "attention_error_layers": measured["attention"].mean(0).tolist(),
+              "hidden_error_layers": measured["hidden"].mean(0).tolist(),
+              "attention_error_texts": measured["attention"].mean(1).tolist(),
+              "hidden_error_texts": measured["hidden"][:, -1].tolist(), "cosine_texts": measured["cosine"].tolist()}
+    return record | ({"above_texts": measured["above"].tolist()} if "above" in measured else {})
+
+
+def mean_of(arm: Candidate, rows: list[dict]) -> dict[str, Any]:
+    """Over texts, each text's mean over draws; `_ci95`: half-widths over texts."""
+    record = {"label": arm.label, "attention": arm.text, "m": arm.m, "draws": len(rows)}
+    for key, name in (("attention_error_texts", "attention_error"), ("hidden_error_texts", "hidden_error"),
+                      ("cosine_texts", "cosine"), ("above_texts", "above")):
+        if key in rows[0]:
+            of_texts = interval(np.mean([row[key] for row in rows], 0), name)
+            record |= {name: of_texts[name], f"{name}_ci95": of_texts[f"{name}_ci95"]}
+    return record
+
+
+# ---- cost
+
+
+@torch.no_grad()
+def memory(model: str, text: str, m: int | None, length: int) -> float:
+    """MiB at the peak of a pass beyond the weights, the model swapped as it is: for a new process."""
+    loaded, _ = load(model)
+    short, long = ids_of(loaded, min(length, WARM)), ids_of(loaded, length)
+    bench = TextBench(loaded, long, short)
+    with bench.swapped(Mechanism.parse(text, m=m)):
+        bench.body(short)
+        return added(lambda: bench.body(long))
+
+
+def ids_of(model: torch.nn.Module, length: int) -> torch.Tensor:
+    """(1, length): time does not depend on them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (1, length), generator=generator)
+
+
+# ---- the table and the picture of a run
+
+
+def table(records: list[dict]):
+    """A DataFrame, a row for each attention and m: means over texts, with half-widths of 95% intervals, and what a pass
+    over the longest of the lengths costs."""
+    import pandas as pd
+
+    cost = next((r for r in reversed(records) if r["split"] == "cost"), None)
+    rows = [{"attention": each["attention"], "m": each["m"] or "",
+             **{name: shown(each, key) for key, name in NAMES.items() if key in each},
+             **(costs(cost, each["label"]) if cost else {})} for each in records[-1]["attentions"]]
+    return pd.DataFrame(rows)
+
+
+def costs(record: dict[str, Any], label: str) -> dict[str, str]:
+    return {f"{unit} of {record['length']} tokens": f"{record[key][label]:.3g}"
+            for key, unit in (("ms", "ms"), ("mib", "MiB"))}
+
+
+def shown(record: dict[str, Any], key: str) -> str:
+    return f"{record[key]:.4g} ± {record[f'{key}_ci95']:.2g}"
+
+
+def write(records: list[dict], directory: Path) -> None:
+    """fidelity.csv: a row for each attention, m and draw, and each layer; fidelity.png."""
+    rows = [{"attention": r["attention"], "m": r["m"], "draw": r["draw"], "layer": layer, "attention_error": a,
+             "hidden_error": h} for r in records if r["split"] == "swap"
+            for layer, (a, h) in enumerate(zip(r["attention_error_layers"], r["hidden_error_layers"]))]
+    rows += [{"attention": label, "length": r["length"], "ms": ms, "mib": r["mib"][label]}
+             for r in records if r["split"] == "cost" for label, ms in r["ms"].items()]
+    rows += [{key: value for key, value in each.items() if key != "label"} for each in records[-1]["attentions"]]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    write_rows(directory / "fidelity.csv", [columns, *([row.get(key, "") for key in columns] for row in rows)])
+    with whole(directory / "fidelity.png") as part:
+        figure(records).savefig(part, format="png", dpi=120)
+
+
+def figure(records: list[dict]):
+    """Hidden error behind each layer, and milliseconds and MiB against the length."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure((14, 4.5), layout="constrained")
+    FigureCanvasAgg(drawn)
+    errors, times, memory = drawn.subplots(1, 3)
+    for each in records[-1]["attentions"]:
+        layers = [r["hidden_error_layers"] for r in records if r["split"] == "swap"
+                  and (r["attention"], r["m"]) == (each["attention"], each["m"])]
+        mean = [sum(column) / len(layers) for column in zip(*layers)]
+        errors.plot(range(1, len(mean) + 1), mean, marker="o", ms=3, label=each["label"])
+    errors.set(xlabel="layer", title="relative error of the hidden states behind it", yscale="log")
+    costs = [r for r in records if r["split"] == "cost"]
+    for axes, key, title in ((times, "ms", "milliseconds a pass"), (memory, "mib", "MiB at the peak")):
+        for label in costs[0][key] if costs else ():
+            axes.plot([r["length"] for r in costs], [r[key][label] for r in costs], marker="o", ms=3, label=label)
+        axes.set(xlabel="tokens", title=title)
+    errors.legend(fontsize=7)
+    return drawn

@@ -1,0 +1,130 @@
+"""What features cost and what they are worth: columns for a FLOP, and the error at equal FLOPs (HRF Appendix L).
+
+FLOPs of one token are counted by torch.utils.flop_counter while the features are made, and here also those that it
+leaves out: one for each number of an elementwise operation (multiply, add, exp, cos, ...) or sum, besides the two of
+each multiply-add of a product. Of "attention" the two products with values of width d are counted too, that of a query
+and that of a key.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from crt_exp.attention.blocked import together
+from crt_exp.features import FeatureMap, Features, Statistics
+from crt_exp.features.base import Params
+from crt_exp.features.blocks import Blocks
+from crt_exp.hints import Count, Positive, Several, at_least
+from crt_exp.mechanism import Mechanism
+from crt_exp.schema import checked
+from crt_exp.measure.base import Series
+from crt_exp.measure.kernel import (angles_of, at_angles, drawn, generator, log_relative_mse,
+                                   squared_errors)
+
+aten = torch.ops.aten
+ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,
+               aten.sqrt, aten.rsqrt, aten.pow, aten.square, aten.abs, aten.reciprocal, aten.where, aten.lt, aten.eq)
+SUMS = (aten.sum, aten.mean)
+TOKENS = 8          # on which FLOPs are counted, and on twice as many: the difference is that of tokens alone
+MOST = 2**20        # projections
+
+
+@checked("task")
+class Flops(Series):
+    """task=flops: for each budget, FLOPs a token, the most projections within it, and their error.
+
+    The error is the root of the mean squared relative error over pairs of vectors of one length at angles from 0 to pi,
+    as in task=pointwise. counted: "features" of a token, or its "attention". Where one projection costs more than the
+    budget, the record has m = 0, the FLOPs of one, and no error.
+    """
+
+    metric, lower_is_better, over = "error", True, "budget"
+
+    def __init__(self, counted: Literal["features", "attention"], budgets: Several[Positive],
+                 d: Annotated[int, at_least(2)], length: Positive, angles: Annotated[int, at_least(2)], groups: Count,
+                 draws: Count):
+        self.counted, self.values, self.d, self.length = counted, list(budgets), d, length
+        self.angles, self.groups, self.draws = angles, groups, draws
+
+    def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        """m, columns, FLOPs and error of the most projections whose FLOPs a token are within the budget."""
+        phi = mechanism.map("softmax")
+        x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
+        params = phi.fit(Statistics.of(x, y))
+
+        def cost(m: int) -> float:
+            return flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+
+        m = most_within(cost, budget)
+        if not m:
+            return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
+        squared = squared_errors(phi, replace(mechanism, m=m), x, y, params, self.groups, self.draws, seed).mean(-1)
+        closed = log_relative_mse(phi, x, y, params, m).exp().mean().sqrt()
+        return {"m": m, "columns": phi.width(m), "flops": cost(m), "columns_per_flop": phi.width(m) / cost(m),
+                "error": squared.mean().sqrt().item(), "closed_form": closed.item(), "squared_error": squared.tolist()}
+
+    def summary(self, records: list[dict]) -> str:
+        shown = ("none" if not r["m"] else f"{r['error']:.3g} (m = {r['m']}, {r['columns_per_flop']:.2g} columns a "
+                f"FLOP)" for r in records)
+        shown = (f"{each} within {r['budget']:g}" for each, r in zip(shown, records))
+        return f"relative error by FLOPs of a token's {self.counted}: {', '.join(shown)}"
+
+
+def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
+    """Of one token; what is done once for all tokens is left out."""
+    noise = drawn(phi, mechanism, mechanism.m, d, generator(0), ())
+    bound = phi.bind(noise, params)
+    x = torch.randn(2 * TOKENS, d, generator=generator(1))
+    run = of_features if counted == "features" else of_attention
+    run(bound, x)                                                  # what the noise computes once and keeps
+    first, both = (count(lambda rows=rows: run(bound, rows)) for rows in (x[:TOKENS], x))
+    return round((both - first) / TOKENS)
+
+
+def of_features(bound, x: Tensor) -> Tensor:
+    return columns(bound.phi_q(x))
+
+
+def of_attention(bound, x: Tensor) -> Tensor:
+    """A query and a key of each token, and their products with values and with ones."""
+    values = torch.ones(len(x), x.shape[-1] + 1)
+    return columns(bound.phi_q(x)) @ (columns(bound.phi_k(x)).mT @ values)
+
+
+def columns(f: Features | Blocks) -> Tensor:
+    """The features, (L, M); of hybrids as attention puts them together, after the exponential."""
+    return together(f.parts, [part.base.exp() for part in f.parts]) if isinstance(f, Blocks) else f.exp()
+
+
+@torch.no_grad()
+def count(run: Callable[[], Any]) -> int:
+    formulas = dict.fromkeys(ELEMENTWISE, results) | dict.fromkeys(SUMS, terms)
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def results(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
+    """Of an elementwise operation: one for each of its numbers."""
+    return prod(out_shape)
+
+
+def terms(shape: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
+    """Of a sum: one for each of its terms."""
+    return prod(shape)
+
+
+def most_within(cost: Callable[[int], float], budget: float) -> int:
+    """The largest m that costs at most the budget; 0 where none does."""
+    low, high = 0, 1
+    while high <= MOST and cost(high) <= budget:
+        low, high = high, 2 * high
+    while low and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle) <= budget else (low, middle)
+    return low

@@ -1,0 +1,252 @@
+"""task=locomotion and task=sweep: policies with implicit attention, by evolution strategies (HRF 4.4, Appendix K)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crt_exp.drawing import new_figure
+from crt_exp.environments.arms import Sweeping
+from crt_exp.environments.stones import SteppingStones
+from crt_exp.features import Statistics
+from crt_exp.hints import Bound, Count, Positive, Whole, at_least, at_most
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums
+from crt_exp.measure import grid
+from crt_exp.measure.evolution import Player, Search, evolve, prepared, restored
+from crt_exp.measure.flops import TOKENS, columns, count
+from crt_exp.measure.kernel import drawn, generator
+from crt_exp.schema import checked
+from crt_exp.times import PROCESSOR, Watch, in_turns, threads
+from crt_exp.whole_files import whole
+
+PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
+Looks = Literal["attention", "average", "random"]
+Even = Annotated[int, at_least(2), Bound("that is even", lambda value: value % 2 == 0)]
+
+
+class Policy(TypedDict):
+    """What `ImplicitPolicy` has besides the sizes of its environment."""
+
+    patch: Count
+    d: Annotated[int, at_least(2)]
+    heads: Count
+    top: Count
+
+
+class Strategy(TypedDict):
+    """What `Search` explains."""
+
+    generations: Whole
+    population: Even
+    rollouts: Count
+    sigma: Positive
+    lr: Positive
+    evaluate_every: Count
+    evaluated: Count
+    tested: Count
+    together: Count
+
+
+class Robotics:
+    """A task whose policy learns from its returns. looks: "attention"; or the controls, "average" of all patches and
+    "random" actions. policy and strategy: sizes of ImplicitPolicy and of Search. workers: processes; the results do not
+    depend on them. The state of a run lies in `directory`, which the runner gives.
+    """
+
+    metric, lower_is_better = "return", False
+    measures_whole = staticmethod(lambda mechanism: True)  # any attention ranks patches
+    directory: Path | None = None
+    name: str
+
+    def __init__(self, world: type, options: Mapping[str, Any], looks: str, policy: Policy, strategy: Strategy,
+                 workers: int, film: bool):
+        self.filmed = film
+        self.world, self.options, self.looks = world, tuple(options.items()), looks
+        self.plan = Search(**strategy, workers=workers)
+        made = world(**options)  # whatever is wrong with it is said before anything is written
+        sizes = (made.channels, made.size, made.states, made.actions)
+        self.policy = ImplicitPolicy(*sizes, **policy, looks="average" if looks == "average" else "attention")
+
+    @property
+    def uses(self) -> frozenset[str]:
+        return frozenset({"attention", "features", "sampler", "m"} if self.looks == "attention" else ())
+
+    def player(self, mechanism: Mechanism) -> Player:
+        return Player(self.world, self.options, None if self.looks == "random" else self.policy, mechanism)
+
+    def keep(self, records: list[dict], directory: Path) -> None:
+        """With `film` leaves film.gif in the run directory: the first rollout of the test."""
+        if self.filmed and self.looks != "random":
+            theta = restored(directory, len(records)).theta
+            film(self.played, theta, records[-1]["seeds"][0], directory / "film.gif")
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        self.played = self.player(mechanism)
+        return evolve(self.plan, self.played, seed, len(done), self.directory)
+
+    def summary(self, records: list[dict]) -> str:
+        last, dropped = records[-1], sum(r["dropped"] for r in records if r["split"] != "train")
+        dropped += max((r["dropped"] for r in records if r["split"] == "train"), default=0)
+        lost = f", {dropped} rollouts dropped" if dropped else ""
+        return (f"{self.name}: return {last['return']:.3f} ± {last['std']:.3f} over {len(last['returns'])} rollouts "
+                f"(test, {last['rollouts']} rollouts of training{lost})")
+
+
+@checked("task")
+class Locomotion(Robotics):
+    """task=locomotion: gymnasium's Ant on stepping stones; returns in metres. See environments/stones.py."""
+
+    name = "locomotion"
+
+    def __init__(self, environment: str, size: Count, seconds: Positive, looks: Looks, policy: Policy,
+                 strategy: Strategy, workers: Count, film: bool = False):
+        options = {"environment": environment, "size": size, "seconds": seconds}
+        super().__init__(SteppingStones, options, looks, policy, strategy, workers, film)
+
+
+@checked("task")
+class Sweep(Robotics):
+    """task=sweep: two arms sweep particles into a bowl; returns as a share of them. See environments/arms.py."""
+
+    name = "sweep"
+
+    def __init__(self, particles: Annotated[int, at_least(2), at_most(PARTICLES)], strokes: Count, size: Count,
+                 looks: Looks, policy: Policy, strategy: Strategy, workers: Count, film: bool = False):
+        options = {"particles": particles, "strokes": strokes, "size": size}
+        super().__init__(Sweeping, options, looks, policy, strategy, workers, film)
+
+
+# ---- what it costs to rank the patches of an image
+
+
+CALLS = 10  # of one turn of a time
+
+
+def costs(arm: Mapping[str, Any], d: int, lengths: Sequence[int], rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Of ranking so many patches: `flops` of each arm, counted, and `ms` of every turn, one image at a time."""
+    made = {name: grid.arm_of(each) for name, each in arm.items()}
+    for (name, mechanism), length in product(made.items(), lengths):
+        yield {"arm": name, "patches": length, "flops": flops(mechanism, d, length)}
+    layers = {name: mechanism.layer(1, d, scaling=1.0).eval() for name, mechanism in made.items()}
+    with threads(1):
+        for length in lengths:
+            spent = in_turns(layers, rounds, partial(milliseconds, d=d, length=length), warm=0)
+            yield from ({"arm": name, "patches": length, "ms": spent[name]} for name in layers)
+
+
+def on_sphere(rows: int, d: int) -> Tensor:
+    return F.normalize(torch.randn(rows, d, generator=generator(rows, d)), dim=-1)
+
+
+def milliseconds(layer: torch.nn.Module, d: int, length: int) -> float:
+    """Of processor time, which other work on the machine hardly changes: of ranking the patches of one image, the mean
+    of some calls."""
+    q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
+    column_sums(layer, q, k)
+    with Watch(PROCESSOR) as watch:
+        for _ in range(CALLS):
+            column_sums(layer, q, k)
+    return watch.ms / CALLS
+
+
+def flops(mechanism: Mechanism, d: int, length: int) -> int:
+    """Of ranking the patches of one image from their queries and keys, counted as in task=flops: with features in time
+    linear in the patches, what is done once for a noise left out; with exact attention by its matrix."""
+    if not mechanism.estimates:
+        return length**2 * (2 * d + 4) if mechanism.is_exact else 0  # products, exp, two sums, one division
+    phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
+    params = phi.fit(Statistics.of(x, x))
+    bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+    ranked(bound, x)
+    first, both = (count(lambda rows=rows: ranked(bound, rows)) for rows in (x[:TOKENS], x))
+    return round((both - first) / TOKENS * length)
+
+
+def ranked(bound: Any, x: Tensor) -> Tensor:
+    """Column sums of normalised linear attention of x to itself."""
+    f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
+    return g @ ((1 / (f @ g.sum(0))) @ f)
+
+
+# ---- a rollout as an animation: the world from above, and the image with the patches that are kept
+
+
+EVERY, PER_SECOND = 2, 10           # orders to the servos for each frame; frames of a second
+INK, KEPT = "0.25", "tab:red"
+
+
+def film(player: Player, theta: Tensor, seed: int, path: Path, most: int = 120) -> Path:
+    """Writes a GIF of the rollout of a seed by the policy theta (N,), of at most so many frames."""
+    (world,), layer = prepared(player, 1)
+    figure, axes = new_figure(1, 2, figsize=(6.4, 3.2), layout="constrained")
+    import matplotlib.pyplot as plt
+    from matplotlib.animation import PillowWriter
+
+    writer, orders = PillowWriter(fps=PER_SECOND), []
+
+    def watch(seen: Any) -> None:
+        orders.append(seen)
+        if len(orders) % EVERY == 0 and len(orders) // EVERY <= most:
+            draw_world(axes[0], world)
+            writer.grab_frame()
+
+    with whole(path, ".gif") as part, writer.saving(figure, str(part), dpi=70):
+        seen, ended, total = world.reset(seed), False, 0.0
+        world.watch = watch
+        while not ended:
+            images, states = (torch.from_numpy(np.asarray(each))[None].float() for each in seen)
+            draw_image(axes[1], seen.image[0], player.policy.kept(layer, theta[None], images)[0].amax(0), player, total)
+            seen, reward, ended = world.step(player.policy.act(layer, theta[None], images, states)[0].numpy())
+            total += reward
+    world.watch = None
+    plt.close(figure)
+    return path
+
+
+def draw_image(axes: Any, image: np.ndarray, kept: Tensor, player: Player, total: float) -> None:
+    """The image, near rows below, and the kept patches as frames."""
+    axes.clear()
+    axes.imshow(image, cmap="Greys" if image.max() > 1 else "Greys_r", origin="lower")
+    side, patch = player.policy.size // player.policy.patch, player.policy.patch
+    for place in kept.view(side, side).nonzero().tolist():
+        corner = [patch * place[1] - 0.5, patch * place[0] - 0.5]
+        axes.add_patch(rectangle(corner, patch, patch))
+    axes.set(xticks=[], yticks=[], title=f"what it attends to; return {total:.2f}")
+
+
+def rectangle(corner: list[float], width: float, height: float) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, width, height, fill=False, edgecolor=KEPT, linewidth=2)
+
+
+def draw_world(axes: Any, world: Any) -> None:
+    """All bodies from above: capsules as lines, boxes as polygons, discs and balls as circles."""
+    import mujoco
+    from matplotlib.patches import Circle, Polygon
+
+    axes.clear()
+    model, data, kinds = world.model, world.data, mujoco.mjtGeom
+    for i in range(model.ngeom):
+        at, turn, size = data.geom_xpos[i], data.geom_xmat[i].reshape(3, 3), model.geom_size[i]
+        if model.geom_type[i] == kinds.mjGEOM_CAPSULE:
+            ends = np.stack([at - size[1] * turn[:, 2], at + size[1] * turn[:, 2]])
+            axes.plot(ends[:, 0], ends[:, 1], color=INK, linewidth=4, solid_capstyle="round")
+        elif model.geom_type[i] == kinds.mjGEOM_BOX:
+            corners = size[:2] * [[1, 1], [1, -1], [-1, -1], [-1, 1]]
+            stone = model.body_mocapid[model.geom_bodyid[i]] >= 0
+            axes.add_patch(Polygon((at + np.c_[corners, np.zeros(4)] @ turn.T)[:, :2], color="0.8" if stone else INK,
+                                   zorder=0 if stone else 3))
+        else:
+            axes.add_patch(Circle(at[:2], size[0], color=KEPT if i > 0 and size[0] < 0.1 else INK, zorder=4))
+    x, y = world.view()
+    axes.set(xlim=x, ylim=y, xticks=[], yticks=[], aspect="equal", title="from above")
+    for circle in getattr(world, "circles", list)():
+        axes.add_patch(Circle(*circle, fill=False, color="tab:green", linewidth=2))

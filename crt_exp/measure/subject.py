@@ -1,0 +1,192 @@
+"""A pretrained model and the texts that it reads, for `fidelity`: what it makes of them with its own attention, and
+what it makes of them with another one in its place.
+
+Legend: L tokens of a text, H query heads, d their dimension, D the width of the model. One text is read at a time.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.data import text as data
+from crt_exp.data.byte_pairs import running_blocks
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import encoders
+from crt_exp.advice.bench import LayerCall, Swap
+from crt_exp.advice.bench_pieces import HEADS, LENGTH, MASKED, NEXT, SHARE, TextBench, nats, trained_on
+from crt_exp.measure.captured import load_tokenizer, positions, relative_error
+from crt_exp.swap.calibration import learns
+
+KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}  # None: predicts nothing
+
+
+class Pass(NamedTuple):
+    """What a model makes of one text: hidden states behind each layer, and the mean loss of the predicted tokens, nats;
+    None where it predicts nothing."""
+
+    states: list[Tensor]         # (1, L, D) each
+    loss: float | None
+
+    @property
+    def embedding(self) -> Tensor:
+        """The mean of the last states over tokens, (D,) float64."""
+        return self.states[-1][0].double().mean(0)
+
+
+class Subject(TextBench):
+    """A Hugging Face model that was trained with exact attention, and `texts` pieces of `length` tokens of a text.
+
+    model: a hub name, a folder or a run of task=mlm. text: files or folders, which the model was not trained on;
+    calibration: others, to which causal layers with fitted parameters are fitted, as `calibrate_attention` does.
+    Pieces are spread over the text, whose tokens are kept in `cache_dir`; the places of masks are those of `seed`, the
+    same for every attention.
+
+    Raises DataError where model, tokenizer or text cannot be had, ValueError for a model that was not trained with
+    exact attention or reads no text, for texts of too few tokens, and where text and calibration share a file.
+    """
+
+    def __init__(self, model: str, text: str | Sequence[str], calibration: str | Sequence[str] | None,
+                 tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
+                 cache_dir: str | Path | None = None):
+        self.name = model
+        loaded, predicted, self.tokenizer = opened(model, tokenizer)
+        self.most, L = min(positions(loaded), 2**20), length_of(loaded, length)
+        check_apart(text, calibration)
+
+        def pieces(source: str | Sequence[str], count: int, option: str) -> Tensor:
+            return spread(rows_of(source, predicted, self.tokenizer, L, cache_dir), count, source, option)
+
+        super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
+                         pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
+        self.calls: list[list[LayerCall]] = []
+        self.exact = [self.captured(i) for i in range(texts)]
+
+    def __str__(self) -> str:
+        return f"{self.name}, {len(self.rows)} texts of {self.length} tokens"
+
+    # ---- reading
+
+    @torch.no_grad()
+    def read(self, i: int) -> Pass:
+        """The model as it now stands, on text i."""
+        out = self.run(self.rows[i:i + 1])
+        states = list(out.hidden_states[1:])
+        if self.predicts is None:
+            return Pass(states, None)
+        inputs, labels = self.asked(i)
+        logits = out.logits if self.causal else self.model(input_ids=inputs).logits
+        return Pass(states, float(nats(logits, labels).mean()))
+
+    def run(self, ids: Tensor) -> Any:
+        return super().run(ids, output_hidden_states=True)
+
+    def asked(self, i: int) -> tuple[Tensor, Tensor]:
+        """Of masked models with BERT's corruption."""
+        if self.causal:
+            return super().asked(i)
+        draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
+        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i:i + 1].numpy(), draw)
+        return batch["input_ids"], batch["labels"]
+
+    def captured(self, i: int) -> Pass:
+        """The exact model on text i; the calls of its attention layers are kept in `calls`."""
+        exact = self.read(i)
+        self.calls.append(self.watched(self.rows[i:i + 1], LayerCall.of)[0])
+        return exact
+
+    # ---- other attention
+
+    @torch.no_grad()
+    def measured(self, mechanism: Mechanism) -> dict[str, np.ndarray]:
+        """Directly after the swap, of each text: `attention` (texts, calls), the relative error of every layer's output
+        for the exact model's own queries, keys and values; `hidden` (texts, layers), that of the hidden states behind
+        every layer, all layers swapped; `cosine` (texts,) of the mean-pooled embeddings; `above` (texts,), the loss
+        above that of the exact model in nats, where it predicts something."""
+        with self.swapped(mechanism) as states:
+            of_texts = [self.of_text(i, states) for i in range(len(self.rows))]
+        return {key: np.array([each[key] for each in of_texts]) for key in of_texts[0]}
+
+    def of_text(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
+        exact, now = self.exact[i], self.read(i)
+        errors = [float(relative_error(states[call.path].forward(call.q, call.k, call.v), call.output))
+                  for call in self.calls[i]]
+        hidden = [float(relative_error(a, b)) for a, b in zip(now.states, exact.states)]
+        record = {"attention": errors, "hidden": hidden,
+                 "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
+        return record if exact.loss is None else record | {"above": now.loss - exact.loss}
+
+    def fit(self, attention: Swap) -> None:
+        if self.training is None and learns(self.model):
+            raise ValueError(f"attention {attention.name} of this model is fitted to training text: give "
+                             "task.calibration=<file>, another than task.text")
+        super().fit(attention)
+
+
+def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
+    """So many of the rows, spread over the text. Raises ValueError for too few."""
+    if len(rows) < count:
+        raise ValueError(f"{option} = {count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; give more "
+                         "text, fewer pieces or a smaller task.length")
+    return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
+
+
+def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, str | None, Any]:
+    """The model in eval mode, what it predicts, and its tokenizer or the one that is named."""
+    model, predicts = load(name)
+    made = load_tokenizer(name, tokenizer)
+    data.check_vocabulary(made, model.config.vocab_size)
+    return model, predicts, made
+
+
+def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
+    """Tokens of a text: as asked, or those of the blocks of the model's run, of other models 512 or their positions.
+    Raises ValueError for too many and too few."""
+    most = min(positions(model), 2**20)
+    length = min(max(trained_on(model) or LENGTH, least), most) if length is None else length
+    if not least <= length <= most:
+        raise ValueError(f"task.length = {length}: it takes {least} to {most} tokens; the model has {most} positions")
+    return length
+
+
+def rows_of(text: str | Sequence[str], predicts: str | None, tokenizer: Any, length: int,
+            cache_dir: str | Path | None) -> Tensor:
+    """(n, length) token ids of all the text, with [CLS] and [SEP] for encoders."""
+    framed = predicts != NEXT and tokenizer.cls_token_id is not None
+    rows = (data.local_blocks if framed else running_blocks)(text, tokenizer, length, cache_dir)
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def load(name: str) -> tuple[nn.Module, str | None]:
+    """The model in eval mode, float32, and what it predicts."""
+    origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
+    config = encoders.load_config(origin)
+    changed = encoders.differing_keys(encoders.saved_attention(config), encoders.EXACT)
+    if changed:
+        raise ValueError(f"task.model = {name} was trained with another attention than exact ({', '.join(changed)}): "
+                         "there is nothing that it should stay true to")
+    kinds = [kind for architecture in config.architectures or () for end, kind in HEADS.items()
+             if architecture.endswith(end)]
+    predicts = kinds[0] if kinds else None
+    model = encoders.load_model(KINDS[predicts], config, origin, Mechanism.of("exact")).eval()
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"task.model = {name}: {type(model).__name__} reads {model.main_input_name}, not text")
+    if config.is_encoder_decoder:
+        raise ValueError(f"task.model = {name}: {type(model).__name__} has an encoder and a decoder: give an encoder "
+                         "or a decoder alone")
+    return model, predicts
+
+
+def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:
+    """Raises ValueError where the same contents are to be fitted to and judged on."""
+    if calibration is None:
+        return
+    seen = {data.content(file): file for file in data.text_files(text)}
+    both = [seen[digest] for digest in map(data.content, data.text_files(calibration)) if digest in seen]
+    if both:
+        raise ValueError(f"task.calibration holds {Path(both[0]).name}, which is task.text too: fit to training text, "
+                         "and judge on text that was held out")

@@ -1,0 +1,201 @@
+"""Log variance of one projection by the closed forms: on synthetic pairs (CRT 5.1, Figure 2), by the length of x + y
+(CRT Figure 1), and against trigonometric features by angle and length (Performers Figure 2).
+
+Parameters are fitted to all pairs together (CRT 3.2.3), as one has them in use, or to each pair alone, an oracle.
+Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d-1); `heterogen` x ~ N(0, sigma^2 I),
+y ~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` the same with scikit-learn's.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
+from crt_exp.features.discrete import MIN_RATE, P_RANGE, DiscreteRF
+from crt_exp.hints import Positive, Several, at_least
+from crt_exp.kernels import Kernel
+from crt_exp.mechanism import Mechanism
+from crt_exp.measure.base import Series
+from crt_exp.schema import checked
+
+LEAST = 1e-12   # |x - y|^2 or |x + y|^2 below which two vectors are equal or opposite, but for rounding
+
+
+def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, n, d, generator=g, dtype=torch.float64)
+    return x, y
+
+
+def sphere(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = normal(n, d, g)
+    return x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
+
+
+def heterogen(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = normal(n, d, g)
+    return x, y + 1
+
+
+def pairs_of(images: Tensor, n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    i, j = torch.randint(len(images), (2, n), generator=g)
+    return images[i], images[j]
+
+
+def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    return pairs_of(torch.from_numpy(load_digits().data) / 16, n, g)
+
+
+def mnist(n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize) -> tuple[Tensor, Tensor]:
+    """`resize`: options of torch's interpolate, by default the antialiased bilinear one."""
+    from crt_exp.data.mnist import images
+
+    chosen = torch.from_numpy(images("test", data_dir).astype(np.float64)) / 255
+    options = resize or {"mode": "bilinear", "antialias": True}
+    return pairs_of(torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g)
+
+
+REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]] = {
+    "normal": normal, "sphere": sphere, "heterogen": heterogen, "mnist": mnist, "digits": digits}
+
+
+@lru_cache(maxsize=1)
+def drawn(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> tuple[Tensor, Tensor]:
+    """The pairs of a regime with sigma = 1, read once for all sigmas."""
+    return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
+
+
+def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """log variance of one projection for pairs x, y (n, d), each with its own fitted parameters: (n,) float64, nats."""
+    x, y = x.unsqueeze(-2), y.unsqueeze(-2)  # n sets of one vector
+    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y))).squeeze(-1)
+
+
+def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """The same with parameters fitted to all pairs together, as one has them in use (CRT 3.2.3)."""
+    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
+
+
+FITS = {"pair": log_variances, "set": log_variances_of_set}
+
+
+@checked("task")
+class Variance(Series):
+    """task=variance: mean and standard deviation of the log variance over pairs, for each sigma.
+
+    fit: to each pair alone, or to the set of them. resize: options of the regime mnist. Records also have `zero`, the
+    log square of the kernel, and `hidden`: whether most pairs, fitted alone at the last sigma, show the end of the
+    range of a rate and not their variance. The last record has those `of_pairs`.
+    """
+
+    metric, lower_is_better, over = "log_variance", True, "sigma"
+
+    def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, at_least(2)], sigmas: Several[Positive],
+                 kernel: Kernel, fit: Literal[*FITS] = "pair", resize: dict[str, Any] | None = None):
+        if resize and regime != "mnist":
+            raise ValueError(f"task.resize is of the regime mnist, not of {regime}")
+        self.regime, self.pairs, self.values, self.kernel = regime, pairs, list(sigmas), kernel
+        self.fit, self.resize = fit, resize or {}
+
+    def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        x, y = drawn(self.regime, self.pairs, seed, tuple(self.resize.items()))
+        phi, last = mechanism.map(self.kernel), self.values[-1]
+        values = FITS[self.fit](phi, sigma * x, sigma * y)
+        zero, hidden = 2 * phi.log_kernel(sigma * x, sigma * y), self.hidden(phi, last * x, last * y)
+        record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item(),
+                  "zero": zero.mean().item(), "hidden": hidden}
+        return record if sigma != last else record | {"of_pairs": values.tolist(), "zero_of_pairs": zero.tolist(),
+                                                      "clamped": 1 if hidden else None}
+
+    def hidden(self, phi: FeatureMap, x: Tensor, y: Tensor) -> bool:
+        return self.fit == "pair" and clamped(phi, x, y) > 0.5
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (f"{self.regime}: log variance {last['log_variance']:.2f} +- {last['log_variance_std']:.2f} nats at "
+                f"sigma = {last['sigma']} (mean and standard deviation of {self.pairs} pairs)")
+
+
+def clamped(phi: FeatureMap, x: Tensor, y: Tensor) -> float:
+    """The share of pairs of which a rate is at the end of its range."""
+    if not isinstance(phi, DiscreteRF):
+        return 0.0
+    x, y = x.unsqueeze(-2), y.unsqueeze(-2)
+    rate = phi.fit(Statistics.of(x, y)).rate.flatten(1)
+    return ((rate <= MIN_RATE) | (rate == P_RANGE[0]) | (rate == P_RANGE[1])).any(-1).double().mean().item()
+
+
+class Gain:
+    """log variance of a map less that of FAVOR+ at |x + y|^2 = 1 to `most`; `zero`: log square of the kernel less
+    the same."""
+
+    def __init__(self, d: int, most: int):
+        self.d, self.most = d, most
+
+    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, list[float]]]:
+        x = torch.zeros(self.most, self.d, dtype=torch.float64)
+        x[:, 0] = torch.arange(1, self.most + 1).double().sqrt() / 2
+        of_pos = log_variances(PosRF(), x, x)
+        yield {"sum": [*range(1, self.most + 1)], "gain": (log_variances(mechanism.map(), x, x) - of_pos).tolist(),
+               "zero": (2 * x.square().sum(-1) - of_pos).tolist()}
+
+
+class Ratio:
+    """log of the MSE of trigonometric features over that of a map, for x and y (2,) of one length at angles every so
+    many degrees; `zero`: with m projections, over the square of the kernel. None where an estimate has no variance:
+    that of trig at x = y, that of a positive map at x = -y."""
+
+    def __init__(self, length: float, degrees: int, m: int):
+        self.length, self.degrees, self.m = length, degrees, m
+
+    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, list[float | None]]]:
+        degrees = torch.arange(-180, 181, self.degrees)
+        angle = degrees.double().deg2rad()
+        x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
+        y = self.length * torch.stack([angle.cos(), angle.sin()], -1)
+        of_trig, of_map = (log_variances(phi, x, y) for phi in (TrigRF(), mechanism.map()))
+        same, opposite = ((v.square().sum(-1) < LEAST) for v in (x - y, x + y))
+        zero = of_trig - math.log(self.m) - 2 * (x * y).sum(-1)
+        yield {"angle": degrees.tolist(), "log_ratio": numbers(of_trig - of_map, ~(same | opposite)),
+               "zero": numbers(zero, ~same)}
+
+
+def numbers(values: Tensor, defined: Tensor) -> list[float | None]:
+    return [value if known else None for value, known in zip(values.tolist(), defined.tolist())]
+
+
+# ---- what the closed forms predict at the queries and keys of a trained model
+
+
+def predicted_error(phi: FeatureMap, stats: Statistics, m: int) -> float:
+    """The root of the mean over heads of the squares of `predicted_errors`."""
+    return float(predicted_errors(phi, stats, m).square().mean().sqrt())
+
+
+def predicted_errors(phi: FeatureMap, stats: Statistics, m: int) -> Tensor:
+    """(heads,): sqrt(Var / K^2) of an entry of the kernel matrix, m iid projections, at a typical pair of each head."""
+    moment = phi.log_relative_second_moment(*typical_pair(stats), phi.fit(stats))
+    return (torch.expm1(moment.double()) / m).sqrt().flatten()
+
+
+def typical_pair(stats: Statistics) -> tuple[Tensor, Tensor]:
+    """x and y (heads, 1, d) with the mean |x|^2, |y|^2 and |x + y|^2 of the statistics; spread over the coordinates."""
+    a, b = stats.x.mean_norm, stats.y.mean_norm
+    inner = ((stats.mean_sq_sum - a - b) / 2).clamp(-(a * b).sqrt(), (a * b).sqrt())
+    d = stats.d
+    ones = torch.ones(d, dtype=torch.float64, device=a.device) / d**0.5
+    signs = torch.ones_like(ones)
+    signs[1::2] = -1
+    across = signs - (signs @ ones) * ones  # orthogonal to ones
+    across = across / across.norm().clamp(min=1e-12)
+    along = inner / a.clamp(min=1e-30).sqrt()
+    rest = (b - along.square()).clamp(min=0).sqrt()
+    x, y = a.sqrt()[:, None] * ones, along[:, None] * ones + rest[:, None] * across
+    return x[:, None], y[:, None]

@@ -1,0 +1,307 @@
+"""task=approximation: what it captures are the model's own tensors, its errors are those of their definition, its
+closed forms are those of the noise; and every bad input is one clear message."""
+
+import json
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from crt_exp.attention import RandomFeatureAttention, attention_reference, softmax_attention
+from crt_exp.attention.reference import attention_matrix
+from crt_exp.config import CONF
+from crt_exp.data import DataError
+from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
+from crt_exp.mechanism import Mechanism
+from crt_exp.samplers import orthogonal
+from crt_exp.measure import approximation
+from crt_exp.measure.approximation import Approximation
+from crt_exp.measure.attention_errors import HeadErrors
+from crt_exp.measure.captured import Pretrained, Synthetic
+
+transformers = pytest.importorskip("transformers")
+WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "red", "big", ".")
+TEXT = "the cat sat on a mat . the big red dog ran on the mat . a dog sat"
+TOKENS = len(TEXT.split())  # and [CLS], [SEP]
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 16,
+         "max_position_embeddings": 40}
+SMALL = {"ms": [8, 32], "samples": 3, "rows": 8, "pairs": 8, "heads": 2, "d": 8, "scale": 1.0, "depth": 3}
+MODELS = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "roberta": lambda: transformers.RobertaModel(transformers.RobertaConfig(**SIZES, pad_token_id=1)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=3, n_head=4, vocab_size=16,
+                                                                         n_positions=40)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "bart": lambda: transformers.BartModel(transformers.BartConfig(
+        d_model=16, encoder_layers=3, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        vocab_size=16, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40, pad_token_id=1,
+        decoder_start_token_id=2)),
+    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4)),
+    "bloom": lambda: transformers.BloomModel(transformers.BloomConfig(
+        hidden_size=16, n_layer=1, n_head=4, vocab_size=16))}
+READERS = ("bert", "roberta", "gpt2", "llama", "bart")  # of text, with attention that can be swapped
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, saved_models):
+    """Tiny models of random weights, a tokenizer beside each, and texts."""
+    root = tmp_path_factory.mktemp("models")
+    saved_models(root, MODELS, ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS))
+    bert = MODELS["bert"]()
+    bert.save_pretrained(root / "bare")
+    tensors = {name: t for name, t in bert.state_dict().items()
+               if "layer.0.attention.self" not in name or "bias" in name}
+    bert.save_pretrained(root / "cut", state_dict=tensors)
+    for name, text in (("text", TEXT), ("long", " ".join([TEXT] * 4)), ("empty", " \n"), ("strange", "xyz zyx " * 3)):
+        (root / f"{name}.txt").write_text(text)
+    (root / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    return root
+
+
+def mechanism(features="oprf", sampler="orthogonal"):
+    return Mechanism.of(features=features, sampler=sampler, m=8)
+
+
+# ---- the matrix
+
+@pytest.mark.parametrize("phi", [OPRF(), PosRF(), TrigRF(), GeomRF()], ids=repr)
+@pytest.mark.parametrize("causal", [False, True])
+def test_matrix_is_attention_to_unit_vectors(phi, causal):
+    x, y = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 4, 7, 8, dtype=torch.float64)
+    noise, params = orthogonal(16, 8), phi.fit(Statistics.of(x, y))
+    eye = torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7)
+    matrix = attention_matrix(x, y, phi, noise, params, causal=causal)
+    torch.testing.assert_close(matrix, attention_reference(x, y, eye, phi, noise, params, causal=causal))
+    torch.testing.assert_close(attention_matrix(x, y, causal=causal), softmax_attention(x, y, eye, causal=causal))
+    rows = torch.tensor([0, 3])
+    torch.testing.assert_close(attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows), matrix[:, :, rows])
+    if not phi.fitted:
+        grouped = attention_matrix(x, y[:, :2], phi, noise, params)  # heads 0, 1 and 2, 3 share keys
+        torch.testing.assert_close(grouped, attention_matrix(x, y[:, [0, 0, 1, 1]], phi, noise, params))
+
+
+# ---- what is captured
+
+@pytest.mark.parametrize("name", READERS)
+@torch.no_grad()
+def test_captured_tensors_give_the_models_own_attention(folder, name):
+    source = Pretrained(str(folder / name), str(folder / "text.txt"))
+    layers = source.layers(0, 0)
+    assert len(layers) == len(source.states) == 3 and layers[0].causal == (name in ("gpt2", "llama"))
+    given, end = [], {"gpt2": "attn.c_proj", "llama": "o_proj", "bart": "out_proj"}.get(name, "attention.output.dense")
+    ends = [part for path, part in source.model.named_modules() if path.endswith(end)]
+    hooks = [part.register_forward_pre_hook(lambda _, args: given.append(args[0])) for part in ends]
+    states = source.model(**source.inputs, output_hidden_states=True).hidden_states[1:]
+    for hook in hooks:
+        hook.remove()
+    assert len(given) == 3
+    for layer, own in zip(layers, given):
+        torch.testing.assert_close(layer.output.transpose(1, 2).flatten(2), own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(list(states), source.states, rtol=1e-4, atol=1e-5)
+    assert not any("swapped" in path for path, _ in source.model.named_modules())
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_errors_go_through_the_chosen_layers_only(folder, name):
+    source = Pretrained(str(folder / name), str(folder / "text.txt"), layers=[1])
+    assert [layer.path.count("1") for layer in source.layers(0, 0)] == [1]
+    make = partial(RandomFeatureAttention, OPRF(), orthogonal, 8)
+    errors = source.hidden_errors(make, 2, 0)
+    assert errors.shape == (2, 3) and (errors[:, 0] == 0).all() and (errors[:, 1:] > 1e-4).all()
+    assert not torch.equal(errors[0], errors[1])  # other noise
+    torch.testing.assert_close(source.hidden_errors(make, 2, 0), errors)  # nothing was left behind
+
+
+def test_exact_attention_has_no_error(folder):
+    exact = lambda heads, d, **sizes: Mechanism.of("exact").layer(heads, d, **sizes)
+    assert (Synthetic(32, 2, 8, 1.0, 4).hidden_errors(exact, 2, 0) < 1e-5).all()
+
+
+def test_synthetic_queries_have_the_scale_that_is_asked_for():
+    for scale in (0.5, 2.0):
+        source, seen = Synthetic(256, 4, 16, scale, 1), []
+        def make(heads, d, seen=seen, **sizes):
+            module = Mechanism.of("exact").layer(heads, d, **sizes)
+            module.register_forward_pre_hook(lambda _, given: seen.extend(t.std().item() for t in given[:2]))
+            return module
+        source.hidden_errors(make, 1, 0)
+        layer = source.layers(0, 0)[0]
+        assert [layer.x.std() * 2, layer.y.std() * 2] == pytest.approx([scale] * 2, rel=0.03)
+        assert seen == pytest.approx([scale] * 2, rel=0.1)
+
+
+# ---- the records
+
+def test_records_resume_and_hold_what_they_say():
+    task, other = Approximation(**SMALL, length=64), Approximation(**SMALL, length=64)
+    whole = list(task.records(mechanism(), 3))
+    assert [r["split"] for r in whole] == ["heads", "layer", "layer", "depth", "depth", "test"] and whole[-1]["final"]
+    for done in (1, 2, 4, 5):
+        assert list(other.records(mechanism(), 3, whole[:done])) == whole[done:]
+    assert json.loads(json.dumps(whole, allow_nan=False)) == whole
+    heads, few, many = whole[:3]
+    assert heads["mean_sq_sum"] == pytest.approx([2 * 8**0.5] * 2, rel=0.2) and len(heads["best"]) == 2
+    not_of_attention = {"hedgehog", "matern", "laplace", "rational_quadratic", "arc_cosine"}
+    assert heads["log_relative_mse"].keys() == {p.stem for p in (CONF / "features").glob("*.yaml")} - not_of_attention
+    assert many["output_error"] < few["output_error"] and many["matrix_error"] < few["matrix_error"]
+    assert whole[-1]["output_error"] == many["output_error"] and whole[-1]["hidden_error"] == whole[4]["hidden_error"]
+    assert len(whole[4]["hidden_error_by_layer"]) == 3
+    assert "predict best" in task.summary(whole) and "layer" in task.summary(whole)
+    with pytest.raises(ValueError, match="exact has no error"):
+        next(task.records(Mechanism.of("exact"), 0))
+
+
+@pytest.mark.parametrize("features, sampler", [("pos", "iid"), ("pos", "orthogonal"), ("trig", "orthogonal"),
+                                               ("oprf", "iid"), ("hyp", "simplex"), ("geom", "iid")])
+def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypatch):
+    monkeypatch.setattr(approximation, "DRAWS", 20_000)
+    task = Approximation(**SMALL | {"scale": 0.5, "depth": 0}, length=64)
+    by = mechanism(features, sampler)
+    found = task.variances(by.map("softmax"), by, 8, task.source.layers(0, 0)[0], 0, 0)
+    exact = found.get("log_variance_coupled", found["log_variance"])
+    assert ("log_variance_coupled" in found) == (sampler != "iid")
+    assert abs(found["log_variance_sampled"] - exact) < 0.1  # the log of a variance of kurtosis 50 varies by 0.05
+    if (features, sampler) == ("pos", "orthogonal"):
+        assert found["log_variance_coupled"] < found["log_variance"] - 0.1  # the law above has power
+
+
+@pytest.mark.slow
+def test_predicted_best_is_near_the_measured_best():
+    for scale in (0.5, 1.5):
+        task = Approximation(ms=[72], samples=8, rows=1, pairs=0, heads=1, d=16, scale=scale, depth=0, length=64)
+        heads = task.of_heads(0, 0)
+        measured = {}
+        for name in heads["log_relative_mse"]:
+            by = mechanism(name, "iid")
+            phi = by.map("softmax")
+            measured[name] = task.measure(phi, by, 72 // phi.width(1), 0, 0)[0]["output_error"].log().mean().item()
+        assert measured[heads["best"][0]] < min(measured.values()) + 0.2, measured  # nats
+        assert heads["best_unbiased"][0] != "smreg"
+
+
+def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_told():
+    weak = Approximation(**SMALL | {"ms": [2, 2048], "samples": 1, "depth": 0}, length=64)
+    records = list(weak.records(mechanism(), 0))
+    few, many, last = (r for r in records if r["split"] in ("layer", "test"))
+    layer = weak.source.layers(0, 0)[0]
+    mean = layer.v.mean(2, keepdim=True).expand_as(layer.v)
+    expected = ((mean - layer.output).square().sum((-2, -1)) / layer.output.square().sum((-2, -1))).sqrt().mean()
+    assert few["uniform_error"] == many["uniform_error"] == last["uniform_error"]
+    assert few["uniform_error"] == pytest.approx(expected.item(), rel=1e-5)
+    assert many["output_error"] < few["uniform_error"] < few["output_error"]
+    told = weak.summary(records)
+    assert "WARNING" in told and "in 1 of 1 layers with m = 2\n" in told and "uniform" in told.splitlines()[0]
+    assert weak.warning([many]) == ""
+
+
+# ---- the command
+
+@pytest.fixture
+def run(typed, tmp_path):
+    return lambda *args: typed("task=approximation", "logger=none", f"hydra.run.dir={tmp_path}/run", *args)
+
+
+@pytest.mark.parametrize("source", ["synthetic", "llama"])
+def test_command(source, folder, run, tmp_path):
+    model = [f"task.model={folder / source}", f"task.text={folder}/text.txt"]
+    given = ["task.length=32", "task.depth=2"] if source == "synthetic" else model
+    code, out, err = run(*given, "task.ms=[4,16]", "task.samples=2", "features=pos",
+                         "sampler=hadamard")
+    assert code == 0, err
+    assert "relative error of the output" in out and "the sampler is approximate" in out and "predict best" in out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["final"] and math.isfinite(lines[-1]["output_error"])
+    assert len([r for r in lines if r["split"] == "layer"]) == 2 * (1 if source == "synthetic" else 3)
+
+
+def test_mistakes_are_told_before_anything_is_written(folder, run, tmp_path):
+    code, _, err = run(f"task.model={folder}/bert")
+    assert code == 2 and "task.model and task.text go together" in err and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+    code, _, err = run("task.length=8", "features=geom", "sampler=givens")
+    assert code == 2 and "GeomRF needs noise with exactly Gaussian rows" in err and not (tmp_path / "run").exists()
+
+
+BAD = [
+    ({"model": "bert", "text": "none.txt"}, "cannot be read: No such file"),
+    ({"model": "bert", "text": "empty.txt"}, "is empty"),
+    ({"model": "bert", "text": "bytes.txt"}, "is not UTF-8 text"),
+    ({"model": "bert", "text": "long.txt"},
+     f"has {4 * TOKENS + 2} tokens, and the model has 40 positions.*task.length=40"),
+    ({"model": "roberta", "text": "long.txt"}, f"has {4 * TOKENS + 2} tokens, and the model has 38 positions"),
+    ({"model": "bert", "text": "text.txt", "length": 41}, "task.length = 41: the model has 40 positions"),
+    ({"model": "bert", "text": "strange.txt"}, "knows none of its words"),
+    ({"model": "bare", "text": "text.txt"}, "tokenizer"),
+    ({"model": "bert", "text": "text.txt", "layers": [0, 3]},
+     "layers holds 3: this model has 3 attention layers, 0 to 2"),
+    ({"model": "bert", "text": "text.txt", "layers": []}, "layers is empty"),
+    ({"model": "vit", "text": "text.txt"}, "ViTModel reads pixel_values, not text"),
+    ({"model": "bloom", "text": "text.txt"}, r"no attention found.*h.0.self_attention \(BloomAttention\)"),
+    ({"model": "nothing", "text": "text.txt"}, "there is no such folder"),
+    ({"model": "/", "text": "text.txt"}, "this folder has no config.json"),
+    ({"model": "cut", "text": "text.txt"}, "lacks encoder.layer.0.attention.self.key.weight and 2 more"),
+    ({"text": "text.txt"}, "go together"),
+    ({"layers": [0]}, "need task.model"),
+    ({"ms": []}, "task.ms = .*: it takes a list of at least one entry, each a whole number"),
+    ({"ms": [8, 1.5]}, r"task.ms\[1\] = 1.5: it takes a whole number of at least 1"),
+    ({"length": 0}, "task.length = 0: it takes a whole number of at least 1, or null"),
+    ({"scale": -1.0}, "task.scale = -1.0: it takes a number above 0"),
+]
+
+
+@pytest.mark.parametrize("given, message", BAD, ids=[m[:24] for _, m in BAD])
+def test_bad_input(given, message, folder):
+    paths = {k: str(folder / v) for k, v in given.items() if k in ("model", "text")}
+    with pytest.raises((ValueError, DataError), match=message):
+        Approximation(**SMALL | given | paths)
+
+
+def test_model_that_is_not_here(folder):
+    """Neither a folder nor cached, and no network: the message says what to get and which option takes it."""
+    with pytest.raises(DataError, match="(?s)crt-exp/not-there.*hf download crt-exp/not-there.*task.model=DIR"):
+        Approximation(**SMALL, model="crt-exp/not-there", text=str(folder / "text.txt"))
+
+
+def test_tokenizer_from_a_vocabulary(folder):
+    source = Pretrained(str(folder / "bare"), str(folder / "text.txt"), str(folder / "vocab.txt"), length=6)
+    assert source.inputs["input_ids"].shape == (1, 6) and source.layers(0, 0)[0].x.shape == (1, 4, 6, 4)
+
+
+# ---- the reports
+
+def test_performers_fig4_measures_against_uniform_attention():
+    """With few features the mean of V is nearer; with many, and where attention matters, the map is."""
+    few, many = HeadErrors(256, 16, 16, [2, 4096], 3, turn=0.3).records(Mechanism.of(features="oprf"), 0)
+    assert np.min(few["mse"]) > np.max(many["mse"]) and np.max(many["mse"]) < 1
+
+
+def test_performers_fig4_gives_near_far_attention_the_same_tensors():
+    """And on heads that match positions it is nearer than its window, and the window than the mean of V."""
+    (near, longer), (window, _) = (HeadErrors(256, 16, 8, [8, 256], 3, turn=0.3).records(Mechanism.parse(name), 0)
+                                   for name in ("nearfar exact_until=0", "window block=32 first=16"))
+    assert near["zero"] == window["zero"] and near | {"m": 256} == longer
+    assert np.max(near["mse"]) < np.min(window["mse"]) and np.max(window["mse"]) < 1
+
+
+def test_matched_queries_lie_near_the_keys_at_their_positions():
+    cos = {}
+    for turn in (None, 0.3):
+        layer = Synthetic(512, 2, 16, 1.0, 0, turn).layers(0, 0)[0]
+        x, y = layer.x[0], layer.y[0]
+        cos[turn] = torch.cosine_similarity(x, y, -1).mean().item()
+        assert x.square().sum(-1).mean().item() == pytest.approx(4.0, rel=0.1)   # the same lengths
+    assert cos[None] == pytest.approx(0, abs=0.05) and cos[0.3] == pytest.approx(math.cos(0.3), abs=0.03)
+
+
+def test_errors_of_the_attention_branch():
+    """One mechanism in the first layer alone, and in all: both begin alike, and what comes anew in each layer adds."""
+    source, make = Synthetic(32, 2, 8, 1.0, 4), partial(RandomFeatureAttention, OPRF(), orthogonal, 64)
+    found = source.branch_errors(make, 0, 0)
+    assert found["accumulated"][0] == found["propagated"][0] > 0.01
+    assert all(a > p > 0 for a, p in zip(found["accumulated"][1:], found["propagated"][1:]))
+    assert source.branch_errors(make, 0, 0) == found and source.branch_errors(make, 1, 0) != found
+    exact = source.branch_errors(Mechanism.of("exact").layer, 0, 0)
+    assert max(exact["accumulated"] + exact["propagated"]) < 1e-5

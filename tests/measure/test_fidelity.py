@@ -1,0 +1,206 @@
+"""task=fidelity: its errors are those of their definition, exact attention has none, and nothing is fitted to the text
+that is judged."""
+
+import csv
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from refusals import check_refused
+from small_bert import VOCABULARY, write_text
+
+from crt_exp import calibrate_attention, swap_attention
+from crt_exp.attention import uniform_attention
+from crt_exp.config import ConfigError
+from crt_exp.mechanism import Mechanism
+from crt_exp.measure.fidelity import Fidelity, arms_of, mean_of
+from crt_exp.measure.subject import Subject
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+         "vocab_size": len(VOCABULARY), "max_position_embeddings": 64}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": len(VOCABULARY), "n_positions": 64,
+        "bos_token_id": 0, "eos_token_id": 0}
+MODELS = {
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=1)),
+    "bare": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "albert": lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(embedding_size=8, **SIZES)),
+    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        vocab_size=len(VOCABULARY), encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64))}
+OPTIONS = {"calibration": None, "tokenizer": None, "length": 24, "texts": 3, "calibration_texts": 2, "seed": 0}
+GIVEN = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorpp"], "ms": [8], "draws": 2,
+         "length": 24, "texts": 3, "calibration_texts": 2, "lengths": [], "rounds": 1, "cache_dir": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, saved_models):
+    """Tiny models of random weights, a tokenizer beside each, and texts."""
+    root = tmp_path_factory.mktemp("models")
+    write_text(root / "text.txt", 80)
+    (root / "other.txt").write_text("".join(reversed((root / "text.txt").read_text().splitlines(keepends=True))))
+    saved_models(root, MODELS, VOCABULARY)
+    return root
+
+
+def subject(folder, name, **options):
+    return Subject(str(folder / name), str(folder / "text.txt"), **OPTIONS | options)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "bare", "albert"])
+def test_exact_attention_has_no_error(folder, name):
+    """And a window as wide as the text is exact; uniform attention is not."""
+    source = subject(folder, name)
+    assert source.predicts == {"gpt2": "next", "llama": "next", "bare": None}.get(name, "masked")
+    assert all(len(calls) == 2 for calls in source.calls)
+    for text, true in {"exact": True, "window block=32": True, "uniform": False}.items():
+        found = source.measured(arms_of([text], [8])[0].mechanism())
+        assert found["hidden"].shape == found["attention"].shape == (3, 2)
+        assert ((found["hidden"] < 1e-4).all() and (found["attention"] < 1e-4).all()) == true
+        assert np.allclose(found["cosine"], 1, atol=1e-6) == true and ("above" in found) == (name != "bare")
+        assert name == "bare" or np.allclose(found["above"], 0, atol=1e-4) == true
+    assert not any("swapped" in path for path, _ in source.model.named_modules())
+
+
+@torch.no_grad()
+def test_errors_of_a_masked_model_are_those_of_their_definition(folder):
+    source = subject(folder, "bert")
+    found = source.measured(Mechanism.of("favorpp", m=8, seed=5))
+    model = transformers.BertForMaskedLM.from_pretrained(folder / "bert").eval()
+    ids, (inputs, labels) = source.rows[1:2], source.asked(1)
+    assert (labels != -100).sum() >= 1 and (inputs != ids)[labels == -100].sum() == 0
+    exact = model(ids, output_hidden_states=True).hidden_states, model(inputs, labels=labels).loss
+    swap_attention(model, "favorpp", m=8, seed=5, saved=False)
+    now = model(ids, output_hidden_states=True).hidden_states, model(inputs, labels=labels).loss
+    assert found["above"][1] == pytest.approx(float(now[1] - exact[1]), abs=1e-5)
+    for layer in (1, 2):
+        error = (now[0][layer] - exact[0][layer]).norm() / exact[0][layer].norm()
+        assert found["hidden"][1, layer - 1] == pytest.approx(float(error), rel=1e-4)
+    cosine = torch.cosine_similarity(now[0][-1].mean(1), exact[0][-1].mean(1))
+    assert found["cosine"][1] == pytest.approx(float(cosine), abs=1e-5)
+
+
+@torch.no_grad()
+def test_causal_layers_are_fitted_to_the_training_text(folder):
+    """As by calibrate_attention on it; without it they are refused, and so is the text itself."""
+    source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
+    found = source.measured(Mechanism.of("favorpp", m=8))
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
+    ids = source.rows[:1]
+    exact = float(model(ids, labels=ids).loss)
+    swap_attention(model, "favorpp", m=8, saved=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # layers beyond uniform attention
+        calibrate_attention(model, list(source.training))
+    assert found["above"][0] == pytest.approx(float(model(ids, labels=ids).loss) - exact, abs=1e-4)
+    with pytest.raises(ValueError, match="task.calibration"):
+        subject(folder, "gpt2").measured(Mechanism.of("favorpp", m=8))
+    assert "above" in subject(folder, "gpt2").measured(Mechanism.of("favorp", m=8))  # has nothing to fit
+    with pytest.raises(ValueError, match="judge on text that was held out"):
+        subject(folder, "gpt2", calibration=str(folder / "text.txt"))
+
+
+@torch.no_grad()
+def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
+    """Those of the exact model: errors of earlier layers do not add up."""
+    source = subject(folder, "llama")
+    found = source.measured(Mechanism.of("uniform"))
+    for layer, call in enumerate(source.calls[2]):
+        uniform = uniform_attention(call.q, call.k, call.v, causal=True)
+        error = (uniform - call.output).norm() / call.output.norm()
+        assert found["attention"][2, layer] == pytest.approx(float(error), rel=1e-5)
+    root, keys = call.scaling**0.5, call.k.expand(-1, 2, -1, -1)                 # grouped heads: one of keys for both
+    sums = (root * call.q[:, :, :, None] + root * keys[:, :, None]).double().square().sum(-1).mean((-2, -1))
+    torch.testing.assert_close(call.sums(), sums[0])
+
+
+def test_texts_and_masks_are_the_same_for_all(folder):
+    one, two, other = (subject(folder, "bert", seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one.rows, two.rows) and torch.equal(one.asked(2)[0], two.asked(2)[0])
+    assert not torch.equal(one.asked(2)[1], other.asked(2)[1])
+
+
+def test_arms():
+    arms = arms_of(["exact", "window block=8 first=2", "favorp"], [4, 16])
+    assert [arm.label for arm in arms] == ["exact", "window block=8 first=2", "favorp m=4", "favorp m=16"]
+    assert arms[1].mechanism().options["first"] == 2 and arms[3].mechanism(seed=7).seed == 7
+    for texts, words in ((["window 8"], "is no option"), (["favour"], "favor"), (["favorp size=3"], "size"),
+                         (["exact", "exact"], "twice"), ([" "], "it takes a name"),
+                         (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset = foo: it takes cheap, "),
+                         (["nearfar block=1.5"], "block = 1.5: it takes a whole number"),
+                         (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "does not use m"),
+                         (["favorp m=4", "favorp"], "twice"),
+                         (["favorp seed=3"], "seed = 0 is given beside it")):
+        with pytest.raises(ConfigError, match=words):
+            arms_of(texts, [4])
+
+
+def test_means_are_paired_over_texts():
+    rows = [{"attention_error_texts": [1.0, 3.0], "hidden_error_texts": [0.0, 2.0], "cosine_texts": [1.0, 1.0],
+             "above_texts": values} for values in ([0.1, 0.3], [0.3, 0.5])]
+    found = mean_of(arms_of(["favorp"], [4])[0], rows)
+    assert found["above"] == pytest.approx(0.3) and found["draws"] == 2 and found["cosine_ci95"] == 0
+    assert found["above_ci95"] == pytest.approx(12.7062 * np.std([0.2, 0.4], ddof=1) / 2**0.5, rel=1e-4)
+
+
+def test_a_run_and_its_files(folder, typed, tmp_path):
+    args = ["task=fidelity", f"task.model={folder / 'gpt2'}", f"task.text={folder / 'text.txt'}", "task.length=24",
+            f"task.calibration={folder / 'other.txt'}", "task.texts=3", "task.cache_dir=null",
+            "task.attentions=[exact,uniform,favorpp]",
+            "task.ms=[8]", "task.draws=2", "task.lengths=[]", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"]
+    code, out, err = typed(*args)
+    assert code == 0 and "nearest to the exact model: favorpp m=8" in out, err
+    assert [line.split()[0] for line in out.splitlines() if "±" in line] == ["exact", "uniform", "favorpp"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["split"] for line in lines] == ["heads"] * 2 + ["swap"] * 4 + ["test"]
+    final = {each["label"]: each for each in lines[-1]["attentions"]}
+    assert abs(final["exact"]["above"]) < 1e-5 and final["favorpp m=8"]["draws"] == 2
+    assert len(lines[0]["mean_sq_sum"]) == 2 and lines[3]["above_texts"] != lines[4]["above_texts"]
+    rows = list(csv.DictReader((tmp_path / "run" / "fidelity.csv").open()))
+    assert len(rows) == 4 * 2 + 3 and (tmp_path / "run" / "fidelity.png").stat().st_size > 5000
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
+    assert typed(*args, "resume=auto")[0] == 0
+    again = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [{**line, "time_s": 0} for line in again] == [{**line, "time_s": 0} for line in lines]
+
+
+@pytest.mark.slow
+def test_cost_against_the_length(folder):
+    probe = Fidelity(model=str(folder / "bert"), text=str(folder / "text.txt"), **GIVEN | {"lengths": [16, 64]})
+    found = [r for r in probe.records(None, 0) if r["split"] == "cost"]
+    assert [r["length"] for r in found] == [16, 64]
+    assert all(r["ms"][arm] > 0 and r["mib"][arm] >= 0 for r in found for arm in ("exact", "favorpp m=8"))
+
+
+@pytest.mark.parametrize("args, words", [
+    ([], ["task.model", "task.text"]),
+    (["model=bert"], ["task.model", "task.text"]),
+    (["model=bert", "text=text.txt", "task.length=65"], ["task.length = 65", "64 positions"]),
+    (["model=bert", "text=text.txt", "task.lengths=[128]"], ["task.lengths holds 128", "64 positions"]),
+    (["model=bert", "text=text.txt", "task.texts=1"], ["at least 2"]),
+    (["model=bert", "text=text.txt", "task.texts=500"], ["task.texts = 500", "pieces of 24 tokens"]),
+    (["model=bert", "text=none.txt"], ["none.txt is not there"]),
+    (["model=bart", "text=text.txt"], ["an encoder and a decoder"]),
+    (["model=bert", "text=text.txt", "task.attentions=[favorp,nearest]"], ["nearest"]),
+    (["model=gpt2", "text=text.txt", "task.attentions=[linformer]"], ["causal", "linformer"]),
+    (["model=bert", "text=text.txt", "attention=favorp"], ["does not use", "attention=favorp"]),
+    (["model=bert", "text=text.txt", "features.m=8"], ["does not use", "features.m=8"]),
+], ids=str)
+@pytest.mark.slow
+def test_bad_options(args, words, folder, typed, tmp_path):
+    given = [f"task.{a.split('=')[0]}={folder / a.split('=')[1]}" if a[:5] in ("model", "text=") else a for a in args]
+    own = [] if any("task.length=" in a for a in args) else ["task.length=24"]
+    check_refused(typed("task=fidelity", "logger=none", f"hydra.run.dir={tmp_path / 'run'}", *own, *given), words,
+                  tmp_path / "run")
+
+
+def test_a_model_of_other_attention_is_refused(folder, tmp_path):
+    model = transformers.BertForMaskedLM.from_pretrained(folder / "bert")
+    model.config.crt_exp = Mechanism.of("favorp", m=8).describe()
+    model.save_pretrained(tmp_path / "linear")
+    with pytest.raises(ValueError, match="trained with another attention than exact"):
+        Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
