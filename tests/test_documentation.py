@@ -25,8 +25,8 @@ from crt_exp.data import sources
 from crt_exp.features import Statistics
 from crt_exp.hints import parameters
 from crt_exp.pretrained import published
-from crt_exp.report import __main__ as report_command
-from crt_exp.report import page as pages
+from crt_exp.oldreport import __main__ as report_command
+from crt_exp.oldreport import page as pages
 from crt_exp.runner.command_line import Shown, check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}
@@ -250,7 +250,7 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.infer", *arguments):
             keys = {word.lstrip("-").partition("=")[0] for word in arguments if "=" in word or word.startswith("--")}
             assert any(keys <= {*parameters(options)} for options, _ in infer.KINDS.values())
-        case ("python", "-m", "crt_exp.report", name, *arguments):
+        case ("python", "-m", "crt_exp.oldreport", name, *arguments):
             check_report(name, arguments)
         case ("python", "-m", "crt_exp", "--help"):
             with pytest.raises(Shown):

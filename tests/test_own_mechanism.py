@@ -20,7 +20,7 @@ from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, carried, is_known, known, own_names
 from crt_exp.features import FeatureMap
 from crt_exp.measure import cells, runs, sources
-from crt_exp.report import __main__ as report
+from crt_exp.oldreport import __main__ as report
 from crt_exp.times import in_new_process
 
 PAGE = {"title": "Shares", "independence": "a seed", "arms": {}, "metrics": {"size": {"better": "lower"}},
@@ -111,8 +111,8 @@ def test_fidelity_measures_its_memory_in_a_new_process(folder, typed):
 
 
 def run_report(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["crt_exp.report", *words])
-    runpy.run_module("crt_exp.report", run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["crt_exp.oldreport", *words])
+    runpy.run_module("crt_exp.oldreport", run_name="__main__")
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -121,11 +121,11 @@ def test_a_page_takes_it_and_says_a_command_that_works(workers, folder, monkeypa
     cells.end_workers()  # of other folders
     file = Path("mine/shares.yaml")
     file.write_text(file.read_text().replace("workers: 2", f"workers: {workers}"))
-    (words,) = commands("Everywhere", "crt_exp.report")
+    (words,) = commands("Everywhere", "crt_exp.oldreport")
     run_report(monkeypatch, *words, "--out", "pages")
     text = Path("pages/shares.md").read_text()
     again = shlex.split(re.search("Command: `(.*?)`", text)[1])
-    assert again[:3] == ["python", "-m", "crt_exp.report"] and "make shares" not in text
+    assert again[:3] == ["python", "-m", "crt_exp.oldreport"] and "make shares" not in text
     run_report(monkeypatch, *again[3:])
     drawn = Path("outputs/report/shares.csv").read_text()
     assert drawn == Path("pages/shares.csv").read_text() and all(arm in drawn for arm in ("topk k=4", "two", "half"))

@@ -10,7 +10,7 @@ import yaml
 from pages import BLOCKS, PAGES, ROOT, project
 
 from crt_exp.config import choices
-from crt_exp.report.page import Page, shown
+from crt_exp.oldreport.page import Page, shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -82,7 +82,7 @@ def test_command_and_time_are_those_of_the_report(task, data, command, minutes, 
     """The command is that of the report which the row links, and so is the time."""
     report = (ROOT / re.search(r"\]\((outputs/report/[^)]+)\)", result)[1]).read_text()
     asked = re.search(r"Command: `([^`]+)`", report)[1].removesuffix(" --size small")
-    target = re.sub("^(make|python -m crt_exp.report) ", "", asked).replace("_", "-")
+    target = re.sub("^(make|python -m crt_exp.oldreport) ", "", asked).replace("_", "-")
     assert command.strip("`").removeprefix("make ") == target
     seconds = float(re.search(r"(\d+) s of computing", report)[1])
     assert abs(int(minutes) - seconds / 60) < 1

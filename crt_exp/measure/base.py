@@ -24,6 +24,31 @@ class Probe(Protocol):
         """One line for the terminal."""
 
 
+class Measurement:
+    """A task that only measures: `rows(mechanism, seed)` yields a dict for each line of metrics.jsonl.
+
+    A continued run computes all rows again and logs those that are missing. The last row holds `metric`.
+    """
+
+    metric: str
+    lower_is_better = True
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        last: dict[str, Any] = {}
+        for step, row in enumerate(self.rows(mechanism, seed)):
+            if last and step > len(done):
+                yield last
+            last = {"step": step, "epoch": 0, "split": "test", **row}
+        yield {**last, "final": True}
+
+    def summary(self, records: list[dict]) -> str:
+        value = records[-1][self.metric]
+        return f"{self.metric} {value:.4g}" if isinstance(value, float) else f"{len(records)} rows"
+
+
 class Series(Probe):
     """A probe with a record for each of some `values` of what it is `over`, the key of records and their split."""
 

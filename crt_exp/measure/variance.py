@@ -18,10 +18,10 @@ from torch import Tensor
 
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.discrete import MIN_RATE, P_RANGE, DiscreteRF
-from crt_exp.hints import Positive, Several, at_least
+from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.kernels import Kernel
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.base import Series
+from crt_exp.measure.base import Measurement, Series
 from crt_exp.schema import checked
 
 LEAST = 1e-12   # |x - y|^2 or |x + y|^2 below which two vectors are equal or opposite, but for rounding
@@ -132,30 +132,40 @@ def clamped(phi: FeatureMap, x: Tensor, y: Tensor) -> float:
     return ((rate <= MIN_RATE) | (rate == P_RANGE[0]) | (rate == P_RANGE[1])).any(-1).double().mean().item()
 
 
-class Gain:
-    """log variance of a map less that of FAVOR+ at |x + y|^2 = 1 to `most`; `zero`: log square of the kernel less
-    the same."""
+@checked("task")
+class VarianceByLength(Measurement):
+    """task=variance_by_length: log variance of a map less that of FAVOR+ for x = y with |x + y|^2 = 1 to `most` (CRT
+    Figure 1); `zero`: the log square of the kernel less the same."""
 
-    def __init__(self, d: int, most: int):
+    metric = "gain"
+
+    def __init__(self, d: Count, most: Count):
         self.d, self.most = d, most
 
-    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, list[float]]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         x = torch.zeros(self.most, self.d, dtype=torch.float64)
         x[:, 0] = torch.arange(1, self.most + 1).double().sqrt() / 2
         of_pos = log_variances(PosRF(), x, x)
-        yield {"sum": [*range(1, self.most + 1)], "gain": (log_variances(mechanism.map(), x, x) - of_pos).tolist(),
-               "zero": (2 * x.square().sum(-1) - of_pos).tolist()}
+        gain, zero = log_variances(mechanism.map(), x, x) - of_pos, 2 * x.square().sum(-1) - of_pos
+        for i in range(self.most):
+            yield {"sum": i + 1, "gain": gain[i].item(), "zero": zero[i].item()}
 
 
-class Ratio:
-    """log of the MSE of trigonometric features over that of a map, for x and y (2,) of one length at angles every so
-    many degrees; `zero`: with m projections, over the square of the kernel. None where an estimate has no variance:
-    that of trig at x = y, that of a positive map at x = -y."""
+@checked("task")
+class VarianceByAngle(Measurement):
+    """task=variance_by_angle: log of the MSE of trigonometric features over that of a map, for x and y (2,) of one
+    length at angles every so many degrees (Performers Figure 2); `zero`: with m projections, over the square of the
+    kernel.
 
-    def __init__(self, length: float, degrees: int, m: int):
+    None where an estimate has no variance: that of trig at x = y, that of a positive map at x = -y.
+    """
+
+    metric, lower_is_better = "log_ratio", False
+
+    def __init__(self, length: Positive, degrees: Count, m: Count):
         self.length, self.degrees, self.m = length, degrees, m
 
-    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, list[float | None]]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float | None]]:
         degrees = torch.arange(-180, 181, self.degrees)
         angle = degrees.double().deg2rad()
         x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
@@ -163,8 +173,9 @@ class Ratio:
         of_trig, of_map = (log_variances(phi, x, y) for phi in (TrigRF(), mechanism.map()))
         same, opposite = ((v.square().sum(-1) < LEAST) for v in (x - y, x + y))
         zero = of_trig - math.log(self.m) - 2 * (x * y).sum(-1)
-        yield {"angle": degrees.tolist(), "log_ratio": numbers(of_trig - of_map, ~(same | opposite)),
-               "zero": numbers(zero, ~same)}
+        ratios, zeros = numbers(of_trig - of_map, ~(same | opposite)), numbers(zero, ~same)
+        for each, ratio, of_zero in zip(degrees.tolist(), ratios, zeros):
+            yield {"angle": each, "log_ratio": ratio, "zero": of_zero}
 
 
 def numbers(values: Tensor, defined: Tensor) -> list[float | None]:

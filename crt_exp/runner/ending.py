@@ -38,7 +38,9 @@ class Stopped(Exception):
 
 
 class RunFailed(CompactHydraException):
-    """One run of a sweep failed; Hydra says it in the end, without a traceback."""
+    """One run of a sweep failed, with this exit code; Hydra says it in the end, without a traceback."""
+
+    code = ERROR_CODE
 
 
 # ---- from an error to its message ------------------------------------------------------------------------------------
@@ -140,11 +142,17 @@ def end_run(error: Exception, code: int) -> None:
     if not in_sweep() or code >= 128:
         fail(error, code)
     if "SUBMITIT_EXECUTOR" in os.environ:  # what a job prints goes to a file of its own
-        raise RunFailed(story(error)) from None
+        raise failed(story(error), code) from None
     if not getattr(error, "said", False):
         say(f"crt_exp: the run in {output_directory()} failed: {'as one before it' if str(error) in _said else error}")
     _said.add(str(error))
-    raise RunFailed("a run of this sweep failed; its error stands above") from None
+    raise failed("a run of this sweep failed; its error stands above", code) from None
+
+
+def failed(message: str, code: int) -> RunFailed:
+    error = RunFailed(message)
+    error.code = code
+    return error
 
 
 def fail(error: Exception, code: int = ERROR_CODE) -> None:

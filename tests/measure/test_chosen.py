@@ -6,8 +6,8 @@ import pytest
 
 from crt_exp.measure import grid, training
 from crt_exp.measure.chosen import chosen
-from crt_exp.report import __main__ as command_line
-from crt_exp.report import draws
+from crt_exp.oldreport import __main__ as command_line
+from crt_exp.oldreport import draws
 
 RUNS = {"metrics": ["loss"], "settings": {"A": []}, "seeds": 3, "before": {"task.init": "of {arm}"},
         "arms": {"exact": None, "favorp m=8": None, "favorp, redrawn": "favorp m=8 redraw_every=1"},

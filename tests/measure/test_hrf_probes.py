@@ -20,7 +20,7 @@ from crt_exp.measure.kernel import (
     log_relative_mse,
     squared_errors,
 )
-from crt_exp.report import page
+from crt_exp.oldreport import page
 
 EXACT = Mechanism.of("exact")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crt_exp.measure import grid, language_laws
-from crt_exp.report import page
+from crt_exp.oldreport import page
 
 
 def text_files(folder):

@@ -7,7 +7,7 @@ import pytest
 
 from crt_exp.config import CONF
 from crt_exp.measure import sources
-from crt_exp.report import page
+from crt_exp.oldreport import page
 
 
 def files(begin):

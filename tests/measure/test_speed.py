@@ -7,7 +7,7 @@ from crt_exp.attention import attention_reference
 from crt_exp.features import PosRF
 from crt_exp.measure import grid, speed
 from crt_exp.measure.speed import ALONE, PASSES, Speed, chunked
-from crt_exp.report.page import load
+from crt_exp.oldreport.page import load
 from crt_exp.samplers import orthogonal
 
 

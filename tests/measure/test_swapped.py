@@ -9,8 +9,8 @@ from crt_exp.attention import exact_attention
 from crt_exp.data import DataError, glue
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure import grid, swapped, texts, training
-from crt_exp.report import draws, page, render
-from crt_exp.report.page import Page
+from crt_exp.oldreport import draws, page, render
+from crt_exp.oldreport.page import Page
 
 LAYERS = "crt_exp.measure.swapped.layers"
 LOSSES = "crt_exp.measure.swapped.losses"

@@ -6,7 +6,7 @@ import torch
 from crt_exp.measure import grid, timed
 from crt_exp.measure.grid import Part
 from crt_exp.measure.timed import FORMED
-from crt_exp.report import page
+from crt_exp.oldreport import page
 from crt_exp.times import in_new_process
 
 TINY = {"heads": 2, "layers": 1, "d_ff": 8, "d": 16}

@@ -14,8 +14,8 @@ import pytest
 from crt_exp.config import ConfigError
 from crt_exp.measure import grid, runs, training
 from crt_exp.measure.training import Grid
-from crt_exp.report import page
-from crt_exp.report.draws import read as read_draws
+from crt_exp.oldreport import page
+from crt_exp.oldreport.draws import read as read_draws
 from crt_exp.runner.command_line import check_command_line
 
 HOME = runs.Home(training.HOME, ("tasks/lra.py",))
@@ -149,7 +149,7 @@ sizes:
 
 def page_of_runs(folder):
     (folder / "killed.yaml").write_text(PAGE)
-    return [sys.executable, "-m", "crt_exp.report", "killed.yaml", "--out", "out"]
+    return [sys.executable, "-m", "crt_exp.oldreport", "killed.yaml", "--out", "out"]
 
 
 def steps_of(place, split="train", name="metrics.jsonl"):

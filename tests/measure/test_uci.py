@@ -4,7 +4,7 @@ import pytest
 
 from crt_exp.measure import grid
 from crt_exp.measure.uci import CHOICE
-from crt_exp.report.page import load
+from crt_exp.oldreport.page import load
 
 
 @pytest.mark.usefixtures("one_thread")

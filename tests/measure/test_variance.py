@@ -9,7 +9,7 @@ import torch
 from crt_exp import drawing
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.report import page
+from crt_exp.oldreport import page
 from crt_exp.measure import grid, variance
 from crt_exp.measure.variance import FITS, Gain, Ratio, Variance
 

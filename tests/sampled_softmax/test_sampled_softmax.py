@@ -24,7 +24,7 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.sampled_softmax.tree import FAN, SumTree
-from crt_exp.report import page
+from crt_exp.oldreport import page
 from crt_exp.measure import grid
 from crt_exp.measure import sampling as sampling_study
 from crt_exp.measure.grid import Part

@@ -1,0 +1,93 @@
+"""Line plots and dot plots of rows, with 95% intervals; colours are those of crt_exp.drawing."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from crt_exp import drawing
+from crt_exp.drawing import label_ends, new_figure, plain_ticks
+from crt_exp.report.rows import Rows
+from crt_exp.report.statistics import mean_ci
+from crt_exp.report.text import label
+
+WIDTH, HEIGHT = 5.2, 3.9  # of a panel, inches
+CONTROLS = ("uniform", "identity", "zero", "majority", "majority class", "word overlap", "no model")
+
+
+def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
+    """A figure and its axes, `columns` side by side."""
+    across = min(count, columns)
+    down = -(-count // across)
+    figure, axes = new_figure(down, across, figsize=(WIDTH * across, HEIGHT * down), squeeze=False)
+    for ax in axes.flat[count:]:
+        ax.set_axis_off()
+    return figure, [*axes.flat[:count]]
+
+
+def colour(method: str) -> str:
+    """Of a method: the same on all pages; controls are grey."""
+    name = re.split("[ ,]", method)[0]
+    if name in CONTROLS or method in CONTROLS:
+        return drawing.CONTROL
+    shade = drawing.colour(method)
+    return drawing.colour_by_rule(name) if shade == drawing.CONTROL else shade
+
+
+def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapping[str, str] = (), scale: float = 1.0,
+              log: str = "", less: str = "", dotted: Sequence[str] = (), **where: Any) -> None:
+    """The mean of a metric over a column x, one line a method, labelled at its end, with a band of its 95% interval.
+
+    methods: those that are drawn, or method -> label. log: "x", "y" or "xy". less: a method whose values are
+    subtracted, sample by sample; dotted: methods with a dotted line.
+    """
+    ends = []
+    for method in methods or rows.methods(metric, **where):
+        if method == less:
+            continue
+        frame = rows.select(metric, method, **where)
+        places = sorted({*pd.to_numeric(frame[x])})
+        found = [rows.paired(method, less, metric, **where, **{x: place}) if less else
+                 rows.values(metric, method, **where, **{x: place}) for place in places]
+        have = [(place, scale * values) for place, values in zip(places, found) if len(values)]
+        if not have:
+            continue
+        places, found = zip(*have)
+        means = [mean_ci(values) for values in found]
+        middle = np.array([each.mean for each in means])
+        control = method in CONTROLS
+        ax.plot(places, middle, color=colour(method), lw=1.5, marker="o", ms=2.5,
+                ls=":" if method in dotted else "--" if control else "-")
+        if all(each.n > 1 for each in means):
+            half = np.array([each.half for each in means])
+            ax.fill_between(places, middle - half, middle + half, color=colour(method), alpha=0.12, lw=0)
+        ends.append((label(method, methods if isinstance(methods, Mapping) else None), places[-1], middle[-1],
+                     colour(method)))
+    if less:
+        ax.axhline(0, color=drawing.EXACT, lw=1)
+    for axis in log:
+        ax.set(**{f"{axis}scale": "log"})
+    if "x" in log:
+        plain_ticks(ax.xaxis)
+    label_ends(ax, ends)
+
+
+def dot_plot(ax, values: Mapping[str, Sequence[float]], log: bool = False, zero: bool = False, overlap: float = 0.0,
+             labels: Mapping[str, str] | None = None) -> None:
+    """One row a method: its mean, with the 95% interval; log: geometric means on an axis of logarithms; zero: a line
+    at 0 (exact attention)."""
+    shown = [(method, np.asarray(each, float)) for method, each in values.items() if len(each)]
+    for place, (method, each) in enumerate(reversed(shown)):
+        found = mean_ci(np.log(each) if log else each, overlap=overlap)
+        half = found.half if found.n > 1 else 0.0
+        low, middle, high = (f(found.mean + sign * half) for sign in (-1, 0, 1) for f in [np.exp if log else float])
+        ax.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour(method), marker="o", ms=5,
+                    capsize=2, lw=1)
+    ax.set_yticks(range(len(shown)), [label(method, labels) for method, _ in reversed(shown)])
+    if zero:
+        ax.axvline(0, color=drawing.EXACT, lw=1)
+    if log:
+        ax.set_xscale("log")
+        plain_ticks(ax.xaxis)

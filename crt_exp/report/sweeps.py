@@ -1,0 +1,223 @@
+"""A grid of runs: the override lists of a Hydra sweep, the launcher that runs them, and the rows of their records."""
+
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from crt_exp import mechanism_text
+from crt_exp.config import CONF, own_folders
+from crt_exp.measure.texts import prepare
+from crt_exp.report.rows import ORIGIN
+from crt_exp.runner.command_line import with_folders
+from crt_exp.runner.ending import DIVERGED_CODE
+from crt_exp.runner.run import read_records
+from crt_exp.stored import json_object
+
+HOME = "{runs}"           # in overrides: the folder of the page's runs
+DIVERGED = "diverged"     # a file in the folder of a run whose loss was not finite
+VALIDATION = ("validation", "val", "held_out")  # splits of the records between training steps
+PART = re.compile(r"(.+)_part(\d+)")  # a metric of a part of the test split
+METHODS = ("attention", "features")   # axes of methods in text, "favorpp m=256"
+
+
+class RunsFailed(ValueError):
+    """Some runs of a sweep failed; finished ones stay."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. overrides: its command line; columns: those of its rows; alone: in a process of its own, for times."""
+
+    overrides: tuple[str, ...]
+    columns: Mapping[str, Any]
+    alone: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of its folder: the values of its columns."""
+        return re.sub(r"[^\w.+=-]+", "-", "_".join(str(value) for value in self.columns.values())) or "run"
+
+
+def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
+    """One run for each combination of the axes' values: `sweep("task=uci", attention=["exact", "favorpp m=64"],
+    **{"task.dataset": ["wine", "digits"]}, seed=range(3))`.
+
+    options: overrides that all runs share, in one string. An axis is an override key with its values, or a column with
+    {value: overrides in one string}. `attention` and `features` take methods in text; their column is `method`. The
+    column of another key is its last part. Options that contain blanks are quoted as in a shell.
+    """
+    names, choices = [], []
+    for key, values in axes.items():
+        names.append("method" if key in METHODS else key.rpartition(".")[2])
+        if key in METHODS:
+            choices.append([(text, _method(key, text)) for text in values])
+        elif isinstance(values, Mapping):
+            choices.append([(value, _split(text)) for value, text in values.items()])
+        else:
+            choices.append([(value, [f"{key}={_written(value)}"]) for value in values])
+    common = _split(options)
+    return [Run(_last_of_each([*common, *itertools.chain(*(overrides for _, overrides in chosen))]),
+                dict(zip(names, (value for value, _ in chosen))), alone)
+            for chosen in itertools.product(*choices)]
+
+
+def _split(text: str) -> list[str]:
+    return shlex.split(text)
+
+
+def _written(value: Any) -> str:
+    return mechanism_text.written(value) if not isinstance(value, str) else value
+
+
+def _method(group: str, text: str) -> list[str]:
+    """Overrides of a method in text: "favorpp m=256" as attention, "pos m=64 sampler=iid" as features."""
+    name, options = mechanism_text.read(text)
+    places = {"m": "features.m", "sampler": "sampler", "features": "features"}
+    return [f"{group}={name}", *(f"{places.get(key, key if '.' in key else f'{group}.{key}')}="
+                                 f"{mechanism_text.written(value)}" for key, value in options.items())]
+
+
+def _last_of_each(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Of overrides of one key the last."""
+    return tuple({override.partition("=")[0]: override for override in overrides}.values())
+
+
+# ---- running
+
+
+def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "basic") -> None:
+    """Runs what is not finished, each in `folder`/<its name>; killed runs go on. Raises RunsFailed in the end.
+
+    home: the folder that `{runs}` in overrides stands for. launcher: one of Hydra's: basic, in this process, or joblib,
+    submitit_local, submitit_slurm.
+    """
+    missing = [run for run in runs if not is_finished(folder / run.name)]
+    failed = []
+    for alone, group in itertools.groupby(missing, lambda run: run.alone):
+        jobs = [(run, _overrides(run, home)) for run in group]
+        for _, overrides in jobs:
+            prepare(overrides)
+        failed += (_in_new_processes if alone else _launched)(jobs, folder, launcher)
+    if failed:
+        raise RunsFailed(f"{len(failed)} of {len(runs)} runs failed, their errors stand above: "
+                         f"{', '.join(str(folder / name) for name in failed[:5])}")
+
+
+def is_finished(directory: Path) -> bool:
+    records = read_records(directory / "metrics.jsonl")
+    return bool(records and records[-1].get("final")) or (directory / DIVERGED).is_file()
+
+
+def _overrides(run: Run, home: Path) -> list[str]:
+    logger = os.environ.get("LOGGER", "none")
+    return [*(override.replace(HOME, str(home)) for override in run.overrides), f"logger={logger}", "resume=auto"]
+
+
+def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
+    """Through a launcher of Hydra; yields the names of runs that failed."""
+    from hydra import initialize_config_dir
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
+    from hydra.types import HydraContext, RunMode
+
+    from crt_exp.runner.sweep import adjust_plugins
+    from crt_exp.train import run as task_function
+
+    adjust_plugins()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve()), job_name="crt_exp"):
+        hydra = GlobalHydra.instance().hydra
+        given = [f"hydra/launcher={launcher}", f"hydra.sweep.dir={folder.absolute()}",
+                 *with_folders([f"file://{each}" for each in own_folders()])]
+        config = hydra.compose_config("config", given, run_mode=RunMode.MULTIRUN)
+        context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
+        launch = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task_function,
+                                                         config=config).launch
+        batches = [[job] for job in jobs] if launcher == "basic" else [jobs]  # a failure is known when it occurs
+        for batch in batches:
+            done = launch([[*overrides, f'hydra.sweep.subdir="{run.name}"'] for run, overrides in batch], 0)
+            for (run, _), result in zip(batch, done):
+                try:
+                    _ = result.return_value  # raises what the run raised
+                except Exception as error:
+                    if getattr(error, "code", None) == DIVERGED_CODE:
+                        (folder / run.name / DIVERGED).write_text(f"{error}\n")
+                    else:
+                        yield run.name
+
+
+def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
+    """One at a time, each in a process that has done nothing else."""
+    own = with_folders([f"file://{each}" for each in own_folders()])
+    for run, overrides in jobs:
+        if subprocess.run([sys.executable, "-m", "crt_exp", *overrides, *own, f"hydra.run.dir={folder / run.name}"]
+                          ).returncode:
+            yield run.name
+
+
+# ---- from records to rows
+
+
+def rows_of_runs(runs: Sequence[Run], folder: Path, sweep: str, columns: Sequence[str], metrics: Sequence[str]
+                 ) -> pd.DataFrame:
+    """One row for each metric of each record of finished runs; a list in a record is one row for each of its values.
+
+    columns: those that rows take from the run or the record; records on validation count only where `step` is one.
+    """
+    rows = [row for run in runs for row in _rows_of_run(run, folder / run.name, sweep, columns, metrics)]
+    names = ["sweep", *columns, "sample", "metric", "value", *ORIGIN]
+    return pd.DataFrame(rows, columns=names).fillna("")
+
+
+def _rows_of_run(run: Run, directory: Path, sweep: str, columns: Sequence[str], metrics: Sequence[str]
+                 ) -> Iterator[dict[str, Any]]:
+    records = read_records(directory / "metrics.jsonl")
+    if (directory / DIVERGED).is_file():
+        records = [{"split": "test", "diverged": 1, "final": True}]
+    if not records or not records[-1].get("final"):
+        return
+    made = json_object(directory / "versions.json")
+    origin = {"seconds": records[-1].get("time_s", ""), "commit": (made["commit"] or "")[:12],
+              "date": str(date.fromtimestamp((directory / "metrics.jsonl").stat().st_mtime)),
+              "versions": f"torch {made['packages']['torch']}, numpy {made['packages']['numpy']}; {made['machine']}"}
+    speed = _steps_per_second(records) if "steps_per_s" in metrics else None
+    for record in records:
+        if record.get("split") == "train" or record.get("split") in VALIDATION and "step" not in columns:
+            continue
+        given = {"sample": run.columns.get("seed", ""), "method": "", **run.columns, **record}
+        if record.get("final") and speed:
+            given["steps_per_s"] = speed
+        for key, value in given.items():
+            part = PART.fullmatch(key)
+            metric, sample = (part[1], int(part[2])) if part else (key, given["sample"])
+            if metric not in metrics or value is None:
+                continue
+            split = {"split": "parts"} if part else {}
+            for i, each in enumerate(value if isinstance(value, list) else [value]):
+                if each is None:
+                    continue
+                place = {name: given.get(name, "") for name in columns} | split
+                place = {name: at[i] if isinstance(at, list) and len(at) == len(value) else at
+                         for name, at in place.items() if name in columns}
+                of_list = isinstance(value, list) and not any(isinstance(given.get(name), list) for name in columns)
+                own = given["sample"][i] if isinstance(given["sample"], list) else i if of_list else sample
+                yield {"sweep": sweep, **place, "sample": own, "metric": metric, "value": each, **origin}
+                origin = origin | {"seconds": ""}
+
+
+def _steps_per_second(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median over the intervals between records of training."""
+    train = [(record["step"], record["time_s"]) for record in records if record.get("split") == "train"]
+    rates = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(train, train[1:]) if b[1] > a[1]]
+    return median(rates) if rates else None

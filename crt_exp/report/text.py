@@ -1,0 +1,174 @@
+"""A page as Markdown: claims, picture, one table; further tables and how it was measured are folded."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from crt_exp.drawing import LABELS, markdown, save_figure
+from crt_exp.report import rows as files
+from crt_exp.report.rows import Rows
+from crt_exp.report.statistics import NOT_MEASURED, WORDS, Tested, judge, mean_ci
+from crt_exp.runner.run import write_atomic
+
+LONG = 40  # rows of a folded table; a longer one is linked as csv
+INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
+            "threshold exactly where a claim is supported or contradicted.")
+
+
+def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = "") -> list[Tested]:
+    """Writes <page>.md and <page>.png from the rows in `folder`; returns the verdicts. part: some methods or seeds,
+    which judge nothing."""
+    page, rows = module.page, files.read_rows(module.page.name, folder)
+    tested = [] if part or not hasattr(module, "claims") else judge(module.claims(rows),
+                                                                   page.reduced and size == "small")
+    picture = module.figure(rows) if hasattr(module, "figure") else None
+    if picture is not None:
+        import matplotlib.pyplot as plt
+
+        save_figure(picture, folder / f"{page.name}.png")
+        plt.close(picture)
+    write_atomic(folder / f"{page.name}.md", page_text(page, rows, tested, module.tables(rows), picture is not None,
+                                                       folder, size, part))
+    return tested
+
+
+def page_text(page: Any, rows: Rows, tested: Sequence[Tested], tables: Mapping[str, pd.DataFrame], picture: bool,
+              folder: Path, size: str, part: str) -> str:
+    (title, first), *others = tables.items()
+    whole = size == "small" and not part
+    sections = [f"# {page.title}", page.finding if whole else f"Part: {part}." if part else f"SIZE={size}.",
+                "\n".join(claim_lines(tested)), f"![{page.title}]({page.name}.png)" if picture else "",
+                f"## {title}\n\n{to_markdown(first)}",
+                details("All claims", f"{claims_table(tested)}\n\n{INTERVAL}") if tested else "",
+                *(details(name, to_markdown(table)) if len(table) <= LONG else "" for name, table in others),
+                details("How it was measured", measured(page, rows, folder, size, part))]
+    return "\n\n".join(section.rstrip() for section in sections if section) + "\n"
+
+
+def measured(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
+    frame = rows.frame
+    days = sorted({*frame["date"]} - {""})
+    days = dict.fromkeys([days[0], days[-1]])
+    commits = sorted({str(each).rstrip("+") for each in frame["commit"]} - {""})
+    seconds = pd.to_numeric(frame["seconds"], errors="coerce").sum()
+    command = f"python -m crt_exp.report {page.name} --run" + f" --size {size}" * (size != "small") + f" {part}" * bool(
+        part)
+    path = files.rows_path(page.name, folder).name
+    return "\n".join(f"- {line}" for line in [
+        *page.measured, f"Rows: [{path}]({path}), {len(frame)} values, {' to '.join(days)}, "
+        f"{seconds:.0f} s of computing.", "; ".join(frame["versions"].unique()) + ".",
+        f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}."])
+
+
+# ---- claims
+
+
+def claim_lines(tested: Sequence[Tested]) -> list[str]:
+    """One line a claim, which may have several cases."""
+    kinds: dict[int, list[Tested]] = {}
+    for each in tested:
+        kinds.setdefault(id(each.claim), []).append(each)
+    return [_line(each) for each in kinds.values()]
+
+
+def _line(cases: Sequence[Tested]) -> str:
+    claim, first = cases[0].claim, cases[0]
+    papers = dict.fromkeys(each.paper for each in cases if each.paper)
+    paper = f" (paper: {next(iter(papers))})" if len(papers) == 1 else ""
+    if claim.not_measured:
+        return f"- **{NOT_MEASURED}**: {claim.text}{paper}: {claim.not_measured}."
+    if len(cases) == 1:
+        fails = claim.fails.get(first.case, "")
+        case = f"{first.case}: " if first.case else ""
+        return f"- **{first.verdict}**: {case}{claim.text}: {first.shown()}{paper}" + f"; sanity check: {fails}" * bool(
+            fails)
+    count = Counter(each.verdict for each in cases)
+    words = ", ".join(f"{word} in {count[word]}" for word in sorted(
+        count, key=lambda word: WORDS.index(word.removesuffix(" (reduced scale)"))))
+    values = sorted(cases, key=lambda each: each.number)
+    prefix = "e^" if claim.power else ""
+    ends = f"{prefix}{values[0].number:.3g} to {prefix}{values[-1].number:.3g} {claim.unit}".rstrip()
+    return f"- **{words}** of {len(cases)}: {claim.text}: {ends}{paper}"
+
+
+def claims_table(tested: Sequence[Tested]) -> str:
+    """All cases; of more than LONG the page links the table of all claims."""
+    measured = [each for each in tested if not each.claim.not_measured]
+    if len(measured) > LONG:
+        return f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
+    return markdown(["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"],
+                    [[each.claim.text, each.case, each.shown(), threshold(each), each.paper,
+                      each.found.n or "exact", f"{each.p:.2g}" if each.found.n > 1 and each.p == each.p else "",
+                      each.verdict, "; ".join(filter(None, [each.claim.fails.get(each.case, ""), theory(each),
+                                                            each.claim.reason]))] for each in measured]).rstrip()
+
+
+def threshold(each: Tested) -> str:
+    return f"{each.word} {'e^' if each.claim.power else ''}{each.threshold or float(each.claim.log):g}"
+
+
+def theory(each: Tested) -> str:
+    closed = each.claim.theory.get(each.case)
+    return "" if closed is None else f"theory: {np.exp(closed) if each.claim.log else closed:.3g}"
+
+
+def claims_frame(page: str, tested: Sequence[Tested]) -> pd.DataFrame:
+    """For claims.csv: one row a case."""
+    return pd.DataFrame([{"page": page, "claim": each.claim.text, "case": each.case, "verdict": each.verdict,
+                          "value": each.number, "low": each.ends[0], "high": each.ends[1], "threshold": threshold(each),
+                          "unit": each.claim.unit, "n": each.found.n, "p_holm": each.p, "paper": each.paper,
+                          "theory": theory(each), "sanity_check": each.claim.fails.get(each.case, ""),
+                          "reason": each.claim.reason or each.claim.not_measured} for each in tested])
+
+
+# ---- tables
+
+
+def details(summary: str, text: str) -> str:
+    """Folded, on GitHub and in the site."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>' if text else ""
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """The index is the first column."""
+    return markdown([table.index.name or "", *map(str, table.columns)],
+                    [[name, *("" if value is None or value != value else value for value in values)]
+                     for name, values in zip(table.index, table.to_numpy(object))])
+
+
+def label(method: str, labels: Mapping[str, str] | None = None) -> str:
+    """A method as papers call it: "favorpp m=256" is FAVOR++, m = 256."""
+    if labels and method in labels:
+        return labels[method]
+    name, *options = method.split(" ")
+    if not all("=" in option for option in options):
+        return method
+    return ", ".join([LABELS.get(name, name), *(option.replace("=", " = ") for option in options)])
+
+
+def mean_table(rows: Rows, columns: Mapping[str, Mapping[str, Any]], methods: Sequence[str] | Mapping[str, str] = (),
+               scale: float = 1.0, spec: str = ".3g", overlap: float = 0.0,
+               format: Callable[[pd.Series], str] | None = None) -> pd.DataFrame:
+    """Mean ± 95% CI of each method (rows) in each column: name -> what selects it, {"metric": ..., "dataset": ...}.
+
+    methods: default those of the first column; with their labels, or without. scale: of all values, 100 for percent.
+    format: samples -> text, in place of the mean.
+    """
+    methods = methods or rows.methods(**next(iter(columns.values())))
+    made = {}
+    for method in methods:
+        cells = []
+        for where in columns.values():
+            values = scale * rows.values(method=method, **where)
+            cells.append("" if not len(values) else format(values) if format else
+                         f"{mean_ci(values, overlap=overlap):{spec}}")
+        if any(cells):
+            made[label(method, methods if isinstance(methods, Mapping) else None)] = cells
+    table = pd.DataFrame.from_dict(made, orient="index", columns=[*columns])
+    table.index.name = "method"
+    return table
