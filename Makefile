@@ -1,11 +1,11 @@
 # make            this help
 # VENV=path       another virtual environment (default .venv)
-# SIZE=small      small (default, 2 cores), gpu (one data-centre GPU) or full (the papers' setting)
+# SIZE=small      small (default, 2 cores) or full (the papers' setting)
 # FILES=...       of test and test-all: folders or files, such as FILES=tests/swap
-# ARMS=, SEEDS=   of reports: some of their arms, ARMS="exact favorp", and so many seeds; the page goes to outputs/report/part
+# METHODS=, SEEDS=   of pages: only these methods, METHODS="exact, favorp", and the first seeds; written to outputs/report/part
 VENV   ?= .venv
 SIZE   ?= small
-ARMS    ?=
+METHODS ?= $(ARMS)
 SEEDS   ?=
 FILES  ?=
 PYTHON ?= python3
@@ -15,22 +15,40 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PARALLEL)   # tests start m
 STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs
 
-# Every report: a page of conf/report
-PAGES   := $(basename $(notdir $(wildcard conf/report/*.yaml)))
-REPORTS := $(sort $(filter-out demo report,$(PAGES)))
+# The tables and figures of the papers, each a sweep of a page: make TARGET = python -m crt_exp.report TARGET --run
+crt_variance  := fig1 fig2
+crt_uci       := table1
+crt_glue      := table2 encoders
+crt_speech    := fig3 fig3-whisper
+crt_vit       := fig4-left fig4-left-vit
+perf_error    := performers-fig2 performers-fig4 performers-fig14
+perf_redraw   := redraw redraw-scratch books
+perf_proteins := proteins proteins-long
+perf_kernels  := kernels
+perf_maps     := attention-maps
+perf_long     := pixels lra
+perf_speed    := speed fig4-right
+hrf_kernels   := hrf-pointwise hrf-qmc hrf-clusters hrf-flops
+hrf_language  := hrf-lm hrf-sampled
+hrf_speech    := hrf-speech
+hrf_robotics  := hrf-robotics
+hadamard      := hadamard
+swap          := fidelity pretrained
+recall        := recall copying
+adapt         := adapt adapt-smollm2
+sampling      := sampling
+PAGES   := crt_variance crt_uci crt_glue crt_speech crt_vit perf_error perf_redraw perf_proteins perf_kernels perf_maps \
+           perf_long perf_speed hrf_kernels hrf_language hrf_speech hrf_robotics hadamard swap recall adapt sampling
+TARGETS := $(sort $(PAGES) $(foreach page,$(PAGES),$($(page))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all golden gpu lint docs sweep-example report $(REPORTS)
+.PHONY: help setup demo test test-all golden gpu lint docs data sweep-example report $(TARGETS)
 
 help:  ## print this help
-	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|gpu|full]"; echo
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo; echo "reports, each of them outputs/report/NAME.md:"; echo
-	@awk -v reports=' $(REPORTS) ' '{name = FILENAME; gsub(/.*\/|[.].*/, "", name)} \
-	  /^title: / {gsub(/^title: "?|"$$/, ""); line[name] = $$0 line[name]} \
-	  /^data: / {sub(/^data: /, ""); line[name] = line[name] " (needs " $$0 ")"} \
-	  END {for (name in line) if (index(reports, " " name " ")) printf "  %-18s %s\n", name, line[name]}' \
-	  conf/report/*.yaml | sort
+	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|full]"; echo
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo; echo "tables and figures of the papers, by page outputs/report/PAGE.md:"; echo
+	@$(foreach page,$(PAGES),printf '  %-15s %s\n' $(page) '$($(page))';)
 
 setup: $(STAMP)  ## create $(VENV) and install crt_exp in it (uv where it is on the PATH, pip else)
 
@@ -46,7 +64,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table and a picture, in under a minute
-	@$(PY) -m crt_exp.report demo --out outputs/demo
+	@$(PY) -m crt_exp.report demo --run --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
 	@$(PYTEST) -m "not slow" $(FILES)
@@ -71,11 +89,14 @@ $(DOCS): $(STAMP)
 	else $(PY) -m pip install -q --disable-pip-version-check -e '.[docs]'; fi
 	@touch $@
 
-$(REPORTS): $(STAMP)
-	@$(PY) -m crt_exp.report $@ --size $(SIZE) $(if $(ARMS),--arms "$(ARMS)") $(if $(SEEDS),--seeds $(SEEDS))
+data: $(STAMP)  ## fetch the data and models that the small pages need
+	@$(PY) -m crt_exp.data fetch
 
-report: $(STAMP)  ## all verdicts of the reports that are there: outputs/report/index.md
-	@$(PY) -m crt_exp.report --all --size $(SIZE)
+$(TARGETS): $(STAMP)
+	@$(PY) -m crt_exp.report $@ --run --size $(SIZE) $(if $(METHODS),--methods "$(METHODS)") $(if $(SEEDS),--seeds $(SEEDS))
+
+report: $(STAMP)  ## render all pages, results.md and index.md from their committed rows
+	@$(PY) -m crt_exp.report --size $(SIZE)
 
 sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on digits, the table of the runs and the best
 	@$(PY) -m crt_exp -m task=uci task.dataset=digits features=trig,gerf,oprf features.m=8,128 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \

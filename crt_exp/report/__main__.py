@@ -42,7 +42,7 @@ def make(args: argparse.Namespace) -> None:
     pages.check(page)
     part = " ".join([f'--methods "{args.methods}"'] * bool(args.methods) + [f"--seeds {args.seeds}"] * bool(args.seeds))
     if args.run or part:
-        wanted = args.page if args.page in page.sweeps(args.size) else ""
+        wanted = args.page if args.page in page.targets else ""
         page.run(args.size, wanted, [each.strip() for each in args.methods.split(",") if each.strip()], args.seeds,
                  args.launcher, args.out)
     text.render(module, folder, args.size, part)

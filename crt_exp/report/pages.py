@@ -29,7 +29,7 @@ class Page:
     """What a page compares, and how its rows are made.
 
     name: of its files. title: with paper and table or figure. finding: one or two sentences.
-    small, full: sweep -> runs; a sweep has the name of its make target. full: the papers' size, the recipes of
+    small, full: sweep -> runs; a sweep has the name of its make target, "fig2", or is a part of it, "fig2/mnist". full: the papers' size, the recipes of
     conf/experiment. models: sweep -> runs that train what other runs start from, as task.init={runs}/<sweep>/<run>.
     columns: of the rows, taken from runs and records. metrics: keys of records that become rows.
     measured: bullets on data, sizes, seeds and limits. data: what the runs need.
@@ -48,14 +48,20 @@ class Page:
     data: str = ""
     reduced: bool = True
 
+    @property
+    def targets(self) -> list[str]:
+        """The names of its sweeps, of parts that of the whole."""
+        return [*dict.fromkeys(name.partition("/")[0] for name in [*self.small, *self.full])]
+
     def sweeps(self, size: str, wanted: str = "") -> dict[str, Sequence[Run]]:
         """Those of a size, or the one that is wanted. Raises ConfigError where there is none."""
         made = getattr(self, size)
         if not made:
             raise ConfigError(f"SIZE={size}: the page {self.name} has only {', '.join(s for s in SIZES if s != size)}")
-        if wanted and wanted not in made:
+        found = {name: runs for name, runs in made.items() if _is_part(name, wanted)}
+        if not found:
             raise unknown(f"sweep of the page {self.name}", wanted, [*made])
-        return {wanted: made[wanted]} if wanted else dict(made)
+        return found
 
     def run(self, size: str = "small", wanted: str = "", methods: Sequence[str] = (), seeds: int = 0,
             launcher: str = "basic", out: Path | None = None) -> Path:
@@ -79,9 +85,13 @@ class Page:
                   for name, runs in chosen.items()]
         if folder == folder_of(size, False) and wanted:
             kept = rows.read_rows(self.name, folder).frame if has_rows(self.name, folder) else frames[0][:0]
-            frames = [kept[kept["sweep"] != wanted], *frames]
+            frames = [kept[[not _is_part(name, wanted) for name in kept["sweep"]]], *frames]
         rows.write_rows(self.name, rows.concatenated(frames), folder)
         return folder
+
+
+def _is_part(name: str, wanted: str) -> bool:
+    return not wanted or name == wanted or name.startswith(f"{wanted}/")
 
 
 def _is_chosen(run: Run, methods: Sequence[str], seeds: int) -> bool:
@@ -119,9 +129,9 @@ def load(name: str) -> ModuleType:
     if name in names():
         return importlib.import_module(f"crt_exp.papers.{name}")
     for each in names():
-        if name in load(each).page.small:
+        if name in load(each).page.targets:
             return load(each)
-    raise unknown("page", name, [*names(), *(sweep for each in names() for sweep in load(each).page.small)])
+    raise unknown("page", name, [*names(), *(target for each in names() for target in load(each).page.targets)])
 
 
 def check(page: Page) -> None:
