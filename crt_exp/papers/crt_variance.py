@@ -15,7 +15,7 @@ small = {
     "fig1": sweep("task=variance_by_length", features=["oprf"], **{"task.d": [16, 64, 128, 256]}),
     "fig2": sweep(VARIANCE, features=MAPS, **{"task.regime": REGIMES, "task.fit": FITS}),
     "fig2/mnist": sweep(f"{VARIANCE} task.regime=mnist task.fit=set", features=COMPARED, resize={
-        name: f"task.resize.mode={name}" for name in ["bilinear", "nearest-exact", "area", "bicubic"]}),
+        name: f"task.resize={{mode:{name}}}" for name in ["bilinear", "nearest-exact", "area", "bicubic"]}),
 }
 
 page = Page(

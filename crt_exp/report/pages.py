@@ -29,8 +29,9 @@ class Page:
     """What a page compares, and how its rows are made.
 
     name: of its files. title: with paper and table or figure. finding: one or two sentences.
-    small, full: sweep -> runs; a sweep has the name of its make target, "fig2", or is a part of it, "fig2/mnist". full: the papers' size, the recipes of
-    conf/experiment. models: sweep -> runs that train what other runs start from, as task.init={runs}/<sweep>/<run>.
+    small, full: sweep -> runs; a sweep has the name of its make target, "fig2", or is a part of it, "fig2/mnist".
+    full: the papers' size, the recipes of conf/experiment. models: sweep -> runs that train what other runs start from,
+    as task.init={runs}/<sweep>/<run>.
     columns: of the rows, taken from runs and records. metrics: keys of records that become rows.
     measured: bullets on data, sizes, seeds and limits. data: what the runs need.
     reduced: whether the small size is smaller than the paper's; verdicts say so.

@@ -6,7 +6,9 @@ where the value comes from: `seconds` of the run (on its first row), `commit`, `
 """
 
 import gzip
+import zlib
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -86,19 +88,21 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
     """Raises FileNotFoundError where a page has no rows, ValueError for a file that is cut off."""
     path = rows_path(page, folder)
     try:
-        frame = pd.read_csv(path, keep_default_na=False, na_values={}, dtype={"sample": str, "versions": str},
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        if not text.endswith("\n"):
+            raise ValueError("the last line has no end")
+        frame = pd.read_csv(StringIO(text), keep_default_na=False, na_values={}, dtype={"sample": str, "versions": str},
                             low_memory=False)
-    except (EOFError, OSError, ValueError) as error:
-        raise ValueError(f"{path}: cut off or damaged ({error}); get the committed file again, or run "
+        if frame.isna().any(axis=None):
+            raise ValueError("a line has too few fields")
+    except (EOFError, OSError, ValueError, zlib.error) as error:
+        raise ValueError(f"{path}: cut off or damaged ({error}): get the committed file again, or run "
                          f"`python -m crt_exp.report {page} --run`") from None
     for name in frame.columns:
         if name not in ("sample", *ORIGIN):
             frame[name] = _numbers(frame[name])
     if missing := {"method", "sample", "metric", "value", *ORIGIN} - {*frame.columns}:
         raise ValueError(f"{path}: columns {', '.join(frame.columns)}, expected also {', '.join(sorted(missing))}")
-    if (frame["versions"] == "").any():
-        raise ValueError(f"{path}: row {frame['versions'].eq('').idxmax() + 2} has no versions: the file is cut off; "
-                         "get the committed file again")
     return Rows(frame)
 
 

@@ -1,6 +1,7 @@
 """A grid of runs: the override lists of a Hydra sweep, the launcher that runs them, and the rows of their records."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -16,12 +17,12 @@ from typing import Any
 import pandas as pd
 
 from crt_exp import mechanism_text
-from crt_exp.config import CONF, own_folders
+from crt_exp.config import CONF, ConfigError, own_folders
 from crt_exp.measure.texts import prepare
 from crt_exp.report.rows import ORIGIN
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.ending import DIVERGED_CODE
-from crt_exp.runner.run import read_records
+from crt_exp.runner.run import PARTIAL, read_records, versions, write_atomic
 from crt_exp.stored import json_object
 
 HOME = "{runs}"           # in overrides: the folder of the page's runs
@@ -138,7 +139,7 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
     adjust_plugins()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve()), job_name="crt_exp"):
         hydra = GlobalHydra.instance().hydra
-        given = [f"hydra/launcher={launcher}", f"hydra.sweep.dir={folder.absolute()}",
+        given = ["hydra.mode=MULTIRUN", f"hydra/launcher={launcher}", f"hydra.sweep.dir={folder.absolute()}",
                  *with_folders([f"file://{each}" for each in own_folders()])]
         config = hydra.compose_config("config", given, run_mode=RunMode.MULTIRUN)
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
@@ -152,9 +153,17 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
                     _ = result.return_value  # raises what the run raised
                 except Exception as error:
                     if getattr(error, "code", None) == DIVERGED_CODE:
-                        (folder / run.name / DIVERGED).write_text(f"{error}\n")
+                        _note_divergence(folder / run.name)
                     else:
                         yield run.name
+
+
+def _note_divergence(directory: Path) -> None:
+    """A run that diverged before its first record has left nothing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / "versions.json").is_file():
+        write_atomic(directory / "versions.json", json.dumps(versions(0)))
+    (directory / DIVERGED).touch()
 
 
 def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
@@ -183,13 +192,17 @@ def rows_of_runs(runs: Sequence[Run], folder: Path, sweep: str, columns: Sequenc
 def _rows_of_run(run: Run, directory: Path, sweep: str, columns: Sequence[str], metrics: Sequence[str]
                  ) -> Iterator[dict[str, Any]]:
     records = read_records(directory / "metrics.jsonl")
-    if (directory / DIVERGED).is_file():
+    diverged = (directory / DIVERGED).is_file()
+    if diverged:
         records = [{"split": "test", "diverged": 1, "final": True}]
     if not records or not records[-1].get("final"):
         return
-    made = json_object(directory / "versions.json")
+    if PARTIAL in records[-1]:
+        raise ConfigError(f"{directory}: trainer.evaluate limited its evaluations, and a page needs complete ones: "
+                          "delete the directory and run again")
+    made, written = json_object(directory / "versions.json"), directory / (DIVERGED if diverged else "metrics.jsonl")
     origin = {"seconds": records[-1].get("time_s", ""), "commit": (made["commit"] or "")[:12],
-              "date": str(date.fromtimestamp((directory / "metrics.jsonl").stat().st_mtime)),
+              "date": str(date.fromtimestamp(written.stat().st_mtime)),
               "versions": f"torch {made['packages']['torch']}, numpy {made['packages']['numpy']}; {made['machine']}"}
     speed = _steps_per_second(records) if "steps_per_s" in metrics else None
     for record in records:
