@@ -25,8 +25,8 @@ from crt_exp.data import sources
 from crt_exp.features import Statistics
 from crt_exp.hints import parameters
 from crt_exp.pretrained import published
-from crt_exp.oldreport import __main__ as report_command
-from crt_exp.oldreport import page as pages
+from crt_exp.report import __main__ as report_command
+from crt_exp.report import pages
 from crt_exp.runner.command_line import Shown, check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}
@@ -93,7 +93,7 @@ class Recipe(NamedTuple):
 
 def table_of_recipes():
     page = ROOT / "docs" / "add-your-own.md"
-    for kind, anchor, files in re.findall(r"^\| \[an? (\w+)\]\(#([\w-]+)\) \| (.*?) \|", page.read_text(), re.M):
+    for kind, anchor, files in re.findall(r"^\| \[an? (\w+)[\w ]*\]\(#([\w-]+)\) \| (.*?) \|", page.read_text(), re.M):
         blocks = [b for b in BLOCKS if b.page == page and b.section.lower().replace(" ", "-") == anchor]
         yield kind, Recipe(re.findall(r"`(.*?)`", files), blocks)
 
@@ -161,7 +161,7 @@ def run_in(folder, *words):
 
 
 def test_every_kind_has_its_recipe():
-    assert set(RECIPES) == {"map", "sampler", "baseline", "task", "report", "probe"}
+    assert set(RECIPES) == {"map", "sampler", "baseline", "task", "page", "measuring"}
     assert sorted(sum((recipe.files for recipe in RECIPES.values()), [])) == sorted(b.title for b in BLOCKS if b.title)
 
 
@@ -250,7 +250,7 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.infer", *arguments):
             keys = {word.lstrip("-").partition("=")[0] for word in arguments if "=" in word or word.startswith("--")}
             assert any(keys <= {*parameters(options)} for options, _ in infer.KINDS.values())
-        case ("python", "-m", "crt_exp.oldreport", name, *arguments):
+        case ("python", "-m", "crt_exp.report", name, *arguments):
             check_report(name, arguments)
         case ("python", "-m", "crt_exp", "--help"):
             with pytest.raises(Shown):
@@ -287,17 +287,15 @@ parser_of_reports = cache(report_command.parser)  # it lists the titles of all p
 
 def check_report(name, arguments):
     given = parser_of_reports().parse_args([name, *arguments])
-    if name.endswith(".yaml"):
-        return
-    assert given.size in pages.load(name)["sizes"]
+    assert name.endswith(".py") or pages.load(name).page.sweeps(given.size)
 
 
 def check_make(target, variables):
     makefile = (ROOT / "Makefile").read_text()
-    assert re.search(rf"^{target}:.*## ", makefile, re.M) or target in pages.names()
+    assert re.search(rf"^{target}:.*## ", makefile, re.M) or pages.load(target)
     for name, value in variables.items():
         assert re.search(rf"^{name} +\?=", makefile, re.M)
-        assert name != "SIZE" or value in ("small", "gpu", "full")
+        assert name != "SIZE" or value in pages.SIZES
 
 
 def check_run(arguments):
@@ -337,6 +335,7 @@ TINY = {  # the same command in a second: overrides that are added to it
     "books": ["trainer.steps=2", "+task.sizes.d=16", "task.cache_dir=null"],
     "ptb": ["trainer.steps=2", "task.width=16"],
     "first": ["trainer.epochs=1"],
+    "spread": [],
 }
 
 
@@ -410,7 +409,7 @@ def test_inline_keys_exist():
 
 
 def known_keys():
-    for path in {*CONF.rglob("*.yaml")} - {*(CONF / "report").glob("*.yaml")}:  # pages are no part of a configuration
+    for path in CONF.rglob("*.yaml"):
         text, node = path.read_text(), OmegaConf.to_container(OmegaConf.load(path))
         group = "" if path.parent == CONF or "@package _global_" in text else path.relative_to(CONF).parts[0]
         yield from flattened(group, node)

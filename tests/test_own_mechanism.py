@@ -1,7 +1,6 @@
 """A baseline and a map of one's own, of docs/add-your-own.md, through every way that takes the name of a mechanism."""
 
 import json
-import re
 import runpy
 import shlex
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import yaml
 from own_names import section, write_recipes
 from small_bert import write_model, write_text
 from torch import nn
@@ -19,24 +17,37 @@ from crt_exp import Mechanism, advise, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, carried, is_known, known, own_names
 from crt_exp.features import FeatureMap
-from crt_exp.measure import cells, runs, sources
-from crt_exp.oldreport import __main__ as report
+from crt_exp.report import __main__ as report
+from crt_exp.report import pages
 from crt_exp.times import in_new_process
 
-PAGE = {"title": "Shares", "independence": "a seed", "arms": {}, "metrics": {"size": {"better": "lower"}},
-        "tables": [{"head": "arm", "columns": [{"name": "size", "metric": "size"}]}],
-        "sizes": {"small": {"parts": [{
-            "probe": {"_target_": "mine.sizes.Size"}, "fields": [{"metric": "size", "field": "size"}], "workers": 2,
-            "arms": {"topk k=4": None, "two": {"attention": "topk", "k": 2},
-                     "half": {"features": "shifted", "share": 0.5, "m": 16}, "text": "shifted share=0.5 m=16"}}]}}}
-PROBE = """
+FILES = {
+    "mine/sizes.py": """
 import torch
+from crt_exp.measure.base import Measurement
 
-class Size:
-    def records(self, mechanism, seed):
+class Size(Measurement):
+    metric, measures_whole = "size", staticmethod(lambda mechanism: True)
+
+    def __init__(self):
+        pass
+
+    def rows(self, mechanism, seed):
         q = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
         yield {"size": mechanism.layer(2, 4)(q, q, q).square().mean().item()}
-"""
+""",
+    "conf/task/size.yaml": "_target_: mine.sizes.Size\n",
+    "mine/shares.py": """
+from crt_exp.report import Page, mean_table, sweep
+
+page = Page("shares", "Shares", "", small={
+    "shares": sweep("task=size", attention=["topk k=4", "topk k=2"])
+    + sweep("task=size", features=["shifted share=0.5 m=16", "shifted m=16 features.share=0.5"])},
+    columns=["method"], metrics=["size"], measured=[])
+
+def tables(rows):
+    return {"Size": mean_table(rows, {"size": {"metric": "size"}})}
+"""}
 TINY = {"advise": ["task.length=32", "task.samples=2", "task.calibration=1", "task.rounds=1"],
         "fidelity": ["task.length=32", "task.texts=2", "task.calibration_texts=1", "task.lengths=[]", "task.draws=1",
                      "task.rounds=1", "task.ms=[16]"],
@@ -52,17 +63,11 @@ def folder(tmp_path, monkeypatch, one_thread):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, name)
-    (tmp_path / "mine" / "sizes.py").write_text(PROBE)
-    (tmp_path / "mine" / "shares.yaml").write_text(yaml.safe_dump(PAGE, sort_keys=False))
+    for path, text in FILES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
     write_text(tmp_path / "words.txt")
-    code_has_changed()
     return tmp_path
-
-
-def code_has_changed():
-    """Files of a process are looked at once, by names in its working directory; those of another test are others."""
-    for of_process in (sources.closure, sources.fingerprint):
-        of_process.cache_clear()
 
 
 def encoder():
@@ -110,40 +115,14 @@ def test_fidelity_measures_its_memory_in_a_new_process(folder, typed):
     assert code == 0 and "MiB of 16 tokens" in out, err
 
 
-def run_report(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["crt_exp.oldreport", *words])
-    runpy.run_module("crt_exp.oldreport", run_name="__main__")
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_page_takes_it_and_says_a_command_that_works(workers, folder, monkeypatch):
-    """Measured in processes of their own too; again where the user's code has changed, and not else."""
-    cells.end_workers()  # of other folders
-    file = Path("mine/shares.yaml")
-    file.write_text(file.read_text().replace("workers: 2", f"workers: {workers}"))
-    (words,) = commands("Everywhere", "crt_exp.oldreport")
-    run_report(monkeypatch, *words, "--out", "pages")
-    text = Path("pages/shares.md").read_text()
-    again = shlex.split(re.search("Command: `(.*?)`", text)[1])
-    assert again[:3] == ["python", "-m", "crt_exp.oldreport"] and "make shares" not in text
-    run_report(monkeypatch, *again[3:])
-    drawn = Path("outputs/report/shares.csv").read_text()
-    assert drawn == Path("pages/shares.csv").read_text() and all(arm in drawn for arm in ("topk k=4", "two", "half"))
-    values = [line.split(",")[3] for line in drawn.splitlines()[1:]]
+def test_a_page_takes_it(folder, monkeypatch):
+    words = ["mine/shares.py", "--run", "--config-dir=conf", "--out", "pages"]
+    monkeypatch.setattr(sys, "argv", ["crt_exp.report", *words])
+    pages.load.cache_clear()
+    runpy.run_module("crt_exp.report", run_name="__main__")
+    values = [float(line.split(",")[4]) for line in Path("pages/shares.csv").read_text().splitlines()[1:]]
     assert len(values) == 4 and values[2] == values[3] and len({*values}) == 3
-    kept = Path("outputs/shares/cells.jsonl")
-    assert len(kept.read_text().splitlines()) == 4
-    code = Path("mine/maps.py").read_text()
-    Path("mine/maps.py").write_text(code.replace("self.share *", "self.share / 2 *"))
-    code_has_changed()
-    run_report(monkeypatch, *again[3:])
-    assert len(kept.read_text().splitlines()) == 8
-
-
-def test_a_run_of_a_page_takes_it(folder):
-    with own_names(["conf"]):
-        records = runs.run(["task=uci", "features=shifted", *TINY["uci"]], folder / "run")
-    assert records[-1]["final"]
+    assert "topk, k = 4" in Path("pages/shares.md").read_text()
 
 
 def test_python_takes_the_class(folder, capsys):
@@ -306,7 +285,7 @@ def test_a_name_that_is_taken_is_refused(folder, typed):
 
 
 def test_a_folder_that_is_not_there(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["report", "table1", "--config-dir", "nowhere"])
+    monkeypatch.setattr(sys, "argv", ["report", "crt_variance", "--config-dir", "nowhere"])
     with pytest.raises(SystemExit) as stop:
         report.main()
     assert stop.value.code == 2 and "nowhere: there is none; it takes a folder" in capsys.readouterr().err

@@ -140,9 +140,6 @@ def values(override) -> list:
 def check_choice(override, folders: list[str]) -> None:
     """Raises for a choice that no file stands for, here or in `folders`, and for a plugin that is not installed."""
     group = override.key_or_group.split("@")[0]
-    if group == "report":
-        raise ConfigError(f"{override.input_line}: pages have a command of their own, python -m crt_exp.oldreport "
-                          f"{override.get_value_element_as_str()}, or make {override.get_value_element_as_str()}")
     if not is_group(override) or override.is_delete():
         return
     for value in map(str, values(override)):

@@ -90,12 +90,9 @@ def test_help_teaches(typed):
 
 
 def test_help_lists_what_the_command_line_takes(typed):
-    """Pages have a command of their own: `report=lra` is refused, and names it."""
     groups = typed("--help")[1].partition("Groups")[2].partition("Keys")[0]
     assert "features: angular" in groups and "report" not in groups and "base" not in groups
     assert max(map(len, groups.splitlines())) <= 120
-    code, _, err = typed("report=lra", "logger=none")
-    assert code == 2 and "report=lra: pages have a command of their own, python -m crt_exp.oldreport lra" in err
 
 
 def test_help_is_of_what_stands_beside_it(typed):
