@@ -1,0 +1,212 @@
+"""results.md and index.md: which attention to take, and the claims of the papers, from the rows of all pages."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from crt_exp import drawing
+from crt_exp.drawing import new_figure, save_figure
+from crt_exp.report import Rows, dot_plot, mean_ci, pages
+from crt_exp.report.rows import read_rows
+from crt_exp.report.statistics import DECIDED, NOT_MEASURED, UNDECIDED, Tested
+from crt_exp.report.text import claims_frame, to_markdown
+from crt_exp.runner.run import write_atomic
+
+METHODS = {"near-far": "nearfar exact_until=0", "FAVOR#": "favorsharp m=256", "FAVOR++": "favorpp m=256",
+           "FAVOR+": "favorp m=256", "Hedgehog": "", "ReLU": "relu m=256", "window": ""}
+SPEED = {"near-far": "nearfar", "FAVOR#": "favorsharp", "FAVOR++": "favorpp", "FAVOR+": "favorp", "window": "window"}
+LENGTHS = (1024, 4096, 16384)
+LEARNED = {"FAVOR++": "favorpp m=256 learn=projections", "Hedgehog": "hedgehog m=128",
+           "FAVOR#": "favorsharp m=128 learn=parameters", "window": "window block=64 first=16"}
+
+
+class Setting(NamedTuple):
+    """Models of a page with other attention: where its rows are, and the method that stands for a family there."""
+
+    page: str
+    metric: str
+    where: Mapping[str, Any]
+    methods: Mapping[str, str] = {}
+    sign: int = 1        # -1 where higher is better
+    least: float = 0.5   # what uniform attention must cost
+    above: bool = False  # the metric is a difference from exact attention
+
+    def costs(self, rows: Mapping[str, Rows]) -> dict[str, float]:
+        """family -> what it loses against exact attention, as a share of what uniform attention loses."""
+        named = {**METHODS, "uniform": "uniform", **self.methods}
+        costs = {}
+        for family, method in named.items():
+            found = loss(rows[self.page], self, method)
+            if len(found):
+                costs[family] = float(found.mean())
+        uniform = costs.pop("uniform", 0.0)
+        return {family: cost / uniform for family, cost in costs.items()} if uniform >= self.least else {}
+
+
+def loss(rows: Rows, setting: Setting, method: str) -> pd.Series:
+    """By how much a method is worse than exact attention, sample by sample."""
+    if setting.above:
+        return rows.values(setting.metric, method, **setting.where)
+    return setting.sign * rows.paired(method, "exact", setting.metric, **setting.where)
+
+
+SMALL = {"characters d=8": "nearfar block=4 heavy=2 cells=4 exact_until=0",
+         "word pieces d=8": "nearfar block=8 heavy=8 cells=16 exact_until=0"}
+SMOLLM2 = {"model": "SmolLM2-135M", "length": 4096}
+SWAPPED = [
+    Setting("swap", "above", {"sweep": "fidelity", "model": "BERT", "length": 512},
+            {"window": "window block=32 first=16"}, above=True),
+    Setting("swap", "above", {"sweep": "fidelity", "model": "causal", "length": 512},
+            {"window": "window block=32 first=16"}, above=True),
+    *(Setting("crt_glue", "loss", {"sweep": "encoders", "model": model, "step": 0}, {"near-far": near})
+      for model, near in SMALL.items()),
+    Setting("perf_redraw", "loss", {"sweep": "redraw/swap", "dataset": "generated families", "mode": "U"}),
+    *(Setting("swap", "above", {"sweep": "pretrained", **SMOLLM2, "text": text},
+              {"near-far": "nearfar", "window": "window block=64 first=16"}, above=True)
+      for text in ("new text", "repeated"))]
+TUNED = [
+    *(Setting("crt_glue", "loss", {"sweep": "encoders", "model": model, "step": 300}, {"near-far": near}, least=0.2)
+      for model, near in SMALL.items()),
+    *(Setting("adapt", "above", {"sweep": "adapt-smollm2", "text": text, "step": 140}, LEARNED, above=True)
+      for text in ("new", "repeated")),
+    Setting("crt_glue", "accuracy", {"sweep": "table2", "dataset": "sst2", "split": "parts"},
+            {"near-far": "nearfar exact_until=0 block=8 heavy=4 cells=8"}, sign=-1, least=0.02)]
+WITHOUT, TRAINED = "without training", "fine-tuned"
+FOREST = [  # FAVOR++ against FAVOR+: name, training, setting, methods, where uniform attention's cost stands
+    *((f"{name}, m = {m}", WITHOUT, Setting("swap", "above", {"sweep": "fidelity", "model": model, "length": 512},
+                                            above=True), f" m={m}", {})
+      for model, name, m in [("BERT", "BERT, 512 tokens", 256), ("BERT", "BERT, 512 tokens", 64),
+                             ("causal", "causal model, 512 tokens", 256)]),
+    *((f"proteins, m = {m}", WITHOUT, SWAPPED[4], f" m={m}", {}) for m in (256, 32)),
+    ("proteins, 200 steps, m = 256", TRAINED,
+     Setting("perf_redraw", "loss", {"sweep": "redraw", "dataset": "generated families", "mode": "U", "step": 200}),
+     " m=256", {"sweep": "redraw/swap", "step": 0}),
+    *((f"speech, m = {m}", WITHOUT, Setting("crt_speech", "loss", {"setting": "without training"}), f" m={m}", {})
+      for m in (16, 8)),
+    ("ViT, m = 64", WITHOUT, Setting("crt_vit", "loss", {"setting": "without training", "step": 0}), " m=64", {}),
+    ("ViT-S of DINOv2, m = 256", WITHOUT, Setting("crt_vit", "loss", {"sweep": "fig4-left-vit", "step": 0}), " m=256",
+     {}),
+    ("MiniLM, SST-2, 400 steps, m = 256", TRAINED, TUNED[-1], " m=256", {})]
+
+
+def write(folder: Path, tested: Mapping[str, Sequence[Tested]]) -> None:
+    """results.md, its two pictures, index.md and claims.csv."""
+    rows = {name: read_rows(name, folder) for name in tested}
+    swapped, tuned = ([each.costs(rows) for each in settings if each.page in rows] for settings in (SWAPPED, TUNED))
+    claims = pd.concat([claims_frame(name, each) for name, each in tested.items() if each])
+    write_atomic(folder / "claims.csv", claims.to_csv(index=False, lineterminator="\n"))
+    forest = forest_of(rows)
+    save_figure(loss_against_time(SWAPPED[-1].costs(rows), times(rows["perf_speed"], " causal")),
+                folder / "results.png")
+    save_figure(forest_figure(forest), folder / "results-forest.png")
+    write_atomic(folder / "results.md", text(rows, swapped, tuned, forest, tested))
+    write_atomic(folder / "index.md", index(tested))
+    print(f"written: {folder}/results.md, index.md, claims.csv")
+
+
+def times(rows: Rows, direction: str = "") -> dict[str, dict[int, float]]:
+    """family -> length -> time of a training step relative to exact attention."""
+    return {family: {length: math.exp(found.mean()) for length in LENGTHS if len(found := rows.ratio(
+        f"{method}{direction}", f"exact{direction}", "training", what="attention", length=length))}
+        for family, method in SPEED.items()}
+
+
+def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict], forest: Mapping[str, pd.Series],
+         tested: Mapping[str, Sequence[Tested]]) -> str:
+    both, causal = times(rows["perf_speed"]), times(rows["perf_speed"], " causal")
+    table = pd.DataFrame([[_share(swapped, family), _share(tuned, family),
+                           *(" / ".join(filter(None, [_ratio(each[family].get(length)) for each in (both, causal)
+                                                      if family in each])) for length in LENGTHS)]
+                          for family in METHODS], index=pd.Index([*METHODS], name="method"),
+                         columns=["loss without training", "loss after fine-tuning", *(f"time, {length // 1024}k tokens"
+                                                                                       for length in LENGTHS)])
+    repeated = {family: mean_ci(loss(rows["swap"], SWAPPED[-1], method)) for family, method in
+                {"near-far": "nearfar", "window": "window block=64 first=16", "FAVOR++": "favorpp m=256"}.items()}
+    further = sum(mean_ci(each).mean + mean_ci(each).half < 0 for each in forest.values())
+    closer = sum(mean_ci(each).mean - mean_ci(each).half > 0 for each in forest.values())
+    return "\n\n".join([
+        "# Which attention to take",
+        f"**Without training: near-far attention.** SmolLM2-135M reads a passage again (4096 tokens) with a loss "
+        f"increase of {repeated['near-far']:.3f} nats over exact attention. A window loses {repeated['window']:.2f} "
+        f"nats, FAVOR++ {repeated['FAVOR++']:.2f}.",
+        f"**After fine-tuning: near-far attention.** It loses {_share(tuned, 'near-far')} of what uniform attention "
+        f"loses, FAVOR++ {_share(tuned, 'FAVOR++')}. Where a time below is above 1, exact attention is faster.",
+        "![Loss of SmolLM2 on a repeated passage, and time of attention](results.png)", to_markdown(table).rstrip(),
+        "Loss: share of the loss increase of uniform attention, median over settings (range, number of settings); "
+        "lower is better. Time: training step relative to exact attention, bidirectional / causal; lower is faster. Numbers: "
+        "[swap](swap.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), [adapt](adapt.md), "
+        "[perf_speed](perf_speed.md).",
+        f"## FAVOR++ against FAVOR+\n\nFAVOR++ is closer to exact attention in {closer} of {len(forest)} settings, "
+        f"further from it in {further}.\n\n![FAVOR++ against FAVOR+ in {len(forest)} settings](results-forest.png)",
+        "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv).", to_markdown(counts(tested)).rstrip()]) + "\n"
+
+
+def index(tested: Mapping[str, Sequence[Tested]]) -> str:
+    table = counts(tested)
+    table["finding"] = [pages.load(name).page.finding for name in tested]
+    return ("# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
+            + to_markdown(table).rstrip() + "\n")
+
+
+def counts(tested: Mapping[str, Sequence[Tested]]) -> pd.DataFrame:
+    """One row a page: how many cases of its claims have each verdict."""
+    words = (*DECIDED, UNDECIDED, NOT_MEASURED)
+    return pd.DataFrame([[sum(each.verdict.startswith(word) for each in cases) or "" for word in words]
+                         for cases in tested.values()], columns=words,
+                        index=pd.Index([f"[{pages.load(name).page.title}]({name}.md)" for name in tested], name="page"))
+
+
+def _share(settings: Sequence[dict[str, float]], family: str) -> str:
+    found = [each[family] for each in settings if family in each]
+    if not found:
+        return ""
+    middle, low, high = (f"{value:.0%}".replace("-0%", "0%") for value in (median(found), min(found), max(found)))
+    return middle if len(found) == 1 else f"{middle} ({low} to {high}, {len(found)})"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+def forest_of(rows: Mapping[str, Rows]) -> dict[str, pd.Series]:
+    """name -> by how much FAVOR++ is closer to exact attention, as % of what uniform attention loses."""
+    made = {}
+    for name, _, setting, options, uniform in FOREST:
+        if setting.page in rows:
+            whole = loss(rows[setting.page], setting._replace(where={**setting.where, **uniform}), "uniform").mean()
+            gain = loss(rows[setting.page], setting, f"favorp{options}") - loss(rows[setting.page], setting,
+                                                                                f"favorpp{options}")
+            if len(gain.dropna()) > 1:
+                made[name] = 100 * gain.dropna() / whole
+    return made
+
+
+def loss_against_time(shares: Mapping[str, float], spent: Mapping[str, Mapping[int, float]]):
+    fig, ax = new_figure(1, 1, figsize=(4.6, 3.4), layout="constrained")
+    for family, share in {**shares, "exact": 0.0}.items():
+        x = 1.0 if family == "exact" else spent.get(family, {}).get(4096)
+        shade = drawing.colour("window" if family == "window" else SPEED.get(family, family).lower())
+        if x is None:
+            ax.axhline(100 * share, color=shade, lw=1, ls=":")
+            ax.annotate(f"{family} (not timed)", (0.02, 100 * share), color=shade, va="top",
+                        xycoords=("axes fraction", "data"))
+            continue
+        ax.scatter([x], [100 * share], color=shade, s=45, zorder=3)
+        ax.annotate(family, (x, 100 * share), color=shade, xytext=(0, 7), textcoords="offset points",
+                    ha="right" if x > 0.9 else "center")
+    ax.set(xlim=(0, 1.12), ylim=(-8, 118), title="SmolLM2 reads a passage again, 4096 tokens",
+           xlabel="time of a training step relative to exact attention", ylabel="loss, % of uniform attention's")
+    return fig
+
+
+def forest_figure(forest: Mapping[str, pd.Series]):
+    fig, ax = new_figure(1, 1, figsize=(4.6, 1.4 + 0.24 * len(forest)), layout="constrained")
+    dot_plot(ax, {name: np.asarray(values) for name, values in forest.items()}, zero=True)
+    ax.set(xlabel="FAVOR++ closer to exact attention by, % of uniform's loss",
+           title="Right of 0: FAVOR++ is closer than FAVOR+")
+    return fig
