@@ -148,7 +148,8 @@ def tables(rows: Rows):
     for equal, title in EQUAL.items():
         made[f"Angles: the largest error, {title}"] = with_constants(rows, {
             f"{words}length {length:g}": {"metric": metric, "sweep": "hrf-pointwise", "equal": equal, "length": length}
-            for words, metric in [("", "largest_of_groups"), ("closed form, ", "largest_closed_form")] for length in [0.5, *LONG]},
+            for words, metric in [("", "largest_of_groups"), ("closed form, ", "largest_closed_form")]
+            for length in [0.5, *LONG]},
             {method(name, equal): label for name, label in NAMES.items()}, {"mean": "mean of the kernel"})
     called = {peer: f"{name}: " for name, peer in {"HRF-ort": ("angular", "orthogonal"), **PEERS}.items()}
     for dataset, (equal, title) in itertools.product(TABLES, EQUAL.items()):
