@@ -103,7 +103,8 @@ def failed(rows: Rows, cases: list[str]) -> dict[str, str]:
     checks = [("the full softmax's loss is below that of word frequencies", alone - loss["full"], 0.5),
               ("exact negatives' loss is below that of uniform ones", loss["uniform"] - loss["exact"], 0.02),
               ("FAVOR+'s loss is below that of word frequencies", alone - loss["favorp m=64"], 0.0)]
-    found = [f"{text} by {value:.3g} nats (at least {least:g} needed)" for text, value, least in checks if value < least]
+    found = [f"{text} by {value:.3g} nats (at least {least:g} needed)" for text, value, least in checks
+             if value < least]
     return dict.fromkeys(cases, "; ".join(found)) if found else {}
 
 
