@@ -67,11 +67,6 @@ class Flops(Series):
         return {"m": m, "columns": phi.width(m), "flops": cost(m), "columns_per_flop": phi.width(m) / cost(m),
                 "error": squared.mean().sqrt().item(), "closed_form": closed.item(), "squared_error": squared.tolist()}
 
-    def summary(self, records: list[dict]) -> str:
-        shown = (f"{r['error']:.3g} (m = {r['m']})" if r["m"] else "none" for r in records)
-        shown = (f"{each} within {r['budget']:g}" for each, r in zip(shown, records))
-        return f"relative error by FLOPs of a token's {self.counted}: {', '.join(shown)}"
-
 
 def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
     """Of one token; what is done once for all tokens is left out. Attention: a query and a key of each token, and their

@@ -134,14 +134,6 @@ class Pointwise(Series):
                 "columns": phi.rank(mechanism.m), "largest_of_groups": squared.amax(1).sqrt().tolist(),
                 "mean": float((exact.mean() / exact - 1).abs().max())}
 
-    def summary(self, records: list[dict]) -> str:
-        shown = listed(records, "length", "largest_error", "largest_closed_form")
-        return f"largest relative error over angles: {shown}"
-
-
-def listed(records: list[dict], over: str, error: str, closed: str) -> str:
-    return ", ".join(f"{each[error]:.3g} (closed form {each[closed]:.3g}) at {over} = {each[over]}" for each in records)
-
 
 # ---- of samplers
 
@@ -253,7 +245,3 @@ class Clusters(Series):
                             for centre in centres]) for centres in self.centres(seed)]
         x, y = (self.length * torch.nn.functional.normalize(side, dim=-1) for side in sides)
         return x, y
-
-    def summary(self, records: list[dict]) -> str:
-        return (f"MSE {listed(records, 'm', 'mse', 'closed_form')}; of zero {records[-1]['zero']:.3g}, of the mean "
-                f"{records[-1]['mean']:.3g}")

@@ -112,9 +112,10 @@ class SamplingTimes(Measurement):
                  "dense": lambda head: DenseFeatures(OPRF(), self.classes, D, m=self.m), **KNOWN}
 
         def step(name: str) -> Callable[[], None]:
+            made = one_of({**whole, **kinds}, name)
             if name in whole:
-                return whole[name]()
-            softmax = SampledSoftmax(one_of(kinds, name)(head), head, NEGATIVES, sparse=True, rebuild_every=0)
+                return made()
+            softmax = SampledSoftmax(made(head), head, NEGATIVES, sparse=True, rebuild_every=0)
             return partial(sampled_step, softmax, torch.optim.SGD(head.parameters(), RATE), hidden, targets)
         return {"ms": in_turns({name: step(name) for name in self.methods}, self.rounds, WARMED)}
 
