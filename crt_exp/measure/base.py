@@ -67,6 +67,11 @@ class Series(Probe):
             last = {"split": "test", "final": True} if step == len(self.values) - 1 else {"split": self.over}
             yield {"step": step, "epoch": 0, self.over: value, **self.of(value, mechanism, seed), **last}
 
+    def summary(self, records: list[dict]) -> str:
+        shown = ((each[self.over], each[self.metric]) for each in records)
+        return f"{self.metric} " + ", ".join(f"{value:.4g} at {self.over} = {place}" for place, value in shown
+                                             if value is not None)
+
 
 def check_estimates(mechanism: Mechanism) -> None:
     if not mechanism.estimates:

@@ -23,8 +23,7 @@ from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.mechanism import Mechanism
 from crt_exp.schema import checked
 from crt_exp.measure.base import Series
-from crt_exp.measure.kernel import (angles_of, at_angles, drawn, generator, log_relative_mse,
-                                   squared_errors)
+from crt_exp.measure.kernel import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
 
 aten = torch.ops.aten
 ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,
@@ -68,32 +67,20 @@ class Flops(Series):
         return {"m": m, "columns": phi.width(m), "flops": cost(m), "columns_per_flop": phi.width(m) / cost(m),
                 "error": squared.mean().sqrt().item(), "closed_form": closed.item(), "squared_error": squared.tolist()}
 
-    def summary(self, records: list[dict]) -> str:
-        shown = ("none" if not r["m"] else f"{r['error']:.3g} (m = {r['m']}, {r['columns_per_flop']:.2g} columns a "
-                f"FLOP)" for r in records)
-        shown = (f"{each} within {r['budget']:g}" for each, r in zip(shown, records))
-        return f"relative error by FLOPs of a token's {self.counted}: {', '.join(shown)}"
-
 
 def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
-    """Of one token; what is done once for all tokens is left out."""
-    noise = drawn(phi, mechanism, mechanism.m, d, generator(0), ())
-    bound = phi.bind(noise, params)
+    """Of one token; what is done once for all tokens is left out. Attention: a query and a key of each token, and their
+    products with values and with ones."""
+    bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+
+    def run(x: Tensor) -> Tensor:
+        if counted == "features":
+            return columns(bound.phi_q(x))
+        return columns(bound.phi_q(x)) @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
     x = torch.randn(2 * TOKENS, d, generator=generator(1))
-    run = of_features if counted == "features" else of_attention
-    run(bound, x)                                                  # what the noise computes once and keeps
-    first, both = (count(lambda rows=rows: run(bound, rows)) for rows in (x[:TOKENS], x))
+    run(x)                                                         # what the noise computes once and keeps
+    first, both = (count(lambda rows=rows: run(rows)) for rows in (x[:TOKENS], x))
     return round((both - first) / TOKENS)
-
-
-def of_features(bound, x: Tensor) -> Tensor:
-    return columns(bound.phi_q(x))
-
-
-def of_attention(bound, x: Tensor) -> Tensor:
-    """A query and a key of each token, and their products with values and with ones."""
-    values = torch.ones(len(x), x.shape[-1] + 1)
-    return columns(bound.phi_q(x)) @ (columns(bound.phi_k(x)).mT @ values)
 
 
 def columns(f: Features | Blocks) -> Tensor:
@@ -103,20 +90,12 @@ def columns(f: Features | Blocks) -> Tensor:
 
 @torch.no_grad()
 def count(run: Callable[[], Any]) -> int:
-    formulas = dict.fromkeys(ELEMENTWISE, results) | dict.fromkeys(SUMS, terms)
+    """One for each number of an elementwise operation, one for each term of a sum."""
+    of_numbers, of_terms = (lambda *shapes, out_shape=None, **_: prod(out_shape)), (lambda shape, *_, **__: prod(shape))
+    formulas = dict.fromkeys(ELEMENTWISE, of_numbers) | dict.fromkeys(SUMS, of_terms)
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         run()
     return counter.get_total_flops()
-
-
-def results(*shapes: Any, out_shape: Any = None, **options: Any) -> int:
-    """Of an elementwise operation: one for each of its numbers."""
-    return prod(out_shape)
-
-
-def terms(shape: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
-    """Of a sum: one for each of its terms."""
-    return prod(shape)
 
 
 def most_within(cost: Callable[[int], float], budget: float) -> int:

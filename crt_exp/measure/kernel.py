@@ -24,7 +24,7 @@ from crt_exp.nested import Nested
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios, measured_bias
 from crt_exp.samplers.blocks import haar
 from crt_exp.schema import checked
-from crt_exp.measure.base import Series, check_estimates
+from crt_exp.measure.base import Measurement, Series, check_estimates
 from crt_exp.measure.uci import scaler
 
 AT_ONCE = 2**24     # numbers of features that are held for a block of draws
@@ -69,6 +69,17 @@ def log_relative_mse(phi: FeatureMap, x: Tensor, y: Tensor, params: Params, m: i
     log_bias = phi.log_kernel(x, y) - logits  # 0 but for SMREG
     variance = phi.log_mse(x, y, params, m) - 2 * logits
     return torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
+
+
+def mse_record(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, params: Params, groups: int, draws: int,
+               seed: int) -> tuple[dict[str, float], list[float]]:
+    """E (estimate - SM)^2 over pairs, by its closed form too, of an estimate of 0 and of the mean of SM; and that of
+    each group of draws."""
+    weight = (2 * (x * y).sum(-1)).exp()                                         # SM^2
+    mse = (squared_errors(phi, mechanism, x, y, params, groups, draws, seed) * weight).mean(-1)
+    closed = log_relative_mse(phi, x, y, params, mechanism.m).exp() * weight
+    return {"mse": mse.mean().item(), "closed_form": closed.mean().item(), "columns": phi.width(mechanism.m),
+            "zero": weight.mean().item(), "mean": weight.sqrt().var(correction=0).item()}, mse.tolist()
 
 
 # ---- pairs of vectors
@@ -117,20 +128,11 @@ class Pointwise(Series):
         squared = squared_errors(phi, mechanism, x, y, params, self.groups, self.draws, seed)
         error = squared.mean(0).sqrt()
         closed = (log_relative_mse(phi, x, y, params, mechanism.m) / 2).exp()
+        exact = (r**2 * theta.cos()).exp()
         return {"theta": theta.tolist(), "error": error.tolist(), "closed_form": closed.tolist(),
                 "largest_error": error.max().item(), "largest_closed_form": closed.max().item(),
-                "columns": phi.rank(mechanism.m), "squared_error": squared.tolist(),
-                "largest_of_groups": squared.amax(1).sqrt().tolist(), "mean": largest_of_mean(theta, r)}
-
-    def summary(self, records: list[dict]) -> str:
-        shown = (f"{r['largest_error']:.3g} (closed form {r['largest_closed_form']:.3g}) at length {r['length']}"
-                for r in records)
-        return f"largest relative error over angles: {', '.join(shown)}"
-
-
-def largest_of_mean(theta: Tensor, r: float) -> float:
-    exact = (r**2 * theta.cos()).exp()
-    return float((exact.mean() / exact - 1).abs().max())
+                "columns": phi.rank(mechanism.m), "largest_of_groups": squared.amax(1).sqrt().tolist(),
+                "mean": float((exact.mean() / exact - 1).abs().max())}
 
 
 # ---- of samplers
@@ -153,51 +155,39 @@ class KernelBias:
 
 
 @checked("task")
-class QMC:
+class QMC(Measurement):
     """task=qmc: E (estimate - SM)^2, the mean over pairs of different rows of a table (HRF 4.1, Table 1).
 
     scaling: of the columns, over the whole table, as task=uci has it; then all rows are divided by one number, so that
     the root of their mean squared length is `length`. Controls: `zero`, an estimate of 0, and `mean`, the mean of SM
-    over the pairs. Parameters are fitted to all rows, on both sides.
+    over the pairs. Parameters are fitted to all rows, on both sides. closed_form: with iid rows.
     """
 
-    metric, lower_is_better = "mse", True
+    metric = "mse"
 
     def __init__(self, dataset: str, scaling: Literal["standard", "minmax", "none"], length: Positive,
                  pairs: Annotated[int, at_least(2)], groups: Count, draws: Count, data_dir: str | None = None):
-        self.name, self.scaling, self.length = dataset, scaling, length
-        self.pairs, self.groups, self.draws = pairs, groups, draws
-        table = load(dataset, data_dir).encode("ordinal")
-        self.file = file_of(dataset, data_dir)
+        self.name, self.pairs, self.groups, self.draws = dataset, pairs, groups, draws
+        self.file, table = file_of(dataset, data_dir), load(dataset, data_dir).encode("ordinal")
         rows = torch.from_numpy(scaler(table, scaling)(table)).double()
-        self.rows = length * rows / rows.square().sum(-1).mean().sqrt()          # (rows, d)
+        self.data = length * rows / rows.square().sum(-1).mean().sqrt()          # (rows, d)
 
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         check_estimates(mechanism)
-        if not done:
-            yield {"step": 0, "epoch": 0, "split": "test", **self.measure(mechanism, seed), "final": True}
+        phi, (x, y) = mechanism.map("softmax"), self.random_pairs(generator(seed, 0))
+        params = phi.fit(Statistics.of(self.data, self.data))
+        record, of_groups = mse_record(phi, mechanism, x, y, params, self.groups, self.draws, seed)
+        yield {**record, "mse_of_groups": of_groups,
+               **bias_record(phi, mechanism.sampler, self.data, self.data, params)}
 
-    def measure(self, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """mse_of_groups: a number for each group of draws; closed_form: with iid rows."""
-        phi, (x, y) = mechanism.map("softmax"), self.pairs_of_rows(generator(seed, 0))
-        params = phi.fit(Statistics.of(self.rows, self.rows))
-        weight = (2 * (x * y).sum(-1)).exp()                                     # SM^2
-        squared = squared_errors(phi, mechanism, x, y, params, self.groups, self.draws, seed)
-        mse, closed = (squared * weight).mean(-1), log_relative_mse(phi, x, y, params, mechanism.m).exp() * weight
-        return {"mse": mse.mean().item(), "mse_of_groups": mse.tolist(), "closed_form": closed.mean().item(),
-                "columns": phi.width(mechanism.m), "zero": weight.mean().item(),
-                "mean": weight.sqrt().var(correction=0).item(),
-                **bias_record(phi, mechanism.sampler, self.rows, self.rows, params)}
-
-    def pairs_of_rows(self, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    def random_pairs(self, g: torch.Generator) -> tuple[Tensor, Tensor]:
         """x and y (pairs, d): different rows, each pair drawn at random."""
-        n = len(self.rows)
+        n = len(self.data)
         i = torch.randint(n, (self.pairs,), generator=g)
-        j = (i + torch.randint(1, n, (self.pairs,), generator=g)) % n
-        return self.rows[i], self.rows[j]
+        return self.data[i], self.data[(i + torch.randint(1, n, (self.pairs,), generator=g)) % n]
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -231,15 +221,12 @@ class Clusters(Series):
         self.values, self.pairs, self.repeats = list(ms), pairs, repeats
 
     def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """`mse_of_repeats` has a number for each repetition, `zero` and `mean` are the controls: an estimate
-        of 0, and the mean of SM."""
+        """`mse_of_repeats` has a number for each repetition; `zero` and `mean` as in task=qmc."""
         phi, (xs, ys) = mechanism.map("softmax"), self.points_of(seed)
-        params, (x, y) = phi.fit(Statistics.of(xs, ys)), self.random_pairs(xs, ys, seed)
-        weight = (2 * (x * y).sum(-1)).exp()                                     # SM^2
-        mse = (squared_errors(phi, replace(mechanism, m=m), x, y, params, self.repeats, 1, seed) * weight).mean(-1)
-        closed = (log_relative_mse(phi, x, y, params, m).exp() * weight).mean()
-        return {"mse": mse.mean().item(), "mse_of_repeats": mse.tolist(), "closed_form": closed.item(),
-                "columns": phi.width(m), "zero": weight.mean().item(), "mean": weight.sqrt().var(correction=0).item()}
+        i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
+        record, of_repeats = mse_record(phi, replace(mechanism, m=m), xs[i], ys[j], phi.fit(Statistics.of(xs, ys)),
+                                        self.repeats, 1, seed)
+        return {**record, "mse_of_repeats": of_repeats}
 
     def centres(self, seed: int) -> tuple[Tensor, Tensor]:
         """Of queries and keys, (2, d) each, of length 1, with the signs as asked."""
@@ -253,24 +240,8 @@ class Clusters(Series):
 
     def points_of(self, seed: int) -> tuple[Tensor, Tensor]:
         """Queries and keys, (2 points, d) each, of the length asked for."""
-        g = generator(seed, 1)
-        sides = (torch.cat([self.around(centre, g) for centre in centres]) for centres in self.centres(seed))
+        g, size = generator(seed, 1), (self.points, self.d)
+        sides = [torch.cat([centre + self.spread / self.d**0.5 * torch.randn(size, generator=g, dtype=torch.float64)
+                            for centre in centres]) for centres in self.centres(seed)]
         x, y = (self.length * torch.nn.functional.normalize(side, dim=-1) for side in sides)
         return x, y
-
-    def around(self, centre: Tensor, g: torch.Generator) -> Tensor:
-        return centre + self.spread / self.d**0.5 * torch.randn(self.points, self.d, generator=g, dtype=torch.float64)
-
-    def random_pairs(self, xs: Tensor, ys: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
-        return xs[i], ys[j]
-
-    def losses(self, seed: int) -> list[float]:
-        """The least |M r + M^-T t|^2 of a real diagonal M at the centres, for the pairs of clusters in turn (HRF (21)):
-        the sum of 4 r_l t_l over coordinates in which the signs agree, centres as long as the points."""
-        queries, keys = (self.length * c for c in self.centres(seed))
-        return (4 * (queries[:, None] * keys).clamp(min=0)).sum(-1).flatten().tolist()
-
-    def summary(self, records: list[dict]) -> str:
-        shown = (f"{r['mse']:.3g} (m = {r['m']}, closed form {r['closed_form']:.3g})" for r in records)
-        return f"MSE {', '.join(shown)}; of zero {records[-1]['zero']:.3g}, of the mean {records[-1]['mean']:.3g}"

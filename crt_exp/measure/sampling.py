@@ -4,30 +4,24 @@ Legend: V classes, d dimension, B queries, k negatives, m projections. Targets f
 from the most frequent on.
 """
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.config import construct
+from crt_exp import mechanism_text
+from crt_exp.config import unknown
 from crt_exp.features import OPRF, TrigRF
+from crt_exp.hints import Count, Positive, Several, at_least
+from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax import (
-    ClassSampler,
-    DenseFeatures,
-    ExactSoftmax,
-    LogUniform,
-    Quadratic,
-    SampledSoftmax,
-    TreeFeatures,
-    Uniform,
-    Unigram,
-)
-from crt_exp.times import LONG, again, in_turns, milliseconds
+from crt_exp.sampled_softmax import (ClassSampler, DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax,
+                                     TreeFeatures, Uniform, Unigram)
+from crt_exp.schema import checked
+from crt_exp.times import LONG, again, in_turns
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB
@@ -53,7 +47,7 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
 
 
 def zipf(classes: int) -> Tensor:
-    """The log-uniform law, (V,)."""
+    """Log-uniform probabilities, (V,)."""
     return LogUniform(classes).log_probability(torch.arange(classes)).exp().float()
 
 
@@ -65,51 +59,71 @@ def batch_of(head: nn.Linear, spread: float, count: int) -> tuple[Tensor, Tensor
     return spread * F.normalize(vectors + noise, dim=-1), targets
 
 
+KNOWN: dict[str, Callable[[nn.Linear], ClassSampler]] = {
+    "uniform": lambda head: Uniform(head.out_features), "log_uniform": lambda head: LogUniform(head.out_features),
+    "unigram": lambda head: Unigram(zipf(head.out_features) ** 0.75), "exact": ExactSoftmax, "quadratic": Quadratic}
+
+
 # ---- cost
 
 
-def draw_times(arms: Sequence[str], classes: int, m: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows with arm, m, classes, and in each round ms of a draw for the batch and update_ms of the classes drawn.
+@checked("task")
+class SamplingTimes(Measurement):
+    """task=sampling_times: what sampled softmax costs with `classes` classes, milliseconds of each of `rounds` rounds
+    in which all methods take turns. Every call is warm, as in training, where the tables are read all the time.
 
-    "dense" and "tree" hold the same table; "signed tree" that of a trigonometric map with as many features. Every call
-    is warm, as in a step, where the tables are read all the time.
+    draw: negatives for a batch by dense or tree, which hold the same table, or signed_tree, that of a trigonometric map
+    with as many features; update_ms: of the classes drawn. step: forward, backward, the optimiser's step and the update
+    of the tables, by full, adaptive (torch's), tree, dense, or the methods of task=sampled_gradients
+    without features.
     """
-    head = head_of(classes)
-    hidden, targets = batch_of(head, 1.0, BATCH)
-    tree, dense = (kind(OPRF(), classes, D, m=m) for kind in (TreeFeatures, DenseFeatures))
-    tree.rebuild(head.weight, head.bias, hidden)
-    dense.load_state_dict({name: value for name, value in tree.state_dict().items() if not name.startswith("tree.")}
-                          | {"leaves": tree.tree.leaves}, assign=True)
-    kinds = {"dense": dense, "tree": tree}
-    if "signed tree" in arms:
-        kinds["signed tree"] = TreeFeatures(TrigRF(), classes, D, m=m // 2)
-        kinds["signed tree"].rebuild(head.weight, head.bias, hidden)
-    draws = in_turns({n: partial(kinds[n].draw, hidden, targets, NEGATIVES) for n in arms}, rounds, WARMED)
-    rows = tree.draw(hidden, targets, NEGATIVES).ids
-    updates = in_turns({n: partial(kinds[n].update, rows, head.weight, head.bias) for n in arms}, rounds, WARMED)
-    for n in arms:
-        yield {"arm": n, "m": m, "classes": classes, "ms": draws[n], "update_ms": updates[n]}
+
+    metric = "ms"
+
+    def __init__(self, what: Literal["draw", "step"], methods: Several[str], classes: Count, m: Count, rounds: Count):
+        self.what, self.methods, self.classes, self.m, self.rounds = what, list(methods), classes, m, rounds
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        head = head_of(self.classes)
+        hidden, targets = batch_of(head, 1.0, BATCH)
+        found = (self.draws if self.what == "draw" else self.steps)(head, hidden, targets)
+        for name in self.methods:
+            yield {"method": f"{name} m={self.m}" if name in ("dense", "tree", "signed_tree") else name,
+                   **{metric: values[name] for metric, values in found.items()}}
+
+    def draws(self, head: nn.Linear, hidden: Tensor, targets: Tensor) -> dict[str, dict[str, list[float]]]:
+        tree, dense = (kind(OPRF(), self.classes, D, m=self.m) for kind in (TreeFeatures, DenseFeatures))
+        tree.rebuild(head.weight, head.bias, hidden)
+        dense.load_state_dict({name: value for name, value in tree.state_dict().items() if not name.startswith("tree.")}
+                              | {"leaves": tree.tree.leaves}, assign=True)
+        kinds = {"dense": dense, "tree": tree}
+        if "signed_tree" in self.methods:
+            kinds["signed_tree"] = TreeFeatures(TrigRF(), self.classes, D, m=self.m // 2)
+            kinds["signed_tree"].rebuild(head.weight, head.bias, hidden)
+        ids = tree.draw(hidden, targets, NEGATIVES).ids
+        return {metric: in_turns({name: call(one_of(kinds, name)) for name in self.methods}, self.rounds, WARMED)
+                for metric, call in [("ms", lambda kind: partial(kind.draw, hidden, targets, NEGATIVES)),
+                                     ("update_ms", lambda kind: partial(kind.update, ids, head.weight, head.bias))]}
+
+    def steps(self, head: nn.Linear, hidden: Tensor, targets: Tensor) -> dict[str, dict[str, list[float]]]:
+        whole = {"full": lambda: partial(full_step, head, hidden, targets),
+                 "adaptive": lambda: adaptive_step(self.classes, hidden, targets)}
+        kinds = {"tree": lambda head: TreeFeatures(OPRF(), self.classes, D, m=self.m),
+                 "dense": lambda head: DenseFeatures(OPRF(), self.classes, D, m=self.m), **KNOWN}
+
+        def step(name: str) -> Callable[[], None]:
+            made = one_of({**whole, **kinds}, name)
+            if name in whole:
+                return made()
+            softmax = SampledSoftmax(made(head), head, NEGATIVES, sparse=True, rebuild_every=0)
+            return partial(sampled_step, softmax, torch.optim.SGD(head.parameters(), RATE), hidden, targets)
+        return {"ms": in_turns({name: step(name) for name in self.methods}, self.rounds, WARMED)}
 
 
-def step_times(arms: Sequence[str], classes: int, m: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows with arm, classes, and ms of a step in each round: forward, backward, the optimiser's step and what the
-    tables take to follow. Every call is warm."""
-    head = head_of(classes)
-    hidden, targets = batch_of(head, 1.0, BATCH)
-    whole = {"full softmax": lambda: partial(full_step, head, hidden, targets),
-             "AdaptiveLogSoftmaxWithLoss": lambda: adaptive_step(classes, hidden, targets)}
-    laws = {"tree features": partial(TreeFeatures, OPRF(), classes, D, m=m),
-            "dense features": partial(DenseFeatures, OPRF(), classes, D, m=m),
-            "uniform": partial(Uniform, classes), "log-uniform": partial(LogUniform, classes)}
-
-    def step(name: str) -> Callable[[], None]:
-        if name in whole:
-            return whole[name]()
-        softmax = SampledSoftmax(laws[name](), head, NEGATIVES, sparse=True, rebuild_every=0)
-        return partial(sampled_step, softmax, torch.optim.SGD(head.parameters(), RATE), hidden, targets)
-
-    for name, ms in in_turns({name: step(name) for name in arms}, rounds, WARMED).items():
-        yield {"arm": name, "classes": classes, "ms": ms}
+def one_of(kinds: dict[str, Any], name: str) -> Any:
+    if name not in kinds:
+        raise unknown("method", name, [*kinds])
+    return kinds[name]
 
 
 def sampled_step(softmax: SampledSoftmax, optimiser: torch.optim.Optimizer, hidden: Tensor, targets: Tensor) -> None:
@@ -144,36 +158,41 @@ def adaptive_step(classes: int, hidden: Tensor, targets: Tensor) -> Callable[[],
 # ---- gradients
 
 
-Law = Mapping[str, Any] | str
-NAMED: dict[str, Callable[[nn.Linear], ClassSampler]] = {
-    "uniform": lambda head: Uniform(head.out_features), "log-uniform": lambda head: LogUniform(head.out_features),
-    "unigram": lambda head: Unigram(zipf(head.out_features) ** 0.75), "exact softmax": ExactSoftmax,
-    "quadratic kernel": Quadratic}
+@checked("task")
+class SampledGradients(Measurement):
+    """task=sampled_gradients: squared bias and variance of the gradient by the queries, over the squared length of the
+    full softmax's gradient, for each of `methods` that draw negatives: uniform, log_uniform, unigram, exact, quadratic,
+    or features, "favorpp m=64".
 
-
-def law(given: Law, head: nn.Linear, spread: float, seed: int) -> ClassSampler:
-    """A name of NAMED, or {features, m, flatter}: the kernel's temperature makes it the softmax of vectors of the mean
-    lengths, or of `flatter` times that temperature."""
-    if isinstance(given, str):
-        return NAMED[given](head)
-    phi = Mechanism.of(features=given["features"]).map()
-    return TreeFeatures(phi, *head.weight.shape, m=given["m"], temperature=given.get("flatter", 1) / spread, seed=seed)
-
-
-def gradient_errors(arms: Mapping[str, Law], classes: int, spread: float, queries: int, repeats: int,
-                    seed: int) -> Iterator[dict[str, Any]]:
-    """Of the gradient by the queries, of each law: squared bias and variance, over the squared length of the full
-    softmax's gradient. One head, one batch and one noise; the bias from two halves of the repeats, so that their noise
-    cancels.
+    length: of queries. The kernel of features is the softmax of vectors of the mean lengths; "favorpp m=64 flatter=2"
+    has twice its temperature. One head, one batch and one noise a seed; the bias is from two halves of the repeats, so
+    that their noise cancels.
     """
-    head = head_of(classes, seed=seed)
-    hidden, targets = batch_of(head, spread, queries)
-    exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
-    for name, proposal in {name: law(given, head, spread, seed) for name, given in arms.items()}.items():
-        drawn = repeated(SampledSoftmax(proposal, head, NEGATIVES), hidden, targets, repeats)
-        first, second = (half.mean(0) - exact for half in drawn.chunk(2))
-        yield {"arm": name, "seed": seed, "bias_sq": float((first * second).sum() / exact.square().sum()),
-               "variance": float(drawn.var(0).sum() / exact.square().sum())}
+
+    metric = "variance"
+
+    def __init__(self, methods: Several[str], classes: Count, length: Positive, queries: Count,
+                 repeats: Annotated[int, at_least(4)]):
+        self.methods, self.classes, self.length = list(methods), classes, length
+        self.queries, self.repeats = queries, repeats
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        head = head_of(self.classes, seed=seed)
+        hidden, targets = batch_of(head, self.length, self.queries)
+        exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
+        for name, proposal in {name: self.proposal(name, head, seed) for name in self.methods}.items():
+            drawn = repeated(SampledSoftmax(proposal, head, NEGATIVES), hidden, targets, self.repeats)
+            first, second = (half.mean(0) - exact for half in drawn.chunk(2))
+            yield {"method": name, "bias_sq": float((first * second).sum() / exact.square().sum()),
+                   "variance": float(drawn.var(0).sum() / exact.square().sum())}
+
+    def proposal(self, text: str, head: nn.Linear, seed: int) -> ClassSampler:
+        if text in KNOWN:
+            return KNOWN[text](head)
+        name, options = mechanism_text.read(text)
+        flatter = options.pop("flatter", 1)
+        made = Mechanism.parse(mechanism_text.write(name, options))
+        return TreeFeatures(made.map(), *head.weight.shape, m=made.m, temperature=flatter / self.length, seed=seed)
 
 
 def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:
@@ -187,27 +206,3 @@ def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: 
 def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     hidden = hidden.clone().requires_grad_()
     return torch.autograd.grad(loss(hidden), hidden)[0]
-
-
-# ---- drift
-
-
-def drift(arm: Mapping[str, Any], classes: int, m: int, steps: int, seed: int) -> dict[str, float]:
-    """How far the tables are behind after steps of a batch each with the optimiser `arm`, `_target_` and arguments:
-    `vectors` and `sums` as of `TreeFeatures.drift`, `vectors_unfollowed` where they are not updated, `rebuild_ms` and
-    `update_ms` what following takes."""
-    head = head_of(classes)
-    softmax = SampledSoftmax(OPRF(), head, NEGATIVES, m=m, rebuild_every=0)
-    stepper, updates = construct(arm, params=head.parameters()), []
-    for step in range(steps):
-        hidden, targets = batch_of(head, 4.0, BATCH)
-        stepper.zero_grad()
-        softmax(hidden, targets).backward()
-        stepper.step()
-        if step == 0:
-            start = softmax.sampler.table().clone()
-        updates.append(milliseconds(softmax.update))
-    behind, now = softmax.drift(), softmax.sampler.table()
-    rebuild = milliseconds(softmax.rebuild)  # `now` too, in place: what was not followed is compared with it
-    return {**behind, "seed": seed, "vectors_unfollowed": float((start - now).norm() / now.norm()),
-            "rebuild_ms": rebuild, "update_ms": statistics.median(updates)}

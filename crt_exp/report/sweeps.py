@@ -220,11 +220,13 @@ def _rows_of_run(run: Run, directory: Path, sweep: str, columns: Sequence[str], 
             for i, each in enumerate(value if isinstance(value, list) else [value]):
                 if each is None:
                     continue
-                place = {name: given.get(name, "") for name in columns} | split
-                place = {name: at[i] if isinstance(at, list) and len(at) == len(value) else at
-                         for name, at in place.items() if name in columns}
-                of_list = isinstance(value, list) and not any(isinstance(given.get(name), list) for name in columns)
-                own = given["sample"][i] if isinstance(given["sample"], list) else i if of_list else sample
+                of_list = isinstance(value, list)
+                along = {name: at[i] if of_list and len(at) == len(value) else "" for name in columns
+                         for at in [given.get(name)] if isinstance(at, list)}
+                place = {name: given.get(name, "") for name in columns} | split | along
+                place = {name: at for name, at in place.items() if name in columns}
+                numbered = of_list and not any(at != "" for at in along.values())
+                own = given["sample"][i] if isinstance(given["sample"], list) else i if numbered else sample
                 yield {"sweep": sweep, **place, "sample": own, "metric": metric, "value": each, **origin}
                 origin = origin | {"seconds": ""}
 

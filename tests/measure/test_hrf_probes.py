@@ -1,4 +1,4 @@
-"""Probes of hybrids: measured errors are those of the closed forms, FLOPs are counted, reports say what they found."""
+"""Measuring tasks of hybrids: measured errors are those of the closed forms, FLOPs are counted."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
 from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure import flops, grid
+from crt_exp.measure import flops
 from crt_exp.measure.flops import Flops
 from crt_exp.measure.kernel import (
     QMC,
@@ -20,7 +20,6 @@ from crt_exp.measure.kernel import (
     log_relative_mse,
     squared_errors,
 )
-from crt_exp.oldreport import page
 
 EXACT = Mechanism.of("exact")
 
@@ -69,8 +68,8 @@ def test_pointwise_errors_vanish_where_the_maps_are_exact():
 
 def test_qmc_errors_and_their_controls():
     task = QMC("wine", "standard", 1.0, 200, 10, 20)
-    assert torch.allclose(task.rows.square().sum(-1).mean().sqrt(), torch.tensor(1.0).double())
-    x, y = task.pairs_of_rows(generator(0))
+    assert torch.allclose(task.data.square().sum(-1).mean().sqrt(), torch.tensor(1.0).double())
+    x, y = task.random_pairs(generator(0))
     assert ((x - y).norm(dim=-1) > 0).all()
     iid, orthogonal = (next(task.records(mechanism("trig", 13, s), 0)) for s in ("iid", "orthogonal"))
     error = np.std(iid["mse_of_groups"], ddof=1) / 10**0.5
@@ -85,7 +84,9 @@ def test_clusters_have_the_losses_that_are_told():
         queries, keys = (side.unique(dim=0) for side in task.points_of(0))
         least = [float((M.size * q + k / M.size).square().sum()) for q in queries for k in keys
                  for M in [diagonal_by_centres(q, k, "real")]]
-        np.testing.assert_allclose(sorted(least), sorted(task.losses(0)), atol=1e-12)
+        centres, keys = (task.length * side for side in task.centres(0))
+        losses = (4 * (centres[:, None] * keys).clamp(min=0)).sum(-1).flatten().tolist()       # HRF (21)
+        np.testing.assert_allclose(sorted(least), sorted(losses), atol=1e-12)
         assert (max(least) > 0.1) == (agreeing > 0)
     x, _ = Clusters(6, 0.0, 0.3, 0.7, 5, [2], 5, 2).points_of(0)
     torch.testing.assert_close(x.norm(dim=-1), torch.full((10,), 0.7).double())
@@ -102,7 +103,7 @@ def test_clusters_gain_where_the_centres_are_far_and_points_near():
 def test_studies_resume(name):
     probe = probes()[name]
     whole = list(probe.records(mechanism("angular"), 0))
-    assert list(probe.records(mechanism("angular"), 0, whole[:1])) == whole[1:] and whole[-1]["final"]
+    assert list(probe.records(mechanism("angular"), 0, whole[:-1])) == whole[-1:] and whole[-1]["final"]
     assert probe.metric in whole[-1] and probe.summary(whole)
     with pytest.raises(ValueError, match="no error"):
         next(probe.records(EXACT, 0))
@@ -137,14 +138,8 @@ def test_columns_are_the_features():
         torch.testing.assert_close(flops.columns(bound.phi_q(x)), bound.phi_q(x).dense().exp())
 
 
-# ---- reports
+def test_equal_columns_of_the_page():
+    from crt_exp.papers.hrf_kernels import SIZES
 
-
-def test_arms_of_as_many_columns():
-    columns = {name: grid.arm_of({"features": name, "columns": 288}) for name in ("angular", "gaussian", "trig", "pos")}
-    assert [arm.map().rank(arm.m) for arm in columns.values()] == [288, 272, 288, 288]
-    arms = page.load("hrf-speech")["sizes"]["small"]["parts"][1]["arms"]
-    columns = {arm: made.map().rank(made.m) for arm, text in arms.items() for made in [Mechanism.parse(text)]}
-    assert {columns[arm] for arm in columns if arm.endswith(("432", "3)", "(3,2)", "6,8)"))} == {432}
-    assert [columns[arm] for arm in ("HRF-C(2,2)", "HRF-C(2,2) complex", "HRF-A(8,8)", "Trig 256")] == [256, 256, 216,
-                                                                                                      256]
+    columns = {name: Mechanism.of(features=name).map().rank(m) for name, m in SIZES["columns"].items()}
+    assert columns == {**dict.fromkeys(columns, 288), "gaussian": 272}

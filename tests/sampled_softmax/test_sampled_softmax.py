@@ -24,12 +24,8 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.sampled_softmax.tree import FAN, SumTree
-from crt_exp.oldreport import page
-from crt_exp.measure import grid
-from crt_exp.measure import sampling as sampling_study
-from crt_exp.measure.grid import Part
+from crt_exp.measure.sampling import SampledGradients, SamplingTimes
 
-PARTS = page.load("sampling")["sizes"]["small"]["parts"]
 V, D, B = 300, 4, 3
 POSITIVE = [OPRF(), PosRF(antithetic=True), HypRF(), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
 SIGNED = [TrigRF(), GERF(s=1, A=0.01), PoisRF(), PoisRFPlus(), Sum(TrigRF(), PosRF()),
@@ -492,44 +488,23 @@ def test_transforms_of_functions_give_the_gradients_of_autograd(head, queries, t
     torch.testing.assert_close(found, expected)
 
 
-# ---- the report
+# ---- measuring tasks
 
 
 def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are_not():
-    arms = [arms for part in PARTS for arms in [Part.read(part).arms] if "gradient" in part["probe"]["_target_"]]
-    arms = [{name: arm or name for name, arm in each.items() if "m = " not in name} for each in arms]
-    arms[0]["FAVOR++"] = {"features": "oprf", "m": 16}
-    found, peers = ({row["arm"]: row for row in sampling_study.gradient_errors(each, 500, 4.0, 16, 100, 0)}
-                    for each in arms)
-    assert {*peers} == {"quadratic kernel"}
-    assert abs(found["exact softmax"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
-    assert found["exact softmax"]["variance"] < found["FAVOR++"]["variance"] < found["uniform"]["variance"]
+    methods = ["uniform", "exact", "favorpp m=16", "favorpp m=16 flatter=2", "quadratic"]
+    task = SampledGradients(methods, 500, 4.0, 16, 100)
+    found = {row["method"]: row for row in task.rows(None, 0)}
+    assert abs(found["exact"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
+    assert found["exact"]["variance"] < found["favorpp m=16"]["variance"] < found["uniform"]["variance"]
 
 
-@pytest.mark.slow
-def test_draws_of_the_page_at_a_tiny_size(tmp_path, monkeypatch):
-    """Rounds of draws and steps, seeds of gradients, and the drift of each optimiser."""
-    monkeypatch.chdir(tmp_path)
-    tiny = {"m": 16, "classes": 500, "queries": 16, "repeats": 20, "steps": 3}
-    parts = [{**part, "probe": part["probe"] | {key: tiny[key] for key in part["probe"] if key in tiny},
-              "seeds": min(part.get("seeds", 1), 2), "apart": False, "workers": 1} for part in PARTS]
-    for part in parts:
-        part["arms"] = part["arms"] if isinstance(part["arms"], list) else {
-            name: arm | {"m": [16]} if "m = {m}" in name else arm for name, arm in part["arms"].items()}
-        if part["settings"].keys() & {"1,000 classes", "10,000,000 classes"}:
-            part |= {"settings": {"": {"classes": 1000 * (1 + (part["arms"][-1] == "log-uniform")), "rounds": 2}}}
-            part |= {"sweep": {"m": [16]}} if "sweep" in part else {}
-    units = {}
-    for draw in grid.measure("mine", [], {"parts": parts}):
-        units.setdefault((draw.setting, draw.arm, draw.metric, draw.x), []).append(draw.unit)
-    assert units["a draw", "signed tree m=16", "ms", 1000] == [0, 1] == units["a step", "full softmax", "ms", 1000]
-    assert ("a step", "full softmax", "ms", 2000) not in units and ("a step", "uniform", "ms", 2000) in units
-    assert units["gradient, |h| |e| = 4", "FAVOR++, m = 16", "variance", ""] == [0, 1]
-    assert {place[1] for place in units if place[0] == "drift of the tables"} == {"SGD", "Adam", "SGD, momentum 0.9"}
-
-
-def test_tables_that_are_not_updated_are_compared_with_rebuilt_ones(monkeypatch):
-    rebuild = SampledSoftmax.rebuild
-    monkeypatch.setattr(SampledSoftmax, "rebuild", lambda self: [rebuild(self), self.sampler.table().mul_(1e6)])
-    found = sampling_study.drift({"_target_": "torch.optim.Adam", "lr": 1e-3}, 50, 8, 2, 0)
-    assert found["vectors_unfollowed"] == pytest.approx(1, abs=1e-3)
+@pytest.mark.parametrize("what, methods, metrics", [
+    ("draw", ["dense", "tree", "signed_tree"], ["ms", "update_ms"]),
+    ("step", ["full", "adaptive", "tree", "dense", "uniform", "log_uniform"], ["ms"])])
+def test_times_have_a_value_for_each_round(what, methods, metrics):
+    rows = [*SamplingTimes(what, methods, 1000, 16, 2).rows(None, 0)]
+    assert [row["method"].removesuffix(" m=16") for row in rows] == methods
+    assert all(len(row[metric]) == 2 and min(row[metric]) > 0 for row in rows for metric in metrics)
+    with pytest.raises(ValueError, match="method"):
+        [*SamplingTimes(what, ["trees"], 1000, 16, 2).rows(None, 0)]
