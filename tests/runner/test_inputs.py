@@ -15,7 +15,7 @@ from crt_exp.config import CONF, ConfigError, located
 from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.runner import inputs
 from crt_exp.runner.inputs import DATA, NAME, OPTIONS, check_inputs, states
-from crt_exp.measure.advise import Advise
+from crt_exp.advice.task import Advise
 from crt_exp.measure.uci import UCI
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.librispeech import LibriSpeech, SpokenSplit
