@@ -59,10 +59,10 @@ TEXT, KINDS = "task=swap_text task.model=models/smollm2-135m", {"new text": "tas
 SMOL = {"model": {"SmolLM2-135M": ""}}
 MINI = {"model": {"MiniLM": "task=swap_embeddings task.model=models/minilm"}}
 HEAR = {"model": {"Whisper tiny.en": "task=swap_speech task.model=models/whisper-tiny.en"}}
-DENSE = {name: f'attention=exact "task.baseline={name} first=16"' for name in (
+DENSE = {name: f"attention=exact 'task.baseline=\"{name} first=16\"'" for name in (
     "pages keys=64", "clusters keys=64", "largest keys=64")}
 BFLOAT = {"exact in bfloat16": "attention=exact task.dtype=bfloat16"}
-AROUND = {name: f'attention=exact "task.baseline={name}{both}"' for name, both in {
+AROUND = {name: f"attention=exact 'task.baseline=\"{name}{both}\"'" for name, both in {
     "pages keys=64": " both=true", "largest keys=64": " both=true", "query_clusters keys=64": "",
     "monarch turns=3": ""}.items()}
 
@@ -119,8 +119,9 @@ small = {
                  for run in sweep("task.count=2 task.seconds=28", **HEAR, text={"clips of 28 s": ""}, **axis,
                                   seed=range(2)))],
     "encoder-times": sweep("task=swap_times task.model=models/whisper-tiny.en task.subset=train-clean-100 "
-                           f'task.rounds=5 "task.methods=[exact,uniform,{FAR},nearfar,{NEAR[2]},{",".join(RANDOM)}]"',
-                           alone=True, model={"Whisper tiny.en": ""}, length={1500: ""}),
+                           "task.rounds=5 'task.methods=[" + ",".join(f'"{each}"' for each in [
+                               "exact", "uniform", FAR, "nearfar", NEAR[2], *RANDOM]) + "]'", alone=True,
+                           model={"Whisper tiny.en": ""}, length={1500: ""}),
     "pretrained-times": sweep("task=swap_times", alone=True, **SMOL, **{"task.length": [2048, 4096, 8192]}),
 }
 
