@@ -18,10 +18,8 @@ from torch import Tensor
 
 from crt_exp import mechanism_text
 from crt_exp.advice.bench import medians
-from crt_exp.advice.bench_pieces import TextBench
-from crt_exp.advice.language import load
 from crt_exp.attention import exact_attention
-from crt_exp.config import ConfigError, carried
+from crt_exp.config import ConfigError
 from crt_exp.data.text import official_file
 from crt_exp.hints import Count, Several, Whole
 from crt_exp.measure.base import SwapMeasurement, planned
@@ -31,13 +29,11 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
 from crt_exp.runner.configuration import kept_task
 from crt_exp.schema import checked
-from crt_exp.times import added, in_new_process
 from crt_exp.whole_files import whole, write_rows
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named
 NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attention", "cosine": "cosine",
          "above": "nats above exact"}
-WARM = 128                                   # tokens of the call before memory is measured
 Split = Literal["train", "valid", "test"]    # of WikiText-2
 
 
@@ -131,11 +127,12 @@ class Fidelity:
         return [L for L in (128, 256, 512, 1024, 2048) if subject.most >= L]
 
     def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
-        """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
+        """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak
+        beyond what is held before. They do not depend on which tokens these are."""
+        ids = torch.randint(subject.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         mechanisms = {arm.label: arm.mechanism() for arm in self.arms}
-        return {"length": length, "ms": medians(subject.times(mechanisms, ids_of(subject.model, length), self.rounds)),
-                "mib": {arm.label: in_new_process(carried(memory), model=self.model, text=arm.text, m=arm.m,
-                                                  length=length) for arm in self.arms}}
+        return {"length": length, "ms": medians(subject.times(mechanisms, ids, self.rounds)),
+                "mib": {label: subject.memory(each, ids) for label, each in mechanisms.items()}}
 
     def of_all(self, subject: Subject, rows: list[dict]) -> dict[str, Any]:
         means = [mean_of(arm, [r for r in rows if r["split"] == "swap" and (r["attention"], r["m"]) == arm])
@@ -196,26 +193,6 @@ def mean_of(arm: Candidate, rows: list[dict]) -> dict[str, Any]:
     return record
 
 
-# ---- cost
-
-
-@torch.no_grad()
-def memory(model: str, text: str, m: int | None, length: int) -> float:
-    """MiB at the peak of a pass beyond the weights, the model swapped as it is: for a new process."""
-    loaded, _ = load(model)
-    short, long = ids_of(loaded, min(length, WARM)), ids_of(loaded, length)
-    bench = TextBench(loaded, long, short)
-    with bench.swapped(Mechanism.parse(text, m=m)):
-        bench.body(short)
-        return added(lambda: bench.body(long))
-
-
-def ids_of(model: torch.nn.Module, length: int) -> torch.Tensor:
-    """(1, length): time does not depend on them."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (1, length), generator=generator)
-
-
 # ---- the table and the picture of a run
 
 
@@ -255,24 +232,19 @@ def write(records: list[dict], directory: Path) -> None:
 
 
 def figure(records: list[dict]):
-    """Hidden error behind each layer, and milliseconds and MiB against the length."""
+    """Hidden error behind each layer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure((14, 4.5), layout="constrained")
+    drawn = Figure((6, 4.5), layout="constrained")
     FigureCanvasAgg(drawn)
-    errors, times, memory = drawn.subplots(1, 3)
+    errors = drawn.subplots()
     for each in records[-1]["attentions"]:
         layers = [r["hidden_error_layers"] for r in records if r["split"] == "swap"
                   and (r["attention"], r["m"]) == (each["attention"], each["m"])]
-        mean = [sum(column) / len(layers) for column in zip(*layers)]
+        mean = np.mean(layers, 0)
         errors.plot(range(1, len(mean) + 1), mean, marker="o", ms=3, label=each["label"])
     errors.set(xlabel="layer", title="relative error of the hidden states behind it", yscale="log")
-    costs = [r for r in records if r["split"] == "cost"]
-    for axes, key, title in ((times, "ms", "milliseconds a pass"), (memory, "mib", "MiB at the peak")):
-        for label in costs[0][key] if costs else ():
-            axes.plot([r["length"] for r in costs], [r[key][label] for r in costs], marker="o", ms=3, label=label)
-        axes.set(xlabel="tokens", title=title)
     errors.legend(fontsize=7)
     return drawn
 
