@@ -1,36 +1,44 @@
-"""What a swap loses and light training brings back, on small models that are trained here.
+"""What a swap loses and light training brings back: task=adapt, small models that are trained here, one a seed;
+task=adapt_pretrained, a pretrained language model, step by step.
 
-copying: a GPT-2 on rows of random symbols whose second half is the first again; causal: the same on characters of
-WikiText-2; masked: a pre-norm RoBERTa on symbols said twice, some of them hidden; vision: a ViT on handwritten digits.
-Each seed has a model of its own.
-Every arm is swapped in, taught by attention transfer, and trained by low-rank adapters, after the transfer (LoLCATs'
-order) and without it for as many steps in all.
+A method is swapped in, its layers learn exact attention's output (attention transfer), and then low-rank adapters are
+trained (LoLCATs' order). copying: a GPT-2 on rows of random symbols whose second half is the first again; causal: the
+same on characters of WikiText-2; masked: a pre-norm RoBERTa on repeated symbols, some of them hidden; vision: a ViT on
+handwritten digits.
 """
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crt_exp.advice.bench import fitted, quiet
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
+from crt_exp.hints import Count, Positive, Several, Whole
+from crt_exp.measure import pretrained
+from crt_exp.measure.base import SwapMeasurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.adapters import Adapters
-from crt_exp.advice.bench import fitted
-from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers
+from crt_exp.schema import checked
+from crt_exp.swap.calibration import learns
+from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
 from crt_exp.tasks.objectives import following
 from crt_exp.times import PROCESSOR, Watch, milliseconds, threads
 
 SYMBOLS, COPIED, LENGTH, MASKED, SHARE = 16, 64, 64, 64, 0.3   # symbols; tokens of rows; hidden ones
-WIDTH, LAYERS, HEADS = 128, 4, 4                    # those of the small models of fidelity and copying
+WIDTH, LAYERS, HEADS = 128, 4, 4                    # those of the small models of the page swap
 PATCH = 4                                           # pixels a side of MNIST's 28: 49 tokens and one more
 HIDDEN = 63                                         # the token of a hidden character
 ROWS = 16                                           # of a step
 UNIFORM = "uniform"                                 # the control, which is not adapted
+MINUTE = 60_000                                     # milliseconds
 
 
 # ---- rows and models
@@ -167,7 +175,7 @@ def descent(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: flo
 
 @lru_cache(maxsize=64)
 def exact(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
-    """The weights of the exact model of a seed, which every arm starts from."""
+    """The weights of the exact model of a seed, which all methods start from."""
     torch.manual_seed(seed)
     model = SETTINGS[setting].model()
     trained(model, setting, seed, steps, lr)
@@ -182,39 +190,38 @@ def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
                                 "merge": True})
 
 
-# ---- an arm
+# ---- one method
 
 
-@dataclass(frozen=True)
-class Adapted:
-    """A model of SETTINGS that gets other attention. steps: of its own training; transfer, and lora beyond these: of
-    adaptation; *_lr: learning rates of all three. rank: of adapters."""
+@checked("task")
+class Adapt(SwapMeasurement):
+    """task=adapt: `loss`, nats, and CPU `seconds` at each `stage`: swapped, transferred, "transfer, LoRA", and "LoRA"
+    alone for as many steps; with the transfer of methods that learn, CPU seconds and bytes of a step over those of a
+    step that trains all weights, `time_ratio` and `memory_ratio`.
 
-    setting: str
-    steps: int
-    transfer: int
-    lora: int
-    exact_lr: float
-    transfer_lr: float
-    lora_lr: float
-    rank: int
+    steps: of the model's own training; transfer, and lora beyond these: of adaptation; *_lr: learning rates. rank: of
+    adapters.
+    """
 
-    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        """Loss (nats) and CPU seconds at each place: swapped, transferred, after LoRA beyond it, and after as many
-        steps of LoRA alone; of a step of transfer over one of training all weights: CPU seconds, and bytes for the
-        backward pass."""
+    metric = "loss"
+
+    def __init__(self, model: Literal[*SETTINGS], steps: Count, transfer: Count, lora: Count, exact_lr: Positive,
+                 transfer_lr: Positive, lora_lr: Positive, rank: Count):
+        self.setting, self.steps, self.transfer, self.lora, self.rank = model, steps, transfer, lora, rank
+        self.exact_lr, self.transfer_lr, self.lora_lr = exact_lr, transfer_lr, lora_lr
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         with threads(1):
-            yield from self.places(mechanism, seed)
-            yield from self.step_ratios(mechanism, seed)
+            yield from self.stages(mechanism, seed)
 
-    def places(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        def at(place: str, seconds: float) -> dict[str, Any]:
-            return {"place": place, "loss": tested(model, self.setting, seed), "seconds": seconds}
+    def stages(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        def at(stage: str, seconds: float, **more: float) -> dict[str, Any]:
+            return {"stage": stage, "loss": tested(model, self.setting, seed), "seconds": seconds, **more}
 
         model = self.swapped(mechanism, seed)
         yield at("swapped", 0.0)
-        seconds = self.taught(model, seed) if adapts(mechanism) else 0.0
-        yield at("transferred", seconds)
+        seconds, ratios = self.transferred(model, seed) if adapts(mechanism) else (0.0, {})
+        yield at("transferred", seconds, **ratios)
         if mechanism.name != UNIFORM:
             more = self.low_rank(model, seed, self.lora, self.transfer)
             yield at("transfer, LoRA", seconds + more)
@@ -222,7 +229,7 @@ class Adapted:
             yield at("LoRA", self.low_rank(model, seed, self.transfer + self.lora, 0))
 
     def swapped(self, mechanism: Mechanism, seed: int) -> nn.Module:
-        """The exact model with the arm's attention, whose statistics are of training rows."""
+        """The exact model with the method's attention, whose statistics are of training rows."""
         model = SETTINGS[self.setting].model()
         model.load_state_dict(exact(self.setting, seed, self.steps, self.exact_lr), strict=False)
         if mechanism.is_exact:
@@ -230,16 +237,17 @@ class Adapted:
         replace(mechanism, seed=seed).swap(model.eval(), saved=False)
         return fitted(model, calibration(self.setting, seed))
 
-    def taught(self, model: nn.Module, seed: int) -> float:
-        """Attention transfer of those that have something to learn; CPU seconds."""
+    def transferred(self, model: nn.Module, seed: int) -> tuple[float, dict[str, float]]:
+        """Attention transfer of methods that have something to learn; CPU seconds, and ratios of a step."""
         if not learned(swapped_layers(model)):
-            return 0.0
+            return 0.0, {}
+        ratios = step_ratios(deepcopy(model), SETTINGS[self.setting].rows("train", 5, ROWS))
         with Watch(PROCESSOR) as watch:
             taught = Transferring(model)
             calibrate(taught, calibration(self.setting, seed))
             trained(taught, self.setting, seed, self.transfer, self.transfer_lr, transfer_loss)
             release(taught)
-        return watch.seconds
+        return watch.seconds, ratios
 
     def low_rank(self, model: nn.Module, seed: int, steps: int, first: int) -> float:
         """Adapters, drawn from the seed, trained and merged; CPU seconds."""
@@ -248,15 +256,13 @@ class Adapted:
         adapters.merge()
         return seconds
 
-    def step_ratios(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        if not adapts(mechanism):
-            return
-        model, rows = self.swapped(mechanism, seed), SETTINGS[self.setting].rows("train", 5, ROWS)
-        if learned(swapped_layers(model)):
-            seconds, mib = cost(lambda: loss_of(model.train(), rows))
-            taught = Transferring(model).train()
-            taught_seconds, taught_mib = cost(lambda: transfer_loss(taught, rows))
-            yield {"place": "transferred", "time_ratio": taught_seconds / seconds, "memory_ratio": taught_mib / mib}
+
+def step_ratios(model: nn.Module, rows: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Of a step of transfer over one of training all weights."""
+    seconds, mib = cost(lambda: loss_of(model.train(), rows))
+    taught = Transferring(model).train()
+    taught_seconds, taught_mib = cost(lambda: transfer_loss(taught, rows))
+    return {"time_ratio": taught_seconds / seconds, "memory_ratio": taught_mib / mib}
 
 
 def adapts(mechanism: Mechanism) -> bool:
@@ -283,3 +289,116 @@ def cost(loss: Callable[[], Tensor], rounds: int = 5) -> tuple[float, float]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         loss()
     return min(spent), sum(held.values()) / 2**20
+
+# ---- a pretrained language model
+
+
+def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
+    """(count, length) of the training text, in an order of the seed's. Raises ValueError where it has fewer."""
+    text = pretrained.tokens(model, "train")
+    rows = text[:len(text) // length * length].view(-1, length)
+    if count > len(rows):
+        raise ValueError(f"{count} rows of {length} tokens: the training text of WikiText-2 has {len(rows)}")
+    return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
+
+
+@lru_cache(maxsize=4)
+def published(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
+    """Rows, and what the model as it is published makes of each."""
+    return [pretrained.exact_of(model, kind, length, i) for i in range(count)]
+
+
+def called(ids: Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "use_cache": False}
+
+
+@checked("task")
+class AdaptPretrained(SwapMeasurement):
+    """task=adapt_pretrained: of each kind of row in `texts`, after each of `steps` (0, and those behind the transfer),
+    nats a token, `nats`, and what of it is `above` the model with exact attention as it is published, lists over
+    `tested` rows of `length` tokens; then the `minutes` of the processor that training took so far, and `cost`, the
+    mean of `above`.
+
+    The first `transfer` steps are of attention transfer, on so many `captured` rows, the others of adapters of `rank`,
+    on a row each, in bfloat16 where autocast has it so with `bf16`. *_lr: learning rates. Methods with nothing to learn
+    are after the transfer what they were before.
+    """
+
+    metric = "cost"
+
+    def __init__(self, model: str, texts: Several[Literal[*pretrained.ROWS]], length: Count, tested: Count,
+                 captured: Count, transfer: Count, steps: Several[Whole], transfer_lr: Positive, lora_lr: Positive,
+                 rank: Count, bf16: bool):
+        self.model, self.texts, self.length, self.tested, self.captured = model, texts, length, tested, captured
+        self.transfer, self.steps, self.rank, self.bf16 = transfer, steps, rank, bf16
+        self.transfer_lr, self.lora_lr, self.lora = transfer_lr, lora_lr, max(steps) - transfer
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
+        model = self.swapped(mechanism, seed, rows[:self.captured])
+        found, transfer = self.readings(model), 0.0
+        yield from after(0, found, 0.0)
+        if can_learn(model):
+            transfer = milliseconds(self.transferred, model, rows[:self.captured], clock=PROCESSOR) / MINUTE
+            found = self.readings(model)
+        yield from after(self.transfer, found, transfer)
+        low_rank(model, self.rank, seed)
+        loss = adapter_loss(model, rows[self.captured:], self.bf16)
+        for step, minutes in paced(descent(model, loss, self.lora, self.lora_lr)):
+            if self.transfer + step in self.steps:
+                yield from after(self.transfer + step, self.readings(model), transfer + minutes)
+
+    def swapped(self, mechanism: Mechanism, seed: int, rows: Tensor) -> nn.Module:
+        """A copy with the method's attention, fitted to training rows."""
+        model = deepcopy(pretrained.opened(self.model).model)
+        if mechanism.is_exact:
+            return model
+        with quiet():
+            replace(mechanism, seed=seed).swap(model, saved=False)
+            return fitted(model, [called(row[None]) for row in rows])
+
+    def transferred(self, model: nn.Module, rows: Tensor) -> None:
+        transfer_attention(model, [called(row[None]) for row in rows], self.transfer, self.transfer_lr, captured=True)
+
+    def readings(self, model: nn.Module) -> dict[str, dict[str, list[float]]]:
+        model.eval()
+        return {kind: self.reading(model, kind) for kind in self.texts}
+
+    def reading(self, model: nn.Module, kind: str) -> dict[str, list[float]]:
+        pairs = published(self.model, kind, self.length, self.tested)
+        found = [(pretrained.read(model, row).nats, exact.nats) for row, exact in pairs]
+        return {"nats": [float(ours.mean()) for ours, _ in found],
+                "above": [float((ours - exact).mean()) for ours, exact in found]}
+
+
+def after(step: int, found: dict[str, dict[str, list[float]]], minutes: float) -> Iterator[dict[str, Any]]:
+    yield from ({"step": step, "text": kind, **values} for kind, values in found.items())
+    cost = float(np.mean([values["above"] for values in found.values()]))
+    yield {"step": step, "sample": "", "minutes": minutes, "cost": cost}
+
+
+def paced(steps: Iterator[int]) -> Iterator[tuple[int, float]]:
+    """Each step with the processor's minutes that it and those before it took; what the reader does between counts
+    not."""
+    minutes = 0.0
+    while True:
+        with Watch(PROCESSOR) as watch:
+            step = next(steps, None)
+        if step is None:
+            return
+        minutes += watch.ms / MINUTE
+        yield step, minutes
+
+
+def can_learn(model: nn.Module) -> bool:
+    return any("swapped" in part._modules for part in model.modules()) and (
+        learns(model) or bool(learned(swapped_layers(model))))
+
+
+def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
+    """loss(i), nats a token of row i."""
+    def loss(i: int) -> Tensor:
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+            logits = model.train()(**called(rows[i][None])).logits[0, :-1]
+        return F.cross_entropy(logits.float(), rows[i][1:])
+    return loss

@@ -49,6 +49,12 @@ class Measurement:
         return f"{self.metric} {value:.4g}" if isinstance(value, float) else f"{len(records)} rows"
 
 
+class SwapMeasurement(Measurement):
+    """A measurement of a model whose attention is swapped: of any attention, with a feature map or without."""
+
+    measures_whole = staticmethod(lambda mechanism: True)
+
+
 class Series(Probe):
     """A probe with a record for each of some `values` of what it is `over`, the key of records and their split."""
 

@@ -19,7 +19,7 @@ from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.data import read_text
-from crt_exp.data.text import bert_tokenizer, check_vocabulary
+from crt_exp.data.text import check_vocabulary
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
@@ -27,6 +27,7 @@ from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
 from crt_exp.advice.bench import Bench, LayerCall, Layers
+from crt_exp.advice.language import load_tokenizer, positions
 from crt_exp.swap.swap import LayerMaker
 
 
@@ -276,16 +277,6 @@ def load_bare(name: str) -> nn.Module:
     return (model.get_encoder() if model.config.is_encoder_decoder else model).eval()
 
 
-def load_tokenizer(model: str, name: str | None):
-    """That of the model's folder, or the one that task.tokenizer names."""
-    if name is None:
-        origin = encoders.Origin(encoders.folder_of(model, "task.model"), "task.model", True, False)
-        return encoders.load_tokenizer(origin)
-    if name.endswith(".txt"):
-        return bert_tokenizer(name)
-    return encoders.load_tokenizer(encoders.Origin(name, "task.tokenizer", True, False))
-
-
 def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | None) -> dict[str, Tensor]:
     """One sequence of ids with the tokenizer's special tokens, checked against the model's vocabulary and positions."""
     most = positions(model)
@@ -303,12 +294,3 @@ def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | No
         raise ValueError(f"task.text={path}: the tokenizer knows none of its words; give another one with "
                          "task.tokenizer=... (a hub name, a folder or a BERT vocab.txt)")
     return {"input_ids": ids}
-
-
-def positions(model: nn.Module) -> int:
-    """The longest sequence that the model can read."""
-    most = getattr(model.config, "max_position_embeddings", None) or 2**31
-    for path, part in model.named_modules():
-        if path.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
-            most = min(most, part.num_embeddings - part.padding_idx - 1)  # RoBERTa counts from behind the padding index
-    return most

@@ -1,33 +1,40 @@
-"""How true a pretrained model stays when its attention is swapped and nothing is trained.
+"""How true a pretrained model stays when its attention is swapped and nothing is trained: task=fidelity, of any model
+and text, a table of many methods; task=swap_error, of a run's model on WikiText-2, one method; task=matched_heads, on
+random heads that have the moments of the model's.
 
-Legend: L tokens of a text, m projections, "above" a loss above that of the exact model, nats. Errors are relative, in
-the Frobenius norm.
+Legend: L tokens of a text, m projections, "above" the increase of the loss over exact attention, nats. Errors are
+relative, in the Frobenius norm.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from crt_exp import mechanism_text
-from crt_exp.config import ConfigError, carried
-from crt_exp.hints import Count, Several
+from crt_exp.advice.bench import medians
+from crt_exp.attention import exact_attention
+from crt_exp.config import ConfigError
+from crt_exp.data.text import official_file
+from crt_exp.hints import Count, Several, Whole
+from crt_exp.measure.base import SwapMeasurement, planned
+from crt_exp.measure.captured import relative_error
+from crt_exp.measure.subject import Subject
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
+from crt_exp.runner.configuration import kept_task
 from crt_exp.schema import checked
-from crt_exp.measure.base import planned
-from crt_exp.advice.bench import medians
-from crt_exp.advice.bench_pieces import TextBench
-from crt_exp.measure.subject import Subject, load
-from crt_exp.times import added, in_new_process
 from crt_exp.whole_files import whole, write_rows
 
 CONTROLS = ("exact", "uniform", "identity")  # not among those of which the best is named
 NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attention", "cosine": "cosine",
          "above": "nats above exact"}
-WARM = 128                                   # tokens of the call before memory is measured
+Split = Literal["train", "valid", "test"]    # of WikiText-2
 
 
 class Candidate(NamedTuple):
@@ -120,11 +127,12 @@ class Fidelity:
         return [L for L in (128, 256, 512, 1024, 2048) if subject.most >= L]
 
     def of_length(self, subject: Subject, length: int) -> dict[str, Any]:
-        """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak."""
+        """Of one pass over `length` tokens: the median of milliseconds, all attentions in turn, and MiB at the peak
+        beyond what is held before. They do not depend on which tokens these are."""
+        ids = torch.randint(subject.model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         mechanisms = {arm.label: arm.mechanism() for arm in self.arms}
-        return {"length": length, "ms": medians(subject.times(mechanisms, ids_of(subject.model, length), self.rounds)),
-                "mib": {arm.label: in_new_process(carried(memory), model=self.model, text=arm.text, m=arm.m,
-                                                  length=length) for arm in self.arms}}
+        return {"length": length, "ms": medians(subject.times(mechanisms, ids, self.rounds)),
+                "mib": {label: subject.memory(each, ids) for label, each in mechanisms.items()}}
 
     def of_all(self, subject: Subject, rows: list[dict]) -> dict[str, Any]:
         means = [mean_of(arm, [r for r in rows if r["split"] == "swap" and (r["attention"], r["m"]) == arm])
@@ -159,13 +167,19 @@ def of_heads(subject: Subject, i: int) -> dict[str, Any]:
 
 def of_swap(subject: Subject, arm: Candidate, draw: int, seed: int) -> dict[str, Any]:
     """Means over texts for each layer, and under keys that end in "_texts" those of the last layer for each text."""
-    measured = subject.measured(arm.mechanism(1000 * seed + draw))
-    record = {"attention": arm.text, "m": arm.m, "draw": draw,
-              "attention_error_layers": measured["attention"].mean(0).tolist(),
-              "hidden_error_layers": measured["hidden"].mean(0).tolist(),
-              "attention_error_texts": measured["attention"].mean(1).tolist(),
-              "hidden_error_texts": measured["hidden"][:, -1].tolist(), "cosine_texts": measured["cosine"].tolist()}
-    return record | ({"above_texts": measured["above"].tolist()} if "above" in measured else {})
+    of_texts, of_layers = errors_of(subject, arm.mechanism(1000 * seed + draw))
+    return {"attention": arm.text, "m": arm.m, "draw": draw,
+            **{f"{key}_layers": values for key, values in of_layers.items()},
+            **{f"{key}_texts": values for key, values in of_texts.items()}}
+
+
+def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Of each text, and means over texts of each layer."""
+    measured = subject.measured(mechanism)
+    layers = {f"{kind}_error": measured[kind].mean(0).tolist() for kind in ("attention", "hidden")}
+    texts = {"attention_error": measured["attention"].mean(1), "hidden_error": measured["hidden"][:, -1],
+             **{key: measured[key] for key in ("cosine", "above") if key in measured}}
+    return {key: values.tolist() for key, values in texts.items()}, layers
 
 
 def mean_of(arm: Candidate, rows: list[dict]) -> dict[str, Any]:
@@ -177,26 +191,6 @@ def mean_of(arm: Candidate, rows: list[dict]) -> dict[str, Any]:
             of_texts = interval(np.mean([row[key] for row in rows], 0), name)
             record |= {name: of_texts[name], f"{name}_ci95": of_texts[f"{name}_ci95"]}
     return record
-
-
-# ---- cost
-
-
-@torch.no_grad()
-def memory(model: str, text: str, m: int | None, length: int) -> float:
-    """MiB at the peak of a pass beyond the weights, the model swapped as it is: for a new process."""
-    loaded, _ = load(model)
-    short, long = ids_of(loaded, min(length, WARM)), ids_of(loaded, length)
-    bench = TextBench(loaded, long, short)
-    with bench.swapped(Mechanism.parse(text, m=m)):
-        bench.body(short)
-        return added(lambda: bench.body(long))
-
-
-def ids_of(model: torch.nn.Module, length: int) -> torch.Tensor:
-    """(1, length): time does not depend on them."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(model.config.vocab_size, (1, length), generator=generator)
 
 
 # ---- the table and the picture of a run
@@ -238,23 +232,121 @@ def write(records: list[dict], directory: Path) -> None:
 
 
 def figure(records: list[dict]):
-    """Hidden error behind each layer, and milliseconds and MiB against the length."""
+    """Hidden error behind each layer."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure((14, 4.5), layout="constrained")
+    drawn = Figure((6, 4.5), layout="constrained")
     FigureCanvasAgg(drawn)
-    errors, times, memory = drawn.subplots(1, 3)
+    errors = drawn.subplots()
     for each in records[-1]["attentions"]:
         layers = [r["hidden_error_layers"] for r in records if r["split"] == "swap"
                   and (r["attention"], r["m"]) == (each["attention"], each["m"])]
-        mean = [sum(column) / len(layers) for column in zip(*layers)]
+        mean = np.mean(layers, 0)
         errors.plot(range(1, len(mean) + 1), mean, marker="o", ms=3, label=each["label"])
     errors.set(xlabel="layer", title="relative error of the hidden states behind it", yscale="log")
-    costs = [r for r in records if r["split"] == "cost"]
-    for axes, key, title in ((times, "ms", "milliseconds a pass"), (memory, "mib", "MiB at the peak")):
-        for label in costs[0][key] if costs else ():
-            axes.plot([r["length"] for r in costs], [r[key][label] for r in costs], marker="o", ms=3, label=label)
-        axes.set(xlabel="tokens", title=title)
     errors.legend(fontsize=7)
     return drawn
+
+
+# ---- a run's model on WikiText-2
+
+
+@lru_cache(maxsize=2)
+def subject(start: str, split: str, calibration: str | None, length: int | None, texts: int,
+            calibration_texts: int = 1) -> Subject:
+    """length: by default that of the run's rows."""
+    fitted = None if calibration is None else str(official_file("wikitext2", calibration))
+    return Subject(start, str(official_file("wikitext2", split)), fitted, None, length or kept_task(start).block, texts,
+                   calibration_texts, seed=0, cache_dir="outputs/texts/tokens")
+
+
+@checked("task")
+class SwapError(SwapMeasurement):
+    """task=swap_error: the model of a run of task=mlm with another attention, not trained. Rows: `above`,
+    `hidden_error`, `attention_error` and `cosine` of each text, lists; both errors of each `layer`; last `cost`, the
+    mean of `above`.
+
+    With attention=exact, rows of the model itself: `S`, `S_least` and `S_largest`, mean |x + y|^2 over the heads of
+    each layer; and in the last one its `loss`, that of every token predicted by its frequency in the training text,
+    `unigram`, and the `share` of heads whose mean |x + y|^2 lies in `window`.
+    """
+
+    metric = "cost"
+
+    def __init__(self, start: str, split: Split, calibration: Split | None, length: Count | None, texts: Count,
+                 calibration_texts: Count, draws: Whole, window: tuple[float, float]):
+        self.start, self.draws, self.window = start, draws, window
+        self.given = (split, calibration, length, texts, calibration_texts)
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        read = subject(self.start, *self.given)
+        made = [errors_of(read, replace(mechanism, seed=each)) for each in range(self.draws) or [seed]]
+        of_texts, of_layers = ({key: np.mean([each[key] for each in found], 0).tolist() for key in found[0]}
+                               for found in zip(*made))
+        yield of_texts
+        yield from ({"layer": i, "sample": "", **{key: values[i] for key, values in of_layers.items()}}
+                    for i in range(len(read.calls[0])))
+        last = {"sample": "", "cost": float(np.mean(of_texts.get("above", np.nan)))}
+        if mechanism.is_exact:
+            S = [of_heads(read, i)["mean_sq_sum"] for i in range(len(read.calls[0]))]
+            yield from ({"layer": i, "sample": "", "S": float(np.mean(each)), "S_least": min(each),
+                         "S_largest": max(each)} for i, each in enumerate(S))
+            low, high = self.window
+            last |= {"share": float(np.mean([low <= each <= high for layer in S for each in layer])),
+                     "loss": float(np.mean([each.loss for each in read.exact])), "unigram": unigram(self.start)}
+        yield last
+
+
+def unigram(start: str) -> float:
+    """Loss on the run's validation text, nats, of predicting every token by its frequency in the training text."""
+    task = kept_task(start)
+    known, asked = (np.bincount(task.blocks[split].ravel(), minlength=len(task.tokenizer))
+                    for split in ("train", "validation"))
+    for counts in (known, asked):
+        counts[task.tokenizer.all_special_ids] = 0  # which are never asked for
+    logs = np.log((known + 1) / (known.sum() + len(known)))
+    return float(-(asked * logs).sum() / asked.sum())
+
+
+@checked("task")
+class MatchedHeads(SwapMeasurement):
+    """task=matched_heads: relative error of attention's output in both directions, of each `layer`, on heads of so many
+    `tokens`, whose q, k and v are normal with the moments of a run's model on WikiText-2. Tokens are independent: no
+    key is near."""
+
+    metric = "attention_error"
+
+    def __init__(self, start: str, split: Split, length: Count, texts: Count, tokens: Count):
+        self.start, self.given, self.tokens = start, (split, None, length, texts), tokens
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        for number, of_layer in enumerate(moments(self.start, *self.given)):
+            generator = torch.Generator().manual_seed(10_000 * seed + number)
+            q, k, v = (normal(mean, root, self.tokens, generator) for mean, root in of_layer)
+            heads, d = q.shape[1], q.shape[3]
+            with torch.no_grad():
+                layer = mechanism.layer(heads, d, layer=number).eval()
+                exact = exact_attention(q / d**0.25, k / d**0.25, v)
+                yield {"layer": number, "attention_error": float(relative_error(layer(q, k, v), exact))}
+
+
+@lru_cache(maxsize=2)
+def moments(*of_subject: Any) -> list[list[tuple[Tensor, Tensor]]]:
+    """Of q, k and v of each layer: mean (1, H, 1, d) and root of the covariance (1, H, d, d), over texts and tokens."""
+    calls = subject(*of_subject).calls
+    return [[mean_and_root(torch.cat([getattr(of_text[i], name) for of_text in calls], 2)) for name in ("q", "k", "v")]
+            for i in range(len(calls[0]))]
+
+
+def mean_and_root(t: Tensor) -> tuple[Tensor, Tensor]:
+    mean = t.double().mean(2, keepdim=True)
+    centred = t.double() - mean
+    values, vectors = torch.linalg.eigh(centred.mT @ centred / t.shape[2])
+    return mean, vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+
+
+def normal(mean: Tensor, root: Tensor, length: int, generator: torch.Generator) -> Tensor:
+    """(1, H, length, d) float32."""
+    drawn = torch.randn(1, mean.shape[1], length, mean.shape[3], generator=generator, dtype=torch.float64)
+    return (mean + drawn @ root.mT).float()

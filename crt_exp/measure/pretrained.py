@@ -1,37 +1,47 @@
-"""What other attention makes of a pretrained language model: texts, passages said again, needles, lists, and answers.
+"""What other attention makes of pretrained models without training: task=swap_text, a language model on new text,
+repeated passages, pass keys and answers; task=swap_embeddings, an encoder of sentences and paragraphs.
 
 A row is read once with each attention, and what exact attention makes of it is kept for those that follow in the
 process. Models are those of `python -m crt_exp.data fetch`, or folders.
-Legend: L tokens of a row, n answers of w tokens.
+Legend: L tokens of a row, n answers of w tokens, B texts, h the width of states.
 """
 
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import spearmanr
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from crt_exp import mechanism_text
-from crt_exp.config import unknown
-from crt_exp.data.text import lines_of, official_file
-from crt_exp.pretrained.published import fetched
 from crt_exp.advice.bench import Bench, quiet
 from crt_exp.advice.bench_pieces import AT_ONCE, UNSURE, TextBench
+from crt_exp.data import glue
+from crt_exp.data.text import lines_of, local_blocks, official_file
+from crt_exp.hints import Count
+from crt_exp.measure.base import SwapMeasurement
 from crt_exp.measure.recall import attention_of
+from crt_exp.measure.texts import FOLDER
+from crt_exp.mechanism import Mechanism
+from crt_exp.pretrained.published import fetched
+from crt_exp.schema import checked
 
 APART = 8192                  # tokens of the text between the beginnings of two rows, so that lengths share their texts
 CHARACTERS = 1_500_000        # of a split that are read
 SEGMENT = 64                  # tokens that are said again at one distance
 ANSWER = 64                   # tokens of a greedy answer
 FITTED, FITTED_ROWS = 1024, 2                        # tokens and number of rows that attention is fitted to
+TOGETHER = 32                 # texts of one length
+SENTENCES, PARAGRAPHS = 64, 8   # that attention is fitted to
+NEAREST, TENTHS = 10, 10      # paragraphs that are retrieved; parts of STS-B
 NAMES = ("Ada", "Bruno", "Clara", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Lukas",
          "Marta", "Nils", "Olga", "Paul")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -113,7 +123,7 @@ def passage(model: str, split: str, seed: int, length: int) -> Tensor:
 # ---- rows
 
 
-def plain(model: str, length: int, seed: int) -> Row:
+def new(model: str, length: int, seed: int) -> Row:
     return Row(passage(model, "valid", seed, length)[None], {"": torch.arange(1, length).unsqueeze(1)})
 
 
@@ -137,17 +147,9 @@ def distances(model: str, length: int, seed: int) -> Row:
                {far: torch.cat(each).unsqueeze(1) for far, each in asked.items()})
 
 
-def needle(model: str, length: int, seed: int) -> Row:
-    """One pass key, somewhere in a text, that is asked for behind it in the model's own format of a chat."""
-    return keys(model, length, seed, 1)
-
-
-def pairs(model: str, length: int, seed: int) -> Row:
-    """Eight of them, asked for in another order."""
-    return keys(model, length, seed, 8)
-
-
-def keys(model: str, length: int, seed: int, count: int) -> Row:
+def pass_keys(model: str, length: int, seed: int, count: int) -> Row:
+    """Pass keys, somewhere in a text, that are asked for behind it in another order, in the model's own format of a
+    chat."""
     start, draw = opened(model), random.Random(1000 * count + seed)
     names = draw.sample(NAMES, count)
     said = {name: f"{draw.randrange(10**5):05d}" for name in names}
@@ -192,7 +194,8 @@ def answer(model: str, length: int, seed: int) -> Row:
     return Row(ids, {"": torch.arange(length - ANSWER, length).unsqueeze(0)})
 
 
-ROWS = {made.__name__: made for made in (plain, repeated, distances, needle, pairs, answer)}
+ROWS = {"new": new, "repeated": repeated, "distances": distances, "pass_key": partial(pass_keys, count=1),
+        "pass_keys": partial(pass_keys, count=8), "answer": answer}
 
 
 # ---- what is measured
@@ -223,56 +226,153 @@ def bench_of(model: str, row: Row, length: int) -> TextBench:
 
 
 @contextmanager
-def arranged(arm: str, bench: Bench, whole: nn.Module, seed: int) -> Iterator[nn.Module]:
-    """The whole model, of which the bench's has the arm's attention meanwhile; for "exact dtype=bfloat16" a copy that
-    computes in that type, which shows what else is accepted for speed."""
-    name, options = mechanism_text.read(arm)
-    if name == "exact" and options:
-        yield in_type(whole, **options)
+def arranged(method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int, dtype: str | None = None
+             ) -> Iterator[nn.Module]:
+    """The whole model, of which the bench's has this attention meanwhile; with `dtype` a copy that computes in that
+    type with exact attention, which shows what else is accepted for speed."""
+    if dtype is not None:
+        yield in_type(whole, dtype)
         return
-    with bench.swapped(attention_of(arm, seed=seed)), quiet():
+    with bench.swapped(attention_of(method, seed=seed)), quiet():
         yield whole
 
 
 def in_type(model: nn.Module, dtype: str) -> nn.Module:
     """A copy with parameters of that type. Frequencies of positions, which are none, stay float32, as in a model that
-    is loaded so. Raises ConfigError for a type that is not known."""
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, [*DTYPES])
+    is loaded so."""
     made = deepcopy(model)
     for each in made.parameters():
         each.data = each.data.to(DTYPES[dtype])
     return made
 
 
-@torch.no_grad()
-def readings(arm: str, model: str, row: str, length: int, seed: int) -> Iterator[dict[str, Any]]:
-    """What `compared` says of an attention."""
-    made, exact = exact_of(model, row, length, seed)
-    found = exact
-    if arm != "exact":
-        bench = bench_of(model, made, length)
-        with arranged(arm, bench, bench.model, seed) as reader:
-            found = read(reader, made)
-    yield from compared(made, found, exact)
+@checked("task")
+class SwapText(SwapMeasurement):
+    """task=swap_text: a language model on one row of a kind, number `seed`. Of each `distance` of kind=distances, else
+    one row: `nats` a token, and what of it is `above` exact attention; the share of answers of which each token is the
+    likeliest, `right`; the share of tokens at which it is the same as with exact attention, `agrees`, and how many go
+    before the first where it is not, `kept`. With dtype the whole model computes in that type, with exact attention."""
+
+    metric = "above"
+
+    def __init__(self, model: str, kind: Literal[*ROWS], length: Count, baseline: str | None,
+                 dtype: Literal[*DTYPES] | None):
+        self.model, self.kind, self.length, self.baseline, self.dtype = model, kind, length, baseline, dtype
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        row, exact = exact_of(self.model, self.kind, self.length, seed)
+        found = exact
+        if not mechanism.is_exact or self.baseline or self.dtype:
+            bench = bench_of(self.model, row, self.length)
+            with arranged(self.baseline or mechanism, bench, bench.model, seed, self.dtype) as reader:
+                found = read(reader, row)
+        yield from compared(row, found, exact)
 
 
 def compared(row: Row, found: Reading, exact: Reading) -> Iterator[dict[str, Any]]:
-    """Of each place of the axis, `x`: nats a token and what of it is `above` exact attention; the share of answers of
-    which each token is the likeliest, `right`; the share of tokens at which it is the same as with exact attention,
-    `agrees`, and how many go before the first where it is not, `kept`."""
     sizes = [each.numel() for each in row.asked.values()]
     split = zip(row.asked.items(), *(each.split(sizes) for each in (found.nats, found.best, exact.nats, exact.best)))
     for (x, asked), nats, best, exact_nats, exact_best in split:
         same = best == exact_best
-        yield {"x": x, "nats": float(nats.mean()), "above": float((nats - exact_nats).mean()),
+        yield {"distance": x, "nats": float(nats.mean()), "above": float((nats - exact_nats).mean()),
                "right": float((best.view_as(asked) == row.ids[0, asked]).all(-1).float().mean()),
                "agrees": float(same.float().mean()), "kept": int(same.long().cumprod(0).sum())}
 
 
-def times(arm: Mapping[str, str], model: str, length: int, rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Milliseconds of the layers for one row in each round, in which all take their turn, and MiB at the peak."""
-    row = plain(model, length, seed)
-    bench, arms = bench_of(model, row, length), {name: attention_of(each) for name, each in arm.items()}
-    spent = bench.times(arms, row.ids, rounds, torch.no_grad()(bench.body))
-    return [{"arm": name, "ms": each, "mib": bench.memory(arms[name], row.ids)} for name, each in spent.items()]
+# ---- encoders of sentences and paragraphs
+
+
+@lru_cache(maxsize=1)
+def encoder(model: str) -> tuple[nn.Module, Any]:
+    folder = folder_of(model)
+    return AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def alike(rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
+    """Numbers of rows of one length, and their tokens (B, L)."""
+    by_length: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_length.setdefault(len(row), []).append(i)
+    for same in by_length.values():
+        for i in range(0, len(same), TOGETHER):
+            part = same[i:i + TOGETHER]
+            yield part, torch.tensor([rows[each] for each in part])
+
+
+@torch.no_grad()
+def states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+    """The mean state of each, (n, h)."""
+    found = [(i, model(input_ids=ids).last_hidden_state.mean(1)) for i, ids in alike(rows)]
+    order = torch.tensor([each for i, _ in found for each in i])
+    return torch.cat([each for _, each in found])[order.argsort()]
+
+
+@lru_cache(maxsize=4)
+def blocks(model: str, split: str, length: int) -> Tensor:
+    """(n, length), pieces of WikiText-2 with the model's marks."""
+    rows = local_blocks(official_file("wikitext2", split), encoder(model)[1], length, FOLDER / "tokens")
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+@lru_cache(maxsize=4)
+def paragraphs(model: str, split: str, length: int, count: int) -> list[list[int]]:
+    """The first `length` tokens of the first so many paragraphs that have as many. Raises ValueError for fewer."""
+    found: list[list[int]] = []
+    for line in lines_of([official_file("wikitext2", split)]):
+        ids = encoder(model)[1](line.strip(), truncation=True, max_length=length)["input_ids"]
+        found += [ids] if len(ids) == length else []
+        if len(found) == count:
+            return found
+    raise ValueError(f"the {split} text of WikiText-2 has {len(found)} paragraphs of {length} tokens, not {count}")
+
+
+@checked("task")
+class SwapEmbeddings(SwapMeasurement):
+    """task=swap_embeddings: mean states of an encoder. kind=pairs: Spearman's correlation of the scores of STS-B (dev)
+    with the cosine of the states of a pair, over all, `all_pairs`, and over each tenth, `spearman`. kind=texts:
+    `cosine` of the state of each of `texts` pieces of WikiText-2 of `length` tokens with exact attention's.
+    kind=paragraphs: of each of so many paragraphs the share of its nearest ten, by the cosine with exact attention,
+    that stay so, `nearest`."""
+
+    metric, lower_is_better = "mean", False
+
+    def __init__(self, model: str, kind: Literal["pairs", "texts", "paragraphs"], length: Count, texts: Count,
+                 baseline: str | None):
+        self.model, self.kind, self.length, self.texts, self.baseline = model, kind, length, texts, baseline
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        made, tokenizer = encoder(self.model)
+
+        def states_of(method: str | Mechanism, rows: Sequence[Sequence[int]], train: Sequence[Sequence[int]]) -> Tensor:
+            bench = Bench(made, training=[ids for _, ids in alike(train)])
+            with bench.swapped(attention_of(method, seed=seed)):
+                return states(made, rows)
+
+        method = self.baseline or mechanism
+        if self.kind == "pairs":
+            given, train = glue.load("sts-b", "dev"), glue.load("sts-b", "train").subsample(SENTENCES)
+            rows = tokenizer([*given.sentence1, *given.sentence2])["input_ids"]
+            first, second = states_of(method, rows, tokenizer(train.sentence1)["input_ids"]).chunk(2)
+            cosines, scores = F.cosine_similarity(first, second).numpy(), np.array(given.labels)
+            by_part = [float(spearmanr(cosines[i::TENTHS], scores[i::TENTHS])[0]) for i in range(TENTHS)]
+            every = float(spearmanr(cosines, scores)[0])
+            yield {"spearman": by_part, "all_pairs": every, "mean": every}
+            return
+        if self.kind == "texts":
+            rows, train = (blocks(self.model, split, self.length) for split in ("valid", "train"))
+            rows, train = rows[::max(len(rows) // self.texts, 1)][:self.texts].tolist(), train[:4].tolist()
+            exact, found = (states_of(each, rows, train) for each in ("exact", method))
+            values = {"cosine": F.cosine_similarity(found, exact)}
+        else:
+            rows, train = (paragraphs(self.model, split, self.length, count)
+                           for split, count in (("valid", self.texts), ("train", PARAGRAPHS)))
+            exact, found = (nearest(states_of(each, rows, train)) for each in ("exact", method))
+            values = {"nearest": (exact.unsqueeze(2) == found.unsqueeze(1)).any(2).float().mean(1)}
+        yield {key: each.tolist() for key, each in values.items()} | {"mean": float(*map(torch.mean, values.values()))}
+
+
+def nearest(found: Tensor) -> Tensor:
+    """(n, NEAREST): of each row those of the largest cosine with it, itself apart."""
+    unit = F.normalize(found, dim=-1)
+    return (unit @ unit.mT).fill_diagonal_(-torch.inf).topk(min(NEAREST, len(unit) - 1), -1).indices

@@ -1,129 +1,30 @@
-"""What other attention makes of pretrained encoders: sentences and paragraphs, speech.
-
-Nothing is padded: what is read together has one length. Models are those of `python -m crt_exp.data fetch`, or folders.
-Legend: B texts, L tokens, h the width of states.
-"""
+"""What other attention makes of a pretrained recogniser without training: task=swap_speech; and the time and memory of
+models with other attention in turns: task=swap_times."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.stats import spearmanr
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from crt_exp.data import glue, speech
-from crt_exp.data.text import lines_of, local_blocks, official_file
-from crt_exp.metrics import error_rates
 from crt_exp.advice.bench import Bench
-from crt_exp.measure.pretrained import arranged, folder_of
+from crt_exp.data import speech
+from crt_exp.hints import Count, NotNegative, Several
+from crt_exp.measure.base import Measurement, SwapMeasurement
+from crt_exp.measure.pretrained import DTYPES, ROWS, arranged, bench_of, folder_of
 from crt_exp.measure.recall import attention_of
-from crt_exp.measure.texts import FOLDER
+from crt_exp.mechanism import Mechanism
+from crt_exp.metrics import error_rates
+from crt_exp.schema import checked
 
-TOGETHER = 32                 # texts
-FITTED = 64                   # sentences or paragraphs that attention is fitted to
-NEAREST = 10                  # paragraphs that are retrieved
 RATE = 16_000                 # samples a second
 AT_MOST, A_SECOND = 16, 8     # tokens that are written for a clip, and more for each second: people say up to 5.3
-
-
-# ---- sentences and paragraphs
-
-
-@lru_cache(maxsize=1)
-def opened(model: str) -> tuple[nn.Module, Any]:
-    folder = folder_of(model)
-    return AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
-
-
-def alike(rows: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Tensor]]:
-    """Numbers of rows of one length, and their tokens (B, L)."""
-    by_length: dict[int, list[int]] = {}
-    for i, row in enumerate(rows):
-        by_length.setdefault(len(row), []).append(i)
-    for same in by_length.values():
-        for i in range(0, len(same), TOGETHER):
-            part = same[i:i + TOGETHER]
-            yield part, torch.tensor([rows[each] for each in part])
-
-
-@torch.no_grad()
-def states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
-    """The mean state of each, (n, h)."""
-    found = [(i, model(input_ids=ids).last_hidden_state.mean(1)) for i, ids in alike(rows)]
-    order = torch.tensor([each for i, _ in found for each in i])
-    return torch.cat([each for _, each in found])[order.argsort()]
-
-
-def swapped_states(arm: str, model: nn.Module, rows: Sequence[Sequence[int]], fitted_to: Sequence[Sequence[int]],
-                   seed: int) -> Tensor:
-    bench = Bench(model, training=[ids for _, ids in alike(fitted_to)])
-    with bench.swapped(attention_of(arm, seed=seed)):
-        return states(model, rows)
-
-
-def sentences(arm: str, model: str, split: str, parts: int, seed: int) -> dict[str, Any]:
-    """STS-B: Spearman's correlation of the scores with the cosine of the mean states, over all pairs and over each of
-    so many disjoint `parts` of them."""
-    encoder, tokenizer = opened(model)
-    given, train = glue.load("sts-b", split), glue.load("sts-b", "train").subsample(FITTED)
-    rows = tokenizer([*given.sentence1, *given.sentence2])["input_ids"]
-    first, second = swapped_states(arm, encoder, rows, tokenizer(train.sentence1)["input_ids"], seed).chunk(2)
-    cosines, scores = F.cosine_similarity(first, second).numpy(), np.array(given.labels)
-    by_part = [spearmanr(cosines[i::parts], scores[i::parts])[0] for i in range(parts)]
-    return {"all": float(spearmanr(cosines, scores)[0]), "parts": list(map(float, by_part))}
-
-
-@lru_cache(maxsize=4)
-def blocks(model: str, split: str, length: int) -> Tensor:
-    """(n, length), pieces of WikiText-2 with the model's marks."""
-    rows = local_blocks(official_file("wikitext2", split), opened(model)[1], length, FOLDER / "tokens")
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-def cosines(arm: str, model: str, length: int, texts: int, seed: int) -> dict[str, Any]:
-    """Of the mean state of each text with exact attention's."""
-    encoder = opened(model)[0]
-    rows, train = (blocks(model, split, length) for split in ("valid", "train"))
-    rows, train = rows[::max(len(rows) // texts, 1)][:texts].tolist(), train[:4].tolist()
-    exact, found = (swapped_states(each, encoder, rows, train, seed) for each in ("exact", arm))
-    return {"cosines": F.cosine_similarity(found, exact).tolist()}
-
-
-@lru_cache(maxsize=4)
-def paragraphs(model: str, split: str, length: int, count: int) -> list[list[int]]:
-    """The first `length` tokens of the first so many paragraphs that have as many. Raises ValueError for fewer."""
-    found: list[list[int]] = []
-    for line in lines_of([official_file("wikitext2", split)]):
-        ids = opened(model)[1](line.strip(), truncation=True, max_length=length)["input_ids"]
-        found += [ids] if len(ids) == length else []
-        if len(found) == count:
-            return found
-    raise ValueError(f"the {split} text of WikiText-2 has {len(found)} paragraphs of {length} tokens, not {count}")
-
-
-def retrieval(arm: str, model: str, length: int, texts: int, seed: int) -> dict[str, Any]:
-    """Of each paragraph the share of its nearest ones, by the cosine with exact attention, that stay so."""
-    encoder = opened(model)[0]
-    rows, train = paragraphs(model, "valid", length, texts), paragraphs(model, "train", length, FITTED // 8)
-    exact, found = (nearest(swapped_states(each, encoder, rows, train, seed)) for each in ("exact", arm))
-    kept = (exact.unsqueeze(2) == found.unsqueeze(1)).any(2).float().mean(1)
-    return {"kept": kept.tolist()}
-
-
-def nearest(found: Tensor) -> Tensor:
-    """(n, NEAREST): of each row those of the largest cosine with it, itself apart."""
-    unit = F.normalize(found, dim=-1)
-    return (unit @ unit.mT).fill_diagonal_(-torch.inf).topk(min(NEAREST, len(unit) - 1), -1).indices
-
-
-# ---- speech
 
 
 @lru_cache(maxsize=1)
@@ -169,16 +70,26 @@ def encoder_bench(model: str, subset: str, seconds: float = 0) -> Bench:
     return Bench(made.get_encoder(), training=[{"input_features": features(processor, last)}])
 
 
-@torch.no_grad()
-def words(arm: str, model: str, subset: str, count: int, seed: int, seconds: float = 0) -> dict[str, float]:
-    """Word error rate of the next so many utterances, or clips of so many seconds of them, each heard alone, with that
-    attention in the encoder; "exact dtype=bfloat16" is of the whole model."""
-    made, processor = hearer(model)
-    said, normal = group(subset, count, seed, seconds), EnglishTextNormalizer({})
-    with arranged(arm, encoder_bench(model, subset, seconds), made, seed) as hearing:
-        written = [processor.decode(heard(hearing, processor, each), skip_special_tokens=True) for each in said]
-    rates = error_rates([normal(each.text) for each in said], [normal(each) or "-" for each in written])
-    return {"wer": rates["wer"], "cer": rates["cer"]}
+@checked("task")
+class SwapSpeech(SwapMeasurement):
+    """task=swap_speech: word error rate, `wer`, of the group number `seed` of `count` utterances, or clips of `seconds`
+    of them, each heard alone, with another attention in the encoder. With dtype the whole model computes in that type,
+    with exact attention."""
+
+    metric = "wer"
+
+    def __init__(self, model: str, subset: str, count: Count, seconds: NotNegative, dtype: Literal[*DTYPES] | None):
+        self.model, self.subset, self.count, self.seconds, self.dtype = model, subset, count, seconds, dtype
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        made, processor = hearer(self.model)
+        said, normal = group(self.subset, self.count, seed, self.seconds), EnglishTextNormalizer({})
+        bench = encoder_bench(self.model, self.subset, self.seconds)
+        with arranged(mechanism, bench, made, seed, self.dtype) as hearing:
+            found = [processor.decode(heard(hearing, processor, each), skip_special_tokens=True) for each in said]
+        rates = error_rates([normal(each.text) for each in said], [normal(each) or "-" for each in found])
+        yield {"wer": rates["wer"]}
 
 
 def group(subset: str, count: int, number: int, seconds: float = 0) -> list[speech.Utterance]:
@@ -235,10 +146,29 @@ def judged(model: nn.Module, processor: Any, utterance: speech.Utterance, tokens
     return F.cross_entropy(logits, asked, reduction="none"), (logits.argmax(-1) == asked).float()
 
 
-def encoder_times(arm: Mapping[str, str], model: str, subset: str, rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Milliseconds of the encoder for one clip, in rounds in which all take their turn, and MiB at the peak."""
-    bench = encoder_bench(model, subset)
-    arms = {name: attention_of(each) for name, each in arm.items()}
-    spent = bench.times(arms, bench.training[0], rounds)
-    return [{"arm": name, "ms": each, "mib": bench.memory(arms[name], bench.training[0])}
-            for name, each in spent.items()]
+# ---- time and memory
+
+
+@checked("task")
+class SwapTimes(Measurement):
+    """task=swap_times: milliseconds of a pass without gradient in each of `rounds`, in which all `methods` take their
+    turn, `ms`, and MiB at its peak, `mib`: of the layers of a language model on `length` tokens, or, with `subset`, of
+    the encoder of a recogniser on one utterance."""
+
+    metric = "mib"
+    uses: frozenset[str] = frozenset()  # attention is named by task.methods
+
+    def __init__(self, model: str, length: Count, subset: str | None, methods: Several[str], rounds: Count):
+        self.model, self.length, self.subset, self.methods, self.rounds = model, length, subset, methods, rounds
+
+    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
+        if self.subset:
+            bench = encoder_bench(self.model, self.subset)
+            piece, body = bench.training[0], None
+        else:
+            row = ROWS["new"](self.model, self.length, seed)
+            bench = bench_of(self.model, row, self.length)
+            piece, body = row.ids, torch.no_grad()(bench.body)
+        attentions = {text: attention_of(text) for text in self.methods}
+        for text, ms in bench.times(attentions, piece, self.rounds, body).items():
+            yield {"method": text, "ms": ms, "mib": bench.memory(attentions[text], piece)}

@@ -1,43 +1,51 @@
-"""Recall: heads in which each query gives most of its weight to a key of its own, far away, a model that was trained to
-recall pairs, and one that copies passages.
+"""Single far keys that matter: task=far_key, heads in which each query gives most of its weight to one of them;
+task=swap_recall, a model that was trained to recall pairs; task=swap_copying, one that copies passages. And dense
+baselines, which show what other attention gives, not what it costs.
 
 What a mean of many keys cannot give back: the hardest case for attention that does not look at each key.
-Legend: L tokens, H heads, d.
+Legend: L tokens, H heads, R queries, d, dv.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp import mechanism_text
+from crt_exp.advice.bench import Layers, Swap, fitted
+from crt_exp.advice.bench_pieces import UNSURE, TextBench, following
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.config import unknown
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
+from crt_exp.hints import Count, Positive, Several, Whole
+from crt_exp.measure.base import Measurement, SwapMeasurement
+from crt_exp.measure.texts import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import LanguageModel
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.recall import rows_at
-from crt_exp.advice.bench import Layers, Swap, fitted
-from crt_exp.advice.bench_pieces import UNSURE, TextBench, following
-from crt_exp.measure.dense_peers import PEERS, cells_at
-from crt_exp.measure.texts import FOLDER
+from crt_exp.schema import checked
 from crt_exp.tasks.objectives import repeated
 from crt_exp.tasks.recall import drawn
 from crt_exp.times import Watch
 
-OWN = ("uniform", "window", "near_far")  # what `Law` makes itself
-CALIBRATION = 4      # rows that statistics are made of
+OWN = ("uniform", "window", "nearfar")  # methods of task=far_key beside the baselines
+CALIBRATION = 4        # rows that statistics are made of
+ROWS = 4               # of one seed of task=swap_copying, and of the training text that statistics are made of
+NEAR, PAGE = 64, 16    # keys that are read around a query; keys of a page
+LLOYD = 10             # passes of k-means
+CELLS, AT = 64, 512    # clusters, as the root of the length: so many at that length
 
 
 # ---- heads
@@ -51,20 +59,38 @@ class Heads(NamedTuple):
     v: Tensor
 
 
-@dataclass(frozen=True)
-class Law:
-    """Of heads whose queries each give `weight` to a key at least `far` tokens away: the last `queries`, in their past;
-    both: one at every token, on either side. Keys are iid normal, or in normal `clusters` with 0.64 of the variance
-    between them."""
+@checked("task")
+class FarKey(Measurement):
+    """task=far_key: relative error of the output of several `methods` (uniform, window, nearfar or a baseline, with
+    options) on heads whose queries each give `weight` to a key at least `far` tokens away: the last `queries`, in their
+    past; both: one at every token, on either side. Keys are iid normal, or in normal `clusters` with 0.64 of the
+    variance between them. near-far has cells as the root of the length."""
 
-    length: int
-    heads: int
-    d: int
-    far: int
-    weight: float
-    queries: int = 0
-    clusters: int = 0
-    both: bool = False
+    metric = "error"
+    uses: frozenset[str] = frozenset()  # attention is named by task.methods
+
+    def __init__(self, length: Count, heads: Count, d: Count, far: Count, weight: Positive, queries: Whole,
+                 clusters: Whole, both: bool, methods: Several[str]):
+        self.length, self.heads, self.d, self.far, self.weight = length, heads, d, far, weight
+        self.queries, self.clusters, self.both, self.methods = queries, clusters, both, methods
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
+        heads = self.draw(seed)
+        exact = exact_attention(*heads, causal=not self.both)
+        for text in self.methods:
+            yield {"method": text, "error": float((self.output(text, heads) - exact).norm() / exact.norm())}
+
+    def output(self, text: str, heads: Heads) -> Tensor:
+        name, options = mechanism_text.read(text)
+        if name in BASELINES:
+            return BASELINES[name](*heads, **options)
+        if name not in OWN:
+            raise unknown("method", name, [*OWN, *BASELINES])
+        if name == "nearfar":
+            sizes = Sizes(options.pop("block"), options.pop("heavy"), cells_at(self.length), **options)
+            return near_far_attention(*heads, sizes, causal=not self.both).out
+        return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=not self.both, **options)
 
     def draw(self, seed: int) -> Heads:
         g, L = torch.Generator().manual_seed(seed), self.length
@@ -100,79 +126,41 @@ class Law:
             low, high = torch.where(less, middle, low), torch.where(less, high, middle)
         return low * unit
 
-    # ---- what is compared; all but PEERS are causal where the law is
-
-    def output(self, arm: str, heads: Heads) -> Tensor:
-        """Of an arm such as "near_far open=32": a function of this class, or one of PEERS."""
-        name, options = mechanism_text.read(arm)
-        if name in PEERS:
-            return PEERS[name](*heads, **options)
-        if name not in OWN:
-            raise unknown("arm", name, [*OWN, *PEERS])
-        return getattr(self, name)(heads, **options)
-
-    def exact(self, heads: Heads) -> Tensor:
-        return exact_attention(*heads, causal=not self.both)
-
-    def uniform(self, heads: Heads) -> Tensor:
-        return uniform_attention(*heads, causal=not self.both)
-
-    def window(self, heads: Heads) -> Tensor:
-        return window_attention(*heads, causal=not self.both)
-
-    def near_far(self, heads: Heads, block: int, heavy: int, **options: int) -> Tensor:
-        sizes = Sizes(block, heavy, cells_at(self.length), **options)
-        return near_far_attention(*heads, sizes, causal=not self.both).out
-
-
-@torch.no_grad()
-def errors(arm: Mapping[str, str], seed: int, **law: Any) -> list[dict[str, Any]]:
-    """Relative error of the output of each arm, over the queries of all heads of a `Law`."""
-    law = Law(**law)
-    heads = law.draw(seed)
-    exact = law.exact(heads)
-    return [{"arm": name, "error": float((law.output(each, heads) - exact).norm() / exact.norm())}
-            for name, each in arm.items()]
-
 
 # ---- a model that was trained to recall
 
 
-@torch.no_grad()
-def accuracy(arm: str, start: str, length: int, pairs: int, rows: int, seed: int, split: str = "test"
-             ) -> dict[str, float]:
-    """The share of the values that are right, of all pairs that were said in so many rows, and milliseconds of a row,
-    by a run of task=recall whose attention is swapped without training."""
-    model, symbols, right, count = swapped(start, length, pairs, arm), kept(start).symbols["values"], 0, 0
-    with Watch() as watch:
-        for i in range(rows):
-            tokens, labels = map(torch.from_numpy, drawn(split, 1000 * seed + i, length, symbols, pairs, pairs))
-            asked = labels >= 0
-            chosen = model(tokens[None], chosen=asked[None])[:, :symbols].argmax(-1)
-            right, count = right + int((chosen == labels[asked]).sum()), count + int(asked.sum())
-    return {"accuracy": right / count, "ms": watch.ms / rows}
+@checked("task")
+class SwapRecall(SwapMeasurement):
+    """task=swap_recall: the share of the values that are right, of all pairs that were said in `evaluated` rows of
+    `length` tokens, and milliseconds of a row, by a run of task=recall with another attention, not trained. The seed
+    draws rows, not projections."""
+
+    metric, lower_is_better = "accuracy", False
+
+    def __init__(self, start: str, length: Count, pairs: Count, evaluated: Count):
+        self.start, self.length, self.pairs, self.evaluated = start, length, pairs, evaluated
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        kept = language.load(self.start, "start")
+        symbols, right, count = kept.symbols["values"], 0, 0
+
+        def row(split: str, number: int) -> tuple[Tensor, Tensor]:
+            return tuple(map(torch.from_numpy, drawn(split, number, self.length, symbols, self.pairs, self.pairs)))
+
+        given = (row("train", i)[0][None] for i in range(CALIBRATION))
+        model = fitted(kept.build(replace(mechanism, seed=0)), given)
+        with Watch() as watch:
+            for i in range(self.evaluated):
+                tokens, labels = row("test", 1000 * seed + i)
+                asked = labels >= 0
+                chosen = model(tokens[None], chosen=asked[None])[:, :symbols].argmax(-1)
+                right, count = right + int((chosen == labels[asked]).sum()), count + int(asked.sum())
+        yield {"accuracy": right / count, "ms": watch.ms / self.evaluated}
 
 
-@lru_cache(maxsize=1)
-def kept(start: str) -> language.KeptLanguageModel:
-    return language.load(start, "start")
-
-
-@lru_cache(maxsize=32)
-def swapped(start: str, length: int, pairs: int, arm: str) -> LanguageModel:
-    """The model with that attention, fitted to training rows where it has something to fit."""
-    made = kept(start)
-    given = (drawn("train", i, length, made.symbols["values"], pairs, pairs)[0] for i in range(CALIBRATION))
-    return fitted(made.build(Mechanism.parse(arm)), (torch.from_numpy(tokens)[None] for tokens in given))
-
-
-# ---- a model that copies: passages that are said twice
-
-
-ROWS = 4    # of a draw, and of the training text that statistics are made of
-
-
-# ---- its texts
+# ---- a model that copies: passages that are repeated
 
 
 @lru_cache(maxsize=2)
@@ -194,54 +182,166 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     return repeated(rows, 1.0, torch.rand(2, len(rows), generator=g))
 
 
-# ---- what it keeps
+@checked("task")
+class SwapCopying(SwapMeasurement):
+    """task=swap_copying: nats a token of the first half of rows of the test text, `new`, and of the second but for its
+    beginning, which repeats it, `copied`; `gain`: by which the second is cheaper. By a run of task=mlm with another
+    attention, or a dense `baseline`, not trained."""
+
+    metric = "copied"
+
+    def __init__(self, start: str, length: Count, baseline: str | None):
+        self.start, self.length, self.baseline = start, length, baseline
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        rows, train = (passages(self.start, split, self.length, each) for split, each in (("test", seed), ("train", 0)))
+        bench, half = TextBench(model_of(self.start)[0], rows, train), self.length // 2
+        with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
+            nats = [bench.nats(*following(row)) for row in rows.split(1)]
+        new = [float(row[:half - 1].mean()) for row in nats]
+        copied = [float(row[half + UNSURE:].mean()) for row in nats]
+        new, copied = (sum(each) / len(each) for each in (new, copied))
+        yield {"new": new, "copied": copied, "gain": new - copied}
 
 
-@lru_cache(maxsize=1)
-def bench_of(start: str, length: int, seed: int) -> TextBench:
-    """Rows of the test split to judge on, and of the training text to fit to."""
-    return TextBench(model_of(start)[0], passages(start, "test", length, seed), passages(start, "train", length, 0))
+# ---- dense baselines
+#
+# All take queries q (1, H, R, d), the last R of keys k (1, H, L, d), to be scaled by 1, and values v (1, H, L, dv).
+# keys: how many a query reads beyond those near it, the `near` last and the `first` ones; both: in both directions, the
+# `near` around it, where R = L.
 
 
-@torch.no_grad()
-def losses(arm: str, start: str, length: int, seed: int) -> dict[str, float]:
-    """Nats a token of the first half of rows, `new`, and of the second but for its beginning, `copied`; `gain`: by
-    which the second is cheaper."""
-    bench = bench_of(start, length, seed)
-    with bench.swapped(attention_of(arm)):
-        nats = [bench.nats(*following(row)) for row in bench.rows.split(1)]
-    new = [float(row[:length // 2 - 1].mean()) for row in nats]
-    copied = [float(row[length // 2 + UNSURE:].mean()) for row in nats]
-    new, copied = (sum(each) / len(each) for each in (new, copied))
-    return {"new": new, "copied": copied, "gain": new - copied}
+def seen(q: Tensor, k: Tensor, near: int, first: int, both: bool) -> tuple[Tensor, Tensor]:
+    """Which keys each query sees however they rank, and the others that it may see, (R, L) each."""
+    places = torch.arange(k.shape[2])
+    ago = places[len(places) - q.shape[2]:].unsqueeze(1) - places
+    if both:
+        return ago.abs() < near // 2, ago.abs() >= near // 2
+    close = (ago >= 0) & ((ago < near) | (places < first))
+    return close, (ago >= 0) & ~close
 
 
-def times(arm: Mapping[str, str], start: str, length: int, rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Milliseconds of the layers of the model for one row in each round, in which all take their turn."""
-    bench = bench_of(start, length, seed)
-    spent = bench.times({name: attention_of(each) for name, each in arm.items()}, bench.rows[:1], rounds,
-                        torch.no_grad()(bench.body))
-    return [{"arm": name, "ms": each} for name, each in spent.items()]
+def reading(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int) -> Tensor:
+    """Softmax over the near keys of each query and, of those that are far from it (R, L), the `keys` of the largest
+    rank (1, H, R, L)."""
+    best = rank.masked_fill(~far, -torch.inf).topk(min(keys, rank.shape[-1]), -1).indices
+    read = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
+    return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
 
 
-def attention_of(text: str, **given: Any) -> Swap | None:
-    """None for "exact"; one of PEERS ("pages keys=64"), or one as `Mechanism.parse` reads it with what is given."""
-    name, options = mechanism_text.read(text)
-    if name in PEERS:
-        return Layers(partial(Peer, partial(PEERS[name], **options)), name)
-    return None if text == "exact" else Mechanism.parse(text, **given)
+def largest(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0, both: bool = False) -> Tensor:
+    """The largest weights, which no one knows without all of them, and no others."""
+    return reading(q, k, v, q @ k.mT, *seen(q, k, near, first, both), keys)
 
 
-class Peer(AttentionLayer):
-    """A dense peer in the place of attention. Raises ValueError for a padding mask, which it does not know."""
+def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0, both: bool = False) -> Tensor:
+    """After Quest (Tang et al., 2024): pages of consecutive keys, by a bound on their best logit, and no others."""
+    of_page = k.unflatten(2, (-1, PAGE))
+    rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
+    return reading(q, k, v, rank.repeat_interleave(PAGE, -1), *seen(q, k, near, first, both), keys)
 
-    def __init__(self, peer: Callable[..., Tensor], heads: int, d: int, *, kv_heads: int | None = None,
+
+def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+    """After Multipole Attention (Kim et al., 2025), R = L: the keys of the clusters whose centroids rank first, as many
+    as `keys`, and the other clusters by centroid, number and mean value so far. Clusters are of the whole sequence,
+    whose future they see: with less to go by it could do no better."""
+    length, K = q.shape[2], cells_at(q.shape[2])
+    centres, cell = kmeans(k, K)
+    member = F.one_hot(cell, K).to(k)                                                        # (1, H, L, K)
+    close, far = seen(q, k, near, first, False)
+    there = member.clone()
+    there[:, :, :first] = 0
+    there = torch.cat([torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2)        # the last are near
+    N = there.cumsum(2)
+    late = torch.cat([torch.zeros_like(v[:, :, :near]), v[:, :, :-near]], 2)
+    V = (there.unsqueeze(-1) * late.unsqueeze(3)).cumsum(2) / N.clamp(min=1).unsqueeze(-1)   # (1, H, L, K, dv)
+    rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
+    order = rank.argsort(-1, descending=True)
+    held = N.gather(-1, order).cumsum(-1)
+    opened = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, order, held <= keys)
+    read = opened.double() @ member.double().mT > 0
+    logits = torch.cat([(q @ k.mT).masked_fill(~(close | read & far), -torch.inf),
+                        (rank + N.log()).masked_fill(opened | (N == 0), -torch.inf)], -1)
+    weights = logits.softmax(-1)
+    return weights[..., :length] @ v + (weights[..., None, length:] @ V).squeeze(-2)
+
+
+def query_clusters(q: Tensor, k: Tensor, v: Tensor, keys: int) -> Tensor:
+    """Vyas et al. (2020), in both directions: queries in clusters, whose mean attends to all keys for all of them; on
+    the `keys` that it weighs most each query has its own softmax, as heavy in all as the mean's."""
+    centres, cell = kmeans(q, cells_at(q.shape[2]))
+    weights = (centres @ k.mT).softmax(-1)                                                   # (1, H, C, L)
+    mass, best = weights.topk(min(keys, k.shape[2]), -1)
+    rest = weights.scatter(-1, best, 0.0) @ v                                                # (1, H, C, dv)
+    at, mass, rest = (rows_at(t.flatten(0, 1), cell.flatten(0, 1)).unsqueeze(0)                  # (1, H, L, .)
+                      for t in (best, mass.sum(-1, keepdim=True), rest))
+    own = torch.empty_like(v)
+    for i in range(0, q.shape[2], NEAR):
+        part = slice(i, i + NEAR)
+        near_k, near_v = (rows_at(t.flatten(0, 1), at[0, :, part]).unsqueeze(0) for t in (k, v))    # (1, H, n, keys, .)
+        logits = (near_k @ q[:, :, part].unsqueeze(-1)).squeeze(-1)
+        own[:, :, part] = (logits.softmax(-1).unsqueeze(-2) @ near_v).squeeze(-2)
+    return mass * own + rest
+
+
+def monarch(q: Tensor, k: Tensor, v: Tensor, turns: int) -> Tensor:
+    """MonarchAttention (Yaras et al., 2025), in both directions: the weight of query (l, j) for key (m, i) is a product
+    A[j, l, m] B[m, j, i] of two softmaxes, each in turn the best for the other in the variational form of softmax,
+    <W, q.k> + entropy."""
+    width = next(w for w in range(math.isqrt(k.shape[2]), 0, -1) if k.shape[2] % w == 0)
+    q, k, v = (t.unflatten(2, (-1, width)) for t in (q, k, v))                               # (1, H, M, b, .)
+    M = k.shape[2]
+    left = torch.eye(M).expand(*q.shape[:2], width, M, M)                                    # (1, H, j, l, m)
+    for _ in range(turns):
+        mean = torch.einsum("zhjlm,zhljd->zhmjd", left, q) / left.sum(-2).mT.unsqueeze(-1).clamp(min=1e-9)
+        right = torch.einsum("zhmjd,zhmid->zhmji", mean, k).softmax(-1)
+        entropy = -torch.special.xlogy(right, right).sum(-1)                                 # (1, H, m, j)
+        keys = torch.einsum("zhmji,zhmid->zhmjd", right, k)
+        left = (torch.einsum("zhljd,zhmjd->zhjlm", q, keys) + entropy.mT.unsqueeze(-2)).softmax(-1)
+    values = torch.einsum("zhmji,zhmid->zhmjd", right, v)
+    return torch.einsum("zhjlm,zhmjd->zhljd", left, values).flatten(2, 3)
+
+
+def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """Centroids (1, H, K, d) of keys (1, H, L, d), and the cluster of each (1, H, L)."""
+    centres = k[:, :, torch.linspace(0, k.shape[2] - 1, K).round().long()]
+    for _ in range(LLOYD):
+        member = F.one_hot(torch.cdist(k, centres).argmin(-1), K).to(k)
+        N = member.sum(2).unsqueeze(-1)
+        centres = torch.where(N > 0, member.mT @ k / N.clamp(min=1), centres)
+    return centres, torch.cdist(k, centres).argmin(-1)
+
+
+def cells_at(length: int) -> int:
+    return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
+
+
+BASELINES: dict[str, Callable[..., Tensor]] = {"largest": largest, "pages": pages, "clusters": clusters,
+                                               "query_clusters": query_clusters, "monarch": monarch}
+
+
+def attention_of(method: str | Mechanism, **given: Any) -> Swap | None:
+    """None for exact attention; a baseline in text ("pages keys=64"), or a method as `Mechanism.parse` reads it with
+    what is given."""
+    if isinstance(method, Mechanism):
+        return None if method.is_exact else method
+    name, options = mechanism_text.read(method)
+    if name in BASELINES:
+        return Layers(partial(Baseline, partial(BASELINES[name], **options)), name)
+    return None if method == "exact" else Mechanism.parse(method, **given)
+
+
+class Baseline(AttentionLayer):
+    """A dense baseline in the place of attention. Raises ValueError for a padding mask, which it does not know."""
+
+    def __init__(self, attend: Callable[..., Tensor], heads: int, d: int, *, kv_heads: int | None = None,
                  causal: bool = False, scaling: float | None = None, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, scaling)
-        self.peer = peer
+        self.attend = attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if key_mask is not None and not bool(key_mask.all()):
-            raise ValueError("dense peers take no padding: give rows of one length")
+            raise ValueError("dense baselines take no padding: give rows of one length")
         k, v = (repeat_heads(t, q.shape[1]) for t in (k, v))
-        return torch.cat([self.peer(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))])
+        return torch.cat([self.attend(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))])

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data import text as data
-from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import encoders
 from crt_exp.advice.bench import LayerCall, Swap
-from crt_exp.advice.bench_pieces import HEADS, LENGTH, MASKED, NEXT, SHARE, TextBench, nats, trained_on
-from crt_exp.measure.captured import load_tokenizer, positions, relative_error
+from crt_exp.advice.bench_pieces import SHARE, TextBench, nats
+from crt_exp.advice.language import length_of, opened, positions, rows_of
+from crt_exp.measure.captured import relative_error
 from crt_exp.swap.calibration import learns
-
-KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}  # None: predicts nothing
 
 
 class Pass(NamedTuple):
@@ -133,52 +130,6 @@ def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -
         raise ValueError(f"{option} = {count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; give more "
                          "text, fewer pieces or a smaller task.length")
     return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
-
-
-def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, str | None, Any]:
-    """The model in eval mode, what it predicts, and its tokenizer or the one that is named."""
-    model, predicts = load(name)
-    made = load_tokenizer(name, tokenizer)
-    data.check_vocabulary(made, model.config.vocab_size)
-    return model, predicts, made
-
-
-def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
-    """Tokens of a text: as asked, or those of the blocks of the model's run, of other models 512 or their positions.
-    Raises ValueError for too many and too few."""
-    most = min(positions(model), 2**20)
-    length = min(max(trained_on(model) or LENGTH, least), most) if length is None else length
-    if not least <= length <= most:
-        raise ValueError(f"task.length = {length}: it takes {least} to {most} tokens; the model has {most} positions")
-    return length
-
-
-def rows_of(text: str | Sequence[str], predicts: str | None, tokenizer: Any, length: int,
-            cache_dir: str | Path | None) -> Tensor:
-    """(n, length) token ids of all the text, with [CLS] and [SEP] for encoders."""
-    framed = predicts != NEXT and tokenizer.cls_token_id is not None
-    rows = (data.local_blocks if framed else running_blocks)(text, tokenizer, length, cache_dir)
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-def load(name: str) -> tuple[nn.Module, str | None]:
-    """The model in eval mode, float32, and what it predicts."""
-    origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
-    config = encoders.load_config(origin)
-    changed = encoders.differing_keys(encoders.saved_attention(config), encoders.EXACT)
-    if changed:
-        raise ValueError(f"task.model = {name} was trained with another attention than exact ({', '.join(changed)}): "
-                         "there is nothing that it should stay true to")
-    kinds = [kind for architecture in config.architectures or () for end, kind in HEADS.items()
-             if architecture.endswith(end)]
-    predicts = kinds[0] if kinds else None
-    model = encoders.load_model(KINDS[predicts], config, origin, Mechanism.of("exact")).eval()
-    if model.main_input_name != "input_ids":
-        raise ValueError(f"task.model = {name}: {type(model).__name__} reads {model.main_input_name}, not text")
-    if config.is_encoder_decoder:
-        raise ValueError(f"task.model = {name}: {type(model).__name__} has an encoder and a decoder: give an encoder "
-                         "or a decoder alone")
-    return model, predicts
 
 
 def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:

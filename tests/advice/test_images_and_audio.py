@@ -18,7 +18,7 @@ from crt_exp.data.symbols import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser, vision
 from crt_exp.models.conformer_transducer import PRESETS
-from crt_exp.measure.advise import label_of
+from crt_exp.advice.task import label_of
 from crt_exp.advice.bench_pieces import BatchBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure import adapt
-from crt_exp.measure.adapt import Adapted
+from crt_exp.measure import adapt, pretrained
+from crt_exp.measure.adapt import Adapt, AdaptPretrained, training_rows
 
 
 @pytest.fixture
@@ -48,10 +49,10 @@ PLACES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
 
 
 def records(setting, arm, **steps):
-    """Loss and seconds by place, and what a step costs."""
-    found = [*Adapted(setting, **SIZES, **steps).records(Mechanism.parse(arm), 0)]
-    return ({row["place"]: (row["loss"], row["seconds"]) for row in found if "loss" in row},
-            [row for row in found if "loss" not in row])
+    """Loss and seconds by stage, and what a step costs."""
+    found = [*Adapt(setting, **SIZES, **steps).rows(Mechanism.parse(arm), 0)]
+    return ({row["stage"]: (row["loss"], row["seconds"]) for row in found},
+            [row for row in found if "time_ratio" in row])
 
 
 @pytest.mark.slow
@@ -67,7 +68,7 @@ def test_an_arm_at_each_place(setting, at_home):
     assert window["transferred"][0] == window["swapped"][0] and not steps
     places, steps = records(setting, "hedgehog m=32", transfer=2, lora=1)
     assert places["transferred"][0] != places["swapped"][0] and places["transfer, LoRA"][1] > places["transferred"][1]
-    assert [{*row} for row in steps] == [{"place", "time_ratio", "memory_ratio"}]
+    assert [row["stage"] for row in steps] == ["transferred"] and 0 < steps[0]["memory_ratio"] < 1
     near, _ = records(setting, "nearfar block=4 heavy=2 cells=4 open=8 exact_until=8", transfer=1, lora=1)
     assert abs(near["transferred"][0] - loss) < 0.5
 
@@ -80,3 +81,74 @@ def test_a_measurement_is_the_same_whatever_was_drawn_before(at_home):
     assert [loss for loss, _ in first.values()] == [loss for loss, _ in again.values()]
     assert first["LoRA"][0] != first["swapped"][0] and [*records("copying", "uniform", transfer=1, lora=1)[0]
                                                         ] == PLACES[:2]
+
+
+# ---- a pretrained language model
+
+
+LANGUAGE = {"model": "", "texts": ["new", "repeated"], "length": 64, "tested": 2, "captured": 2,
+         "transfer": 3, "steps": [0, 3, 4, 5], "transfer_lr": 1e-2, "lora_lr": 1e-2, "rank": 2, "bf16": False}
+STEPS = [(setting, steps) for steps in (0, 3, 4, 5) for setting in ("new", "repeated")]
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """A Llama of two query heads that share one of keys, and a text without words."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.5)).eval()
+    monkeypatch.setattr(pretrained, "opened", lambda name: pretrained.Opened(model, None))
+    texts = {split: torch.randint(1, 40, (9_000,), generator=torch.Generator().manual_seed(len(split)))
+             for split in ("train", "valid")}
+    monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
+    for cached in (pretrained.exact_of, adapt.published):
+        cached.cache_clear()
+    yield model
+    for cached in (pretrained.exact_of, adapt.published):
+        cached.cache_clear()
+
+
+def above(arm, seed=0):
+    found = [row for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(arm), seed) if "text" in row]
+    assert all(len(row["above"]) == len(row["nats"]) == 2 for row in found)
+    return {(row["text"], row["step"]): row["above"] for row in found}
+
+
+def test_a_language_model_at_each_step(reader):
+    """Exact attention loses nothing before it is trained, and what has nothing to learn stays as it is till then; the
+    model that all arms start from stays as well."""
+    before = {name: p.clone() for name, p in reader.named_parameters()}
+    exact, window, hedgehog = map(above, ("exact", "window block=8 first=2", "hedgehog m=4"))
+    assert [*exact] == [*window] == [*hedgehog] == STEPS
+    assert exact["new", 0] == exact["repeated", 3] == [0, 0] and exact["new", 5] != exact["new", 4] != [0, 0]
+    assert window["new", 3] == window["new", 0] != window["new", 5]
+    assert hedgehog["new", 3] != hedgehog["new", 0]
+    assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in reader.named_parameters())
+
+
+def test_rows_are_of_the_seed_and_a_repetition_is_the_same(reader):
+    rows, others = training_rows("", 64, 0, 20), training_rows("", 64, 1, 20)
+    assert len({*map(tuple, rows.tolist())}) == 20 and not torch.equal(rows, others)
+    torch.randn(3)
+    assert above("hedgehog m=4") == above("hedgehog m=4") != above("hedgehog m=4", 1)
+    with pytest.raises(ValueError, match="141 rows of 64 tokens: the training text of WikiText-2 has 140"):
+        training_rows("", 64, 0, 141)
+
+
+@pytest.mark.parametrize("arm", ["exact", "hedgehog m=4"])
+def test_minutes_are_of_the_training_so_far(arm, monkeypatch, reader):
+    """Reading takes long here, and counts nothing."""
+    monkeypatch.setattr(AdaptPretrained, "reading", lambda *_: {"above": [sum(range(2_000_000))]})
+    found = [row for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(arm), 0) if "minutes" in row]
+    assert [row["step"] for row in found] == LANGUAGE["steps"]
+    start, transfer, first, last = (row["minutes"] for row in found)
+    assert start == 0 and (transfer > 0) == (arm != "exact") and start <= transfer < first < last < 1
+
+
+def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
+    hedgehog = Mechanism.parse("hedgehog m=4")
+    plain, lower = ([row["nats"] for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)
+                     if "text" in row] for bf16 in (False, True))
+    assert lower[:4] == plain[:4] and lower[4:] != plain[4:]
+    torch.testing.assert_close(torch.tensor(lower), torch.tensor(plain), atol=0.1, rtol=0)

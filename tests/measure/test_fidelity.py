@@ -13,10 +13,10 @@ from refusals import check_refused
 from small_bert import VOCABULARY, write_text
 
 from crt_exp import calibrate_attention, swap_attention
-from crt_exp.attention import uniform_attention
+from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.fidelity import Fidelity, arms_of, mean_of
+from crt_exp.measure.fidelity import Fidelity, MatchedHeads, SwapError, arms_of, mean_and_root, mean_of, normal
 from crt_exp.measure.subject import Subject
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -204,3 +204,45 @@ def test_a_model_of_other_attention_is_refused(folder, tmp_path):
     model.save_pretrained(tmp_path / "linear")
     with pytest.raises(ValueError, match="trained with another attention than exact"):
         Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
+
+
+# ---- a run's model on WikiText-2
+
+
+def test_matched_heads_have_the_moments_of_the_model():
+    t = torch.randn(1, 2, 500, 3) @ torch.randn(1, 2, 3, 3) + torch.randn(1, 2, 1, 3)
+    drawn = normal(*mean_and_root(t), 200_000, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(drawn.mean(2), t.mean(2), atol=0.05, rtol=0.05)
+    centred = [u - u.mean(2, keepdim=True) for u in (drawn, t)]
+    covariances = [u.mT @ u / u.shape[2] for u in centred]
+    torch.testing.assert_close(*covariances, atol=0.05, rtol=0.05)
+
+
+def test_exact_attention_of_matched_heads():
+    """The layer is given unscaled queries, the reference scaled ones."""
+    q, k, v = torch.randn(3, 1, 2, 9, 4)
+    layer = Mechanism.parse("exact").layer(2, 4)
+    torch.testing.assert_close(layer(q, k, v), exact_attention(q / 4**0.25, k / 4**0.25, v))
+
+
+@pytest.mark.slow
+def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
+    """Rows of texts, of layers and of the model itself; and of heads with its moments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
+        write_text(tmp_path / "data" / "wikitext2" / f"wiki.{part}.tokens", lines)
+    code, _, err = typed("task=mlm", "attention=exact", "task.sizes.hidden_size=16", "task.sizes.num_attention_heads=2",
+                         "task.sizes.num_hidden_layers=2", "task.cache_dir=null", "task.vocabulary_size=300",
+                         "task.block=32", "trainer.batch=4", "trainer.steps=4", "logger=none", "hydra.run.dir=run")
+    assert code == 0, err
+    probe = SwapError("run", "test", "train", None, 3, 2, 0, [0, 1e9])
+    texts, *layers, last = probe.rows(Mechanism.parse("exact"), 0)
+    assert np.allclose(texts["above"], 0, atol=1e-4) and len(texts["above"]) == len(texts["cosine"]) == 3
+    assert [row["layer"] for row in layers] == [0, 1, 0, 1] and layers[2]["S_least"] <= layers[2]["S"]
+    assert last["share"] == 1 and abs(last["cost"]) < 1e-4 and last["unigram"] > 0 and last["loss"] > 0
+    texts, *layers, last = probe.rows(Mechanism.parse("favorpp m=8"), 1)
+    assert last["cost"] == pytest.approx(np.mean(texts["above"])) and {*last} == {"sample", "cost"}
+    assert [row["layer"] for row in layers] == [0, 1]
+    rows = [*MatchedHeads("run", "test", 16, 2, 24).rows(Mechanism.parse("favorpp m=8"), 0)]
+    assert [row["layer"] for row in rows] == [0, 1] and all(row["attention_error"] > 0.01 for row in rows)

@@ -1,6 +1,5 @@
-"""Recall: heads in which one far key matters, and a copying model; the peers that read them."""
+"""Recall: heads in which one far key matters, and a copying model; the dense baselines that read them."""
 
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -11,13 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.attention import exact_attention
 from crt_exp.config import ConfigError
-from crt_exp.measure import dense_peers, recall, texts
-from crt_exp.measure.recall import Law
+from crt_exp.measure import recall, texts
+from crt_exp.measure.recall import FarKey, SwapCopying
+from crt_exp.mechanism import Mechanism
 
-SIZES = {"heads": 4, "d": 32, "far": 96, "weight": 0.9}
-BEHIND, AROUND = partial(Law, **SIZES, queries=256), partial(Law, **SIZES, both=True)
-BOTH_WAYS = {"pages": partial(dense_peers.pages, both=True), "clusters of queries": dense_peers.query_clusters,
-             "monarch": lambda q, k, v, keys: dense_peers.monarch(q, k, v, turns=3)}
+SIZES = {"heads": 4, "d": 32, "far": 96, "weight": 0.9, "clusters": 0, "methods": ["uniform"]}
+BEHIND, AROUND = (lambda length, **given: FarKey(length, **SIZES | {"queries": 256, "both": False} | given),
+                  lambda length, **given: FarKey(length, **SIZES | {"queries": 0, "both": True} | given))
+BOTH_WAYS = {"pages": partial(recall.pages, both=True), "clusters of queries": recall.query_clusters,
+             "monarch": lambda q, k, v, keys: recall.monarch(q, k, v, turns=3)}
 
 
 def test_a_query_gives_its_far_key_the_weight_that_is_said():
@@ -33,16 +34,16 @@ def test_a_query_gives_its_far_key_the_weight_that_is_said():
     assert ((torch.arange(512) - at).abs() >= 96).all()
 
 
-@pytest.mark.parametrize("peer", BOTH_WAYS)
-def test_peers_weigh_to_one(peer):
+@pytest.mark.parametrize("baseline", BOTH_WAYS)
+def test_baselines_weigh_to_one(baseline):
     q, k, v = AROUND(256, clusters=32).draw(0)
-    assert_close(BOTH_WAYS[peer](q, k, torch.ones_like(v), 128), torch.ones_like(v))
+    assert_close(BOTH_WAYS[baseline](q, k, torch.ones_like(v), 128), torch.ones_like(v))
 
 
-@pytest.mark.parametrize("peer", ["pages", "clusters of queries"])
-def test_peers_are_exact_where_they_read_all(peer):
+@pytest.mark.parametrize("baseline", ["pages", "clusters of queries"])
+def test_baselines_are_exact_where_they_read_all(baseline):
     heads = AROUND(256).draw(0)
-    assert_close(BOTH_WAYS[peer](*heads, 256), exact_attention(*heads), rtol=1e-4, atol=1e-5)
+    assert_close(BOTH_WAYS[baseline](*heads, 256), exact_attention(*heads), rtol=1e-4, atol=1e-5)
 
 
 def test_monarch_is_exact_for_weights_of_its_form():
@@ -53,21 +54,21 @@ def test_monarch_is_exact_for_weights_of_its_form():
     eye = torch.eye(b)
     k = torch.cat([eye.repeat_interleave(b, 0), eye.repeat(b, 1)], -1)                  # of (m, i): [e_m, e_i]
     heads = tuple(t[None, None] for t in (q, k, torch.randn(b * b, 3, generator=g)))
-    assert_close(dense_peers.monarch(*heads, turns=3), exact_attention(*heads))
+    assert_close(recall.monarch(*heads, turns=3), exact_attention(*heads))
 
 
-def test_errors_of_all_arms():
-    arms = {"near": "near_far block=32 heavy=16 open=128", "uniform attention": "uniform"}
-    found = {row["arm"]: row["error"] for row in recall.errors(arms, 0, **SIZES, length=512, queries=128)}
-    assert found["near"] < 0.2 < found["uniform attention"]
+def test_errors_of_all_methods():
+    near = "nearfar block=32 heavy=16 open=128"
+    found = {row["method"]: row["error"] for row in BEHIND(512, methods=[near, "uniform"]).rows(None, 0)}
+    assert found[near] < 0.2 < found["uniform"]
     with pytest.raises(ConfigError, match="did you mean window"):
-        recall.errors({"near": "windw"}, 0, **SIZES, length=256, both=True)
+        [*AROUND(256, methods=["windw"]).rows(None, 0)]
 
 
 # ---- a model that copies
 
 
-CAUSAL_PEERS = {name: partial(dense_peers.PEERS[name], first=16) for name in ("largest", "pages", "clusters")}
+CAUSAL = {name: partial(recall.BASELINES[name], first=16) for name in ("largest", "pages", "clusters")}
 
 
 @pytest.fixture
@@ -76,29 +77,29 @@ def heads():
     return tuple(torch.randn(1, 2, 160, 8, generator=g, dtype=torch.float64) for _ in range(3))
 
 
-@pytest.mark.parametrize("peer", CAUSAL_PEERS)
-def test_peers_are_exact_where_they_see_all_keys(heads, peer):
-    assert_close(CAUSAL_PEERS[peer](*heads, 160), exact_attention(*heads, causal=True))
+@pytest.mark.parametrize("baseline", CAUSAL)
+def test_baselines_are_exact_where_they_see_all_keys(heads, baseline):
+    assert_close(CAUSAL[baseline](*heads, 160), exact_attention(*heads, causal=True))
 
 
-@pytest.mark.parametrize("peer", CAUSAL_PEERS)
+@pytest.mark.parametrize("baseline", CAUSAL)
 @pytest.mark.parametrize("count", [0, 16])
-def test_peers_weigh_to_one_and_see_no_later_token(heads, peer, count):
+def test_baselines_weigh_to_one_and_see_no_later_token(heads, baseline, count):
     q, k, v = heads
     ones = torch.ones_like(v)
-    assert_close(CAUSAL_PEERS[peer](q, k, ones, count), ones)
-    if peer != "clusters":                                   # whose centroids are of the whole sequence
-        early = CAUSAL_PEERS[peer](*(t[:, :, :96] for t in heads), count)
-        assert_close(CAUSAL_PEERS[peer](q, k, v, count)[:, :, :96], early)
+    assert_close(CAUSAL[baseline](q, k, ones, count), ones)
+    if baseline != "clusters":                                   # whose centroids are of the whole sequence
+        early = CAUSAL[baseline](*(t[:, :, :96] for t in heads), count)
+        assert_close(CAUSAL[baseline](q, k, v, count)[:, :, :96], early)
 
 
 def test_clusters_are_their_means(heads):
     """Where no keys are read each cluster counts as often as it has keys, at its centroid, with their mean value."""
     q, k, v = heads
-    centres, cell = dense_peers.kmeans(k, dense_peers.cells_at(160))
+    centres, cell = recall.kmeans(k, recall.cells_at(160))
     i, h = 159, 0
     past = torch.arange(160)
-    near = (past > i - dense_peers.NEAR) | (past < 16)
+    near = (past > i - recall.NEAR) | (past < 16)
     logits, values = [q[0, h, i] @ k[0, h, near].T], [v[0, h, near]]
     for c in range(centres.shape[2]):
         mine = (cell[0, h] == c) & ~near
@@ -106,7 +107,7 @@ def test_clusters_are_their_means(heads):
             logits.append((q[0, h, i] @ centres[0, h, c] + mine.sum().log())[None])
             values.append(v[0, h, mine].mean(0)[None])
     expected = torch.cat(logits).softmax(-1) @ torch.cat(values)
-    assert_close(CAUSAL_PEERS["clusters"](q, k, v, 0)[0, h, i], expected)
+    assert_close(CAUSAL["clusters"](q, k, v, 0)[0, h, i], expected)
 
 
 def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
@@ -118,30 +119,18 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
     monkeypatch.setattr(recall, "blocks", lambda start, split, length: text)
     rows = recall.passages("", "test", 160, 3)
     assert torch.equal(rows, recall.passages("", "test", 160, 3)) and rows.shape == (recall.ROWS, 160)
-    exact = recall.losses("exact", "", 160, 0)
-    for attention in ("largest keys=160", "clusters keys=160 first=16", "nearfar", "pages keys=160"):
-        found = recall.losses(attention, "", 160, 0)
+    half = (rows[:, 80:, None] == rows[:, None, :80]).any(-1)
+    assert half.all()                                       # the second half repeats the first
+
+    def losses(attention, baseline=None):
+        [found] = SwapCopying("", 160, baseline).rows(Mechanism.parse(attention), 0)
+        assert found["gain"] == found["new"] - found["copied"]
+        return found
+    exact = losses("exact")
+    for found in (losses("nearfar"), *(losses("exact", each) for each in (
+            "largest keys=160", "clusters keys=160 first=16", "pages keys=160"))):
         assert all(np.allclose(found[kind], exact[kind], atol=1e-5) for kind in exact)
-    assert recall.losses("uniform", "", 160, 0)["new"] != exact["new"]
-    assert recall.losses("exact", "", 160, 0) == exact
-    spent = recall.times({"exact": "exact", "cheap": "nearfar preset=cheap"}, "", 160, 2, 0)
-    assert [row["arm"] for row in spent] == ["exact", "cheap"]
-    assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in spent)
-
-
-def test_gain_is_what_copied_text_is_cheaper(monkeypatch):
-    monkeypatch.setattr(recall, "bench_of", lambda *_: Told())
-    assert recall.losses("exact", "", 64, 0) == {"new": 3.5, "copied": 1.0, "gain": 2.5}
-
-
-class Told:
-    """A bench of rows whose losses are known: 3 and 4 nats for new text, 1 for copied."""
-
-    rows = torch.tensor([[3] * 64, [4] * 64])
-    swapped = staticmethod(lambda attention: nullcontext())
-
-    def nats(self, inputs, labels):
-        return torch.cat([inputs[0, :32].double(), torch.ones(31).double()])
+    assert losses("uniform")["new"] != exact["new"] and losses("exact") == exact
 
 
 def test_what_stages_name_is_made(tmp_path, monkeypatch):

@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 from small_bert import write_glue, write_text
 
-from crt_exp.attention import exact_attention
 from crt_exp.data import DataError, glue
-from crt_exp.mechanism import Mechanism
 from crt_exp.measure import grid, swapped, texts, training
 from crt_exp.oldreport import draws, page, render
 from crt_exp.oldreport.page import Page
@@ -167,71 +164,6 @@ def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
         assert sorted(train.sentence2 + dev.sentence2) == sorted(glue.load("qnli", "dev").sentence2)
     rows = [*swapped.scores("", "qnli", 0, f"{texts.FOLDER}/qnli-2")]
     assert [row["arm"] for row in rows] == ["majority class", "word overlap"]
-
-
-def test_matched_heads_have_the_moments_of_the_model():
-    t = torch.randn(1, 2, 500, 3) @ torch.randn(1, 2, 3, 3) + torch.randn(1, 2, 1, 3)
-    drawn = swapped.normal(*swapped.law(t), 200_000, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(drawn.mean(2), t.mean(2), atol=0.05, rtol=0.05)
-    centred = [u - u.mean(2, keepdim=True) for u in (drawn, t)]
-    covariances = [u.mT @ u / u.shape[2] for u in centred]
-    torch.testing.assert_close(*covariances, atol=0.05, rtol=0.05)
-
-
-def test_exact_attention_of_matched_heads():
-    """The layer is given unscaled queries, the reference scaled ones."""
-    q, k, v = torch.randn(3, 1, 2, 9, 4)
-    layer = Mechanism.parse("exact").layer(2, 4)
-    torch.testing.assert_close(layer(q, k, v), exact_attention(q / 4**0.25, k / 4**0.25, v))
-
-
-@pytest.fixture
-def words(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
-    for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
-        write_text(tmp_path / "data" / "wikitext2" / f"wiki.{part}.tokens", lines)
-    return tmp_path / "data"
-
-
-OWN = ["task=mlm", "task.sizes.hidden_size=16", "task.sizes.num_hidden_layers=2", "task.cache_dir=null",
-       "task.sizes.num_attention_heads=2"]
-ON = {"metrics": ["loss"], "tested": ["loss"], "cost": False, "seeds": 2, "workers": 1}
-ERRORS = "crt_exp.measure.swapped.errors"
-
-
-@pytest.mark.slow
-def test_tiny_models_swapped_and_trained_on(words):
-    stages = [[f"task.block={block}", "trainer.batch=4", "trainer.steps=4"] for block in (16, 32)]
-    about = {"split": "test", "calibration": "train", "length": 32, "texts": 3, "calibration_texts": 2}
-    runs = ON | {"before": {"task.model": "BERT"}, "arms": ["exact", "favorpp m=8"],
-                 "where": {"metric": "above", "arm": "uniform", "setting": "BERT", "least": -1.0},
-                 "common": ["task=mlm", "task.init=uptrain", "task.block=32", "trainer.batch=4", "task.cache_dir=null",
-                            "task.validation_text=outputs/texts/validation-8.tokens"]}
-    layers = {"table": "layers", "x": "layers"}
-    part = {"probe": {"_target_": ERRORS, "start": {"start": "BERT"}, "texts": about}, "settings": {"BERT": {}},
-            "seeds": 2, "seeds_of": {"exact": 1, "uniform": 1}, "arms": ["exact", "uniform", "favorpp m=8"],
-            "workers": 1, "fields": [{"metric": "above", "field": "above", "each": "unit"},
-                       {"metric": "attention_error", "field": "attention_error_layers", **layers}],
-            "controls": {"exact": [{"metric": each, "field": each, **layers}
-                                   for each in ("S", "S_least", "S_largest")]}}
-    matched = {"probe": {"_target_": "crt_exp.measure.swapped.matched", "start": {"start": "BERT"},
-                         "texts": {"split": "test", "calibration": None, "length": 16, "texts": 2}},
-               "sweep": {"length": [16]}, "seeds": 2, "workers": 1,
-               "fields": [{"metric": "attention_error", "field": "attention_error"}]}
-    size = {"workers": 1, "starts": {"BERT": {"common": [*OWN, "task.vocabulary_size=300", "attention=exact"],
-                                              "stages": stages}},
-            "parts": [part, matched | {"settings": {"heads": {}}, "arms": ["favorpp m=8"]},
-                      matched | {"settings": {"heads": {"cells": 64}}, "arms": ["nearfar exact_until=0"]}],
-            "runs": [{**runs, "settings": {"on": ["trainer.steps=0"]}},
-                     {**runs, "settings": {"on": ["trainer.steps=2", "trainer.eval_every=1"]}}]}
-    made = [*grid.measure("fidelity", ["measure/swapped.py"], size)]
-    above = [draw for draw in made if draw.metric == "above"]
-    assert len(above) == 3 * (1 + 1 + 2) and max(abs(d.value) for d in above if d.arm == "exact") < 1e-4
-    assert {draw.metric for draw in made if draw.table == "layers"} == {"S", "S_least", "S_largest", "attention_error"}
-    assert sum(draw.setting == "heads" for draw in made) == 2 * 2 * 2
-    curve = [draw.x for draw in made if draw.setting == "on" and draw.table == "validation" and draw.unit == 1]
-    assert curve == 2 * [0] + 2 * [1, 2]
 
 
 # ---- answers without a model

@@ -5,7 +5,7 @@ import pytest
 from refusals import check_refused
 
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.recall import accuracy
+from crt_exp.measure.recall import SwapRecall
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.recall import NOISE, Recall, drawn
 
@@ -45,7 +45,8 @@ def test_a_run_and_its_other_attention(typed, tmp_path):
                            "trainer.steps=0", "attention=nearfar", "task.block=40", "task.pairs=4", "task.symbols=8",
                            "task.evaluated=8", f"hydra.run.dir={tmp_path / 'other'}")
     assert code == 0 and "4 pairs in 40 tokens" in out, err
-    found = [accuracy(name, str(tmp_path / "run"), 64, 3, 2, 0) for name in ("exact", "nearfar", "favorpp m=8")]
+    found = [next(SwapRecall(str(tmp_path / "run"), 64, 3, 2).rows(Mechanism.parse(name), 0))
+             for name in ("exact", "nearfar", "favorpp m=8")]
     assert found[0]["accuracy"] == found[1]["accuracy"] and all(each["ms"] > 0 for each in found)
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.advice.arms import Arm
+from crt_exp.advice.bench import Bench
+from crt_exp.advice.bench_pieces import BatchBench
 from crt_exp.advice.call import LEAST, SAMPLES, arms_of, of_rows, split, spread, to_stderr
+from crt_exp.advice.language import length_of, opened, refuse_other, rows_of
 from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import DataError, images, speech, speech_table
@@ -18,9 +21,6 @@ from crt_exp.hints import Count, Positive
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
-from crt_exp.advice.bench import Bench
-from crt_exp.advice.bench_pieces import BatchBench
-from crt_exp.measure.subject import length_of, opened, rows_of
 from crt_exp.schema import checked
 from crt_exp.stored import json_object
 
@@ -223,12 +223,6 @@ def config_of(name: str) -> Mapping[str, Any] | None:
     """config.json of a folder or a run; None for a name of a hub. Raises DataError."""
     file = Path(encoders.folder_of(name, "task.model")) / CONFIG
     return json_object(file) if file.is_file() else None
-
-
-def refuse_other(name: str, described: Mapping[str, Any]) -> None:
-    if changed := encoders.differing_keys(dict(described), encoders.EXACT):
-        raise ValueError(f"task.model = {name} was trained with another attention than exact ({', '.join(changed)}): "
-                         "there is nothing that it should stay true to")
 
 
 def of_transformers(name: str, kinds: Mapping[str, str], reads: str) -> nn.Module:
