@@ -69,9 +69,12 @@ class Page:
             known = sorted({str(run.columns.get("method")) for runs in self.sweeps(size, wanted).values()
                             for run in runs})
             raise unknown("method", " ".join(methods), known)
+        started = [run for runs in chosen.values() for run in runs]
+        for name, runs in reversed(self.models.items()):  # later models may start from earlier ones
+            if any(f"{HOME}/{name}/" in override for run in started for override in run.overrides):
+                started += runs
         for name, runs in self.models.items():
-            if any(f"{HOME}/{name}/" in override for given in chosen.values() for run in given
-                   for override in run.overrides):
+            if any(run in started for run in runs):
                 sweeps.run_missing(runs, home / name, home, launcher)
         for name, runs in chosen.items():
             sweeps.run_missing(runs, home / name, home, launcher)
