@@ -96,5 +96,6 @@ def figure(rows: Rows):
         dot_plot(ax, {method: scale * rows.values(metric, method, setting=setting) for method in NAMES}, log=True,
                  labels=NAMES)
         ax.set(title=setting, xlabel="loss, nats an utterance" if metric == "loss" else "word error rate, %")
+    axes[0].set_xticks([2, 5, 10, 20], ["2", "5", "10", "20"])
     fig.tight_layout()
     return fig
