@@ -73,8 +73,8 @@ page = Page(
     data="CIFAR-10; models/vit-s-saliency and Imagenette",
     measured=[
         "Small ViT: CIFAR-10 (3,000 images of train/, 600 of val/), width 96, 3 layers, 6 heads of d = 16, pretrained "
-        "by task=mae and fine-tuned with exact attention (weight decay 0.5, which keeps |x + y|^2 of most heads between "
-        "4 and 24). All results are on val/, on which nothing else was chosen.",
+        "by task=mae and fine-tuned with exact attention (weight decay 0.5, which keeps |x + y|^2 of most heads "
+        "between 4 and 24). All results are on val/, on which nothing else was chosen.",
         "Seeds: without training 16 of the projections; fine-tuned after the swap (300 steps) 5 of projections and "
         "order, FAVOR+ and FAVOR++ 12, which replaced 5 that left claims open (no correction for this second look); "
         "from scratch (600 steps) 5 of weights too. One checkpoint. A seed means the same order, augmentation "
