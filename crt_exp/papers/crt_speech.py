@@ -20,6 +20,7 @@ NAMES = {"exact": "exact", "uniform": "uniform", "nearfar": "near-far", NEAR: "n
          (("favorp", "FAVOR+"), ("favorpp", "FAVOR++"), ("favorsharp", "FAVOR#"), ("hyp", "FAVOR+ hyp"),
           ("favor", "FAVOR trig"))}, "favorpp m=64 learn=projections": "FAVOR++ learned, m = 64",
          "relu m=256": "ReLU, m = 256", "window block=64 first=16": "window and first frames", **HYBRIDS}
+LENGTHS = [10, 30, 60, 120, 300, 600]  # seconds of audio
 HERE, TUNED, SCRATCH, LAYERS = "without training", "fine-tuned after the swap", "from scratch", "errors by layer"
 
 DIGITS = ("task=librispeech task.corpus=fsdd task.batch_seconds=16 task.strings.validation=100 task.speeds=[1.0] "
@@ -55,12 +56,12 @@ small = {
                attention=["exact", "uniform", NEAR, *FOUR], seed=range(5)),
         *sweep("task=swap_layers task.start={runs}/models/exact task.batches=4 task.spread=true",
                setting={LAYERS: ""}, attention=[*FOUR, *WIDER]),
-        *sweep("task=speed task.what=conformer task.backward=false task.lengths=[10,30,60,120,300,600] "
-               "'task.methods=[exact,\"favorpp m=16\",\"favorpp m=256\",uniform]'", alone=True,
-               setting={"encoder": ""}),
+        *sweep("task=speed task.what=conformer "
+               "'task.methods=[exact,\"favorpp m=16\",\"favorpp m=256\",uniform]'", alone=True, setting={"encoder": ""},
+               length={length: f"task.lengths=[{length}] task.rounds={max(3, 150 // length)}" for length in LENGTHS}),
         *sweep("task=memory task.what=conformer", alone=True, setting={"encoder": ""},
                attention=["exact", "favorpp m=16", "favorpp m=256", "uniform"],
-               **{"task.length": [10, 30, 60, 120, 300, 600]})],
+               **{"task.length": LENGTHS})],
     "fig3-whisper": [
         *whisper(HERE, "", DICTATED, "dictation", 3),
         *whisper(TUNED, "", ["exact", "uniform", "favorp m=64", "favorpp m=64"]),
