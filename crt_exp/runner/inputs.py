@@ -15,8 +15,8 @@ from crt_exp.config import ConfigError
 from crt_exp.data.cache import warn
 from crt_exp.stored import read_json
 
-OPTIONS = ("model", "init", "tokenizer", "vocabulary", "text", "validation_text", "test_text", "calibration", "csv",
-           "images", "audio", "families", "hub.data_files")
+OPTIONS = ("model", "init", "start", "tokenizer", "vocabulary", "text", "validation_text", "test_text", "calibration",
+           "csv", "images", "audio", "families", "hub.data_files")
 NAME = "inputs.json"
 DATA = "data"                # what task.inputs() names
 LISTED = 1000                # files that are listed one by one; of more, their folders are

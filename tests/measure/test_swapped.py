@@ -11,8 +11,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.measure import grid, swapped, texts
 from crt_exp.runner.run import read_records
 
-MODEL = ["task.dataset=digits", "task.size=8", "task.workers=0", "task.sizes.patch=2", "task.sizes.width=32", "task.sizes.depth=2",
-         "task.sizes.heads=2"]
+MODEL = ["task.dataset=digits", "task.size=8", "task.workers=0", "task.sizes.patch=2", "task.sizes.width=32",
+         "task.sizes.depth=2", "task.sizes.heads=2"]
 
 
 # ---- a kept run with other attention
@@ -48,8 +48,8 @@ def test_a_kept_run_with_other_attention(measured):
     assert last["error"] == pytest.approx(np.mean([each["output"] for each in layers]))
     assert last["share"] == np.mean([each["inside"] for each in layers])
 
-    large = [measured(f"large-{len(method)}", "task=swap_images", "task.start=start", "task.pixels=16", "task.count=20", *method)
-             for method in (["attention=exact"], ours)]
+    large = [measured(f"large-{len(method)}", "task=swap_images", "task.start=start", "task.pixels=16",
+                      "task.count=20", *method) for method in (["attention=exact"], ours)]
     assert large[0][0]["loss"] != large[1][0]["loss"] and all(each["ms_image"] > 0 for each, in large)
 
 
