@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
@@ -105,45 +104,6 @@ def heard(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tens
     """The tokens that are written for it; attention that hears nothing would go on for ever."""
     return model.generate(features(processor, utterance).to(model.dtype),
                           max_length=AT_MOST + int(A_SECOND * utterance.seconds))[0]
-
-
-@torch.no_grad()
-def dictated(arm: str, model: str, subset: str, count: int, seed: int) -> dict[str, float]:
-    """Nats a token, `above` those of exact attention, of what exact attention writes for the next so many utterances,
-    each token given those before it; `agrees`: share of these that are the likeliest. Rates of errors end at 100%,
-    where an attention that is a little nearer to exact looks like any other."""
-    made, processor = hearer(model)
-    said = group(subset, count, seed)
-    exact = [script(model, subset, each.name) for each in said]
-    with arranged(arm, encoder_bench(model, subset), made, seed) as hearing:
-        found = [judged(hearing, processor, each, tokens) for each, (tokens, _) in zip(said, exact)]
-    nats, agrees = (torch.cat(parts).mean().item() for parts in zip(*found))
-    return {"above": nats - torch.cat([nats for _, nats in exact]).mean().item(), "nats": nats, "agrees": agrees}
-
-
-@lru_cache(maxsize=256)
-@torch.no_grad()
-def script(model: str, subset: str, name: str) -> tuple[Tensor, Tensor]:
-    """What exact attention writes for an utterance: its tokens (1, L), between those that begin and end it, and their
-    nats."""
-    made, processor = hearer(model)
-    utterance = next(each for each in utterances(subset) if each.name == name)
-    tokens = [*begin(made), *heard(made, processor, utterance).tolist(), made.config.eos_token_id]
-    return torch.tensor([tokens]), judged(made, processor, utterance, torch.tensor([tokens]))[0]
-
-
-def begin(model: nn.Module) -> list[int]:
-    """The tokens with which it begins to write."""
-    plain = getattr(model.generation_config, "no_timestamps_token_id", None)
-    return [model.config.decoder_start_token_id, *([] if plain is None else [plain])]
-
-
-def judged(model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats of each token behind those that begin, and whether it is the likeliest, (L,) both."""
-    logits = model(features(processor, utterance), decoder_input_ids=tokens[:, :-1]).logits[0].float()
-    first = len(begin(model))
-    logits, asked = logits[first - 1:], tokens[0, first:]
-    return F.cross_entropy(logits, asked, reduction="none"), (logits.argmax(-1) == asked).float()
 
 
 # ---- time and memory

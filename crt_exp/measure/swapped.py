@@ -4,26 +4,29 @@ attention; on texts, and on heads that are drawn from its moments; and what answ
 Models are kept runs with exact attention; their weights are put into the other as task.init does it.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.data import glue, images
 from crt_exp.features import SDERF
+from crt_exp.hints import Count, NotNegative, Several, Whole
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import METRICS
 from crt_exp.advice.bench import looked_at
+from crt_exp.measure.base import Measurement, check_estimates
 from crt_exp.measure.texts import prepare
 from crt_exp.measure.variance import predicted_errors
 from crt_exp.runner.configuration import kept_task
+from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.times import Watch, added
 
@@ -36,24 +39,26 @@ def task_of(start: str, size: int | None = None) -> Task:
     return kept_task(start, init=start, **({"size": size} if size else {}))
 
 
-def model_of(start: str, arm: str, noise: int) -> nn.Module:
-    return task_of(start).build(Mechanism.parse(arm, seed=noise)).eval()
+@checked("task")
+class SwapLoss(Measurement):
+    """task=swap_loss: metrics of a kept run with other attention and without training, one row a split."""
 
+    metric = "loss"
 
-# ---- losses
+    def __init__(self, start: str, splits: Several[str], offset: Whole = 0, fit: Whole = 0):
+        self.start, self.splits, self.offset, self.fit = start, splits, offset, fit
 
-
-@torch.no_grad()
-def losses(arm: str, start: str, splits: Sequence[str], seed: int, offset: int = 0, fit: int = 0) -> Row:
-    """<split>_<metric> of the task, at `step` 0. The seed of the noise is `offset` more than that of the cell; fit:
-    batches of training, one utterance or row each, to which attention is fitted that has something to fit."""
-    task, model = task_of(start), model_of(start, arm, offset + seed)
-    if fit:
-        looked_at(model, [given(task, batch) for batch in islice(task.batches("train", Plan(1)), fit)])
-    read = getattr(task, "metrics", task.evaluate)  # without what only a run's end asks for
-    return {"step": 0} | {f"{split}_{metric}": value for split in splits
-                          for metric, value in read(model, split, Reader(task)).items()
-                          if isinstance(value, (int, float))}
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:
+        task = task_of(self.start)
+        model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
+        if self.fit:
+            looked_at(model, [given(task, batch) for batch in islice(task.batches("train", Plan(1)), self.fit)])
+        read = getattr(task, "metrics", task.evaluate)  # without what only a run's end asks for
+        for split in self.splits:
+            found = read(model, split, Reader(task))
+            yield {"split": split, "step": 0} | {metric: value for metric, value in found.items()
+                                                 if isinstance(value, (int, float))}
 
 
 def given(task: Task, batch: Batch) -> Any:
@@ -63,61 +68,51 @@ def given(task: Task, batch: Batch) -> Any:
     return {key: value for key, value in batch.items() if key != "labels"}
 
 
-# ---- layers
+@checked("task")
+class SwapLayers(Measurement):
+    """task=swap_layers: of each layer of a kept run with other attention, on validation batches: the relative error of
+    its `output`, that of `uniform` attention, and of its heads S, the mean |x + y|^2, whether S is `inside` the window,
+    and the predicted error of an entry of the kernel matrix (`entries`; `entry`: the root of their mean square), where
+    the closed forms know it. Last, the mean `error` of the outputs and the `share` of heads inside."""
+
+    metric = "error"
+
+    def __init__(self, start: str, rows: Count, batches: Count = 1, spread: bool = False, noise: Whole | None = None,
+                 window: Sequence[NotNegative] = (4, 24)):
+        self.start, self.count, self.batches, self.spread = start, rows, batches, spread
+        self.noise, self.window = noise, window
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:
+        check_estimates(mechanism)
+        task, errors, inside = task_of(self.start), [], []
+        model = task.build(replace(mechanism, seed=seed if self.noise is None else self.noise)).eval()
+        for layer, state in enumerate(looked_at(model, self.pieces(task))):
+            S = state.seen.mean_sq_sum.double().flatten().tolist()
+            errors.append(state.measured.relative_error)
+            inside.append([int(self.window[0] <= each <= self.window[1]) for each in S])
+            yield {"layer": layer, "output": errors[-1], "uniform": state.measured.relative_uniform, "S": S,
+                   "S_mean": float(np.mean(S)), "inside": inside[-1], **of_entries(state)}
+        yield {"error": float(np.mean(errors)), "share": float(np.mean(inside))}
+
+    def pieces(self, task: Task) -> list[Any]:
+        """Batches of the validation split; of images one of all."""
+        if hasattr(task, "images"):
+            return [pictures(task, self.count * self.batches)[0]]
+        every = task.batches("validation", Plan(self.count))
+        if not self.spread:
+            return [given(task, batch) for batch in islice(every, self.batches)]
+        every = list(every)
+        return [given(task, batch) for batch in every[::max(1, len(every) // self.batches)]]
 
 
-def layers(arm: str | Mapping[str, str], start: str, seed: int, rows: int, batches: int = 1, spread: bool = False,
-           noise: int | None = None, window: Sequence[float] = (0, math.inf)) -> Iterator[Row]:
-    """Of each layer (`layer`, from 0 on, and `number`, from 1 on) on validation batches of so many rows: the relative
-    error of its `output` and, as the closed forms say, of an `entry` of its kernel matrix, of each head in `entries`,
-    None where they say nothing. S: mean |x + y|^2 of its heads, `inside`: whether it lies in the window; `uniform`:
-    the relative error of uniform attention's output.
-
-    spread: batches from all over the split, else its first ones. noise: the seed of the noise, else that of the cell.
-    Of several arms in one cell the entries are those at the S of the first, which is that of exact attention too where
-    layers keep running statistics; what is not the arm's own stands in its rows alone, and last, of all layers, the
-    `share` of heads inside.
-    """
-    arms, first = arm if isinstance(arm, Mapping) else {arm: arm}, []
-    read = pieces(task_of(start), rows, batches, spread)
-    for name, text in arms.items():
-        states = looked_at(model_of(start, text, seed if noise is None else noise), read)
-        first = first or [state.seen for state in states]
-        for i, (state, seen) in enumerate(zip(states, first)):
-            shared = {} if name != next(iter(arms)) else of_inputs(state, seen, window)
-            yield {"arm": name, "layer": i, "number": i + 1, "output": state.measured.relative_error,
-                   **of_entries(state, seen), **shared}
-    S = torch.cat([seen.mean_sq_sum.double().flatten() for seen in first])
-    yield {"share": float(((window[0] <= S) & (window[1] >= S)).double().mean())}
-
-
-def of_inputs(state: LinearAttention, seen: Any, window: Sequence[float]) -> Row:
-    S = seen.mean_sq_sum.double().flatten().tolist()
-    inside = [int(window[0] <= each <= window[1]) for each in S]
-    return {"S": S, "S_mean": float(np.mean(S)), "S_least": min(S), "S_largest": max(S), "inside": inside,
-            "uniform": state.measured.relative_uniform}
-
-
-def of_entries(state: LinearAttention, seen: Any) -> Row:
+def of_entries(state: LinearAttention) -> Row:
     if state.phi.on_vectors or isinstance(state.phi, SDERF):  # they depend on more than a typical pair
         return {}
     try:
-        entries = predicted_errors(state.phi, seen, state.m)
+        entries = predicted_errors(state.phi, state.seen, state.m)
     except NotImplementedError:                               # parts that share their projections
         return {}
     return {"entry": float(entries.square().mean().sqrt()), "entries": entries.tolist()}
-
-
-def pieces(task: Task, rows: int, batches: int, spread: bool) -> list[Any]:
-    """Batches of the validation split; of images one of all."""
-    if hasattr(task, "images"):
-        return [pictures(task, rows * batches)[0]]
-    every = task.batches("validation", Plan(rows))
-    chosen = (read := list(every))[::max(1, len(read) // batches)] if spread else islice(every, batches)
-    return [given(task, batch) for batch in chosen]
-
-
-# ---- images
 
 
 def pictures(task: Task, count: int) -> tuple[Tensor, Tensor]:
@@ -129,25 +124,33 @@ def pictures(task: Task, count: int) -> tuple[Tensor, Tensor]:
             torch.from_numpy(held_out.labels[rows]))
 
 
-@torch.no_grad()
-def classified(arm: str, start: str, pixels: int, count: int, batch: int, seed: int) -> Row:
-    """Accuracy, loss, milliseconds an image and peak memory on images of `pixels` a side, positions interpolated. For a
-    process of its own."""
-    task = task_of(start, pixels)
-    model = task.build(Mechanism.parse(arm, seed=seed)).eval()
-    shown, labels = pictures(task, count)
-    logits, times = [], []
+@checked("task")
+class SwapImages(Measurement):
+    """task=swap_images: accuracy, loss, milliseconds an image and peak memory of a kept run of task=imagenet with other
+    attention, on images of another size; positions are interpolated. For a process of its own."""
 
-    def read() -> None:
-        for part in shown.tensor_split(max(1, len(shown) // batch)):
-            with Watch() as watch:
-                logits.append(model(part).float())
-            times.append(watch.ms / len(part))
+    metric, lower_is_better = "accuracy", False
 
-    mib, scores = added(read), torch.cat(logits)
-    return {"accuracy": (scores.argmax(-1) == labels).double().mean().item(), "images": len(labels),
-            "loss": F.cross_entropy(scores, labels).item(), "ms_image": float(np.median(times[1:] or times)),
-            "mib": mib, "tokens": model.patch_embed.num_patches}
+    def __init__(self, start: str, pixels: Count, count: Count, batch: Count):
+        self.start, self.pixels, self.count, self.batch = start, pixels, count, batch
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:
+        task = task_of(self.start, self.pixels)
+        model = task.build(replace(mechanism, seed=seed)).eval()
+        shown, labels = pictures(task, self.count)
+        logits, times = [], []
+
+        def read() -> None:
+            for part in shown.tensor_split(max(1, len(shown) // self.batch)):
+                with Watch() as watch:
+                    logits.append(model(part).float())
+                times.append(watch.ms / len(part))
+
+        mib, scores = added(read), torch.cat(logits)
+        yield {"accuracy": (scores.argmax(-1) == labels).double().mean().item(),
+               "loss": F.cross_entropy(scores, labels).item(), "ms_image": float(np.median(times[1:] or times)),
+               "mib": mib}
 
 
 # ---- answers to the tasks of GLUE without a model

@@ -21,6 +21,7 @@ from crt_exp.config import CONF, ConfigError, own_folders
 from crt_exp.measure.texts import prepare
 from crt_exp.report.rows import ORIGIN
 from crt_exp.runner.command_line import with_folders
+from crt_exp.runner.configuration import override
 from crt_exp.runner.ending import DIVERGED_CODE
 from crt_exp.runner.run import PARTIAL, read_records, versions, write_atomic
 from crt_exp.stored import json_object
@@ -170,8 +171,8 @@ def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launc
     """One at a time, each in a process that has done nothing else."""
     own = with_folders([f"file://{each}" for each in own_folders()])
     for run, overrides in jobs:
-        if subprocess.run([sys.executable, "-m", "crt_exp", *overrides, *own, f"hydra.run.dir={folder / run.name}"]
-                          ).returncode:
+        place = override("hydra.run.dir", folder / run.name)
+        if subprocess.run([sys.executable, "-m", "crt_exp", *overrides, *own, place]).returncode:
             yield run.name
 
 

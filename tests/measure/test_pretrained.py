@@ -240,18 +240,6 @@ def test_speech_is_heard_with_each_attention(speaker, arm):
     assert found["wer"] > 0 and [found] == [*probe.rows(mechanism, 1)]
 
 
-def test_what_exact_attention_writes_is_dictated_to_others(speaker, monkeypatch):
-    """Nats and agreement of its own tokens, of which exact attention finds each the likeliest."""
-    monkeypatch.setattr(encoders, "script", encoders.script.__wrapped__)
-    exact = encoders.dictated("exact", "", "train", 2, 1)
-    assert exact["above"] == pytest.approx(0, abs=1e-6) and exact["nats"] > 0
-    for arm in ("uniform", "favorpp m=8"):
-        found = encoders.dictated(arm, "", "train", 2, 1)
-        assert found["above"] == pytest.approx(found["nats"] - exact["nats"]) and found["above"] != 0
-    tokens, nats = encoders.script("", "train", encoders.utterances("train")[2].name)
-    assert nats.shape == (tokens.shape[1] - 1,) and int(tokens[0, 0]) == 1 and int(tokens[0, -1]) == 2
-
-
 def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
     with pytest.raises(ValueError, match="train has 5 utterances: group 0 of 5 is not there"):
         [*encoders.SwapSpeech("", "train", 5, 0, None).rows(Mechanism.parse("exact"), 0)]
