@@ -1,6 +1,5 @@
 """Performers Figures 2, 4 and 14: errors of kernel estimates, of attention, and through layers."""
 
-import numpy as np
 import pandas as pd
 
 from crt_exp.report import Claim, Page, Rows, geometric_mean_ci, label, line_plot, mean_table, sweep
@@ -67,15 +66,15 @@ page = Page(
         "at x = -y. `trig` and `hyp` make two columns of a projection: at equal columns FAVOR+ and OPRF gain 0.7 nats "
         "more.",
         "Figure 4: one head, d = 16, v ~ N(0, 1), k ~ N(0, s^2), scaled dot products; s sets the mean |x + y|^2 of "
-        "queries and keys. Gaussian heads (L = 4096): q ~ N(0, s^2). Matched heads (L = 256): a query is the key at its "
-        "position turned by 0.3 radians. The paper gives L = 4096, d = 16 and 15 samples, not the scale.",
+        "queries and keys. Gaussian heads (L = 4096): q ~ N(0, s^2). Matched heads (L = 256): a query is the key at "
+        "its position turned by 0.3 radians. The paper gives L = 4096, d = 16 and 15 samples, not the scale.",
         "Figure 4: 15 samples of data and projections, 150 at m = 256, the same data for all methods (seed 0); "
         "parameters fitted to each sample; claims take the geometric mean over m and samples. The last 135 "
         "samples were added after claims had been judged with 15.",
-        "Near-far attention and the window have no projections, so their errors do not depend on m; of 256 matched keys "
-        "they read most exactly. Discrete maps need exactly Gaussian rows.",
-        "Figure 14: relative error (Frobenius) of the hidden states after each layer, geometric means over 8 samples of "
-        "weights, tokens and projections; branch: of what attention adds in a layer, with all layers approximated or "
+        "Near-far attention and the window have no projections, so their errors do not depend on m; of 256 matched "
+        "keys they read most exactly. Discrete maps need exactly Gaussian rows.",
+        "Figure 14: relative error (Frobenius) of the hidden states after each layer, geometric means over 8 samples "
+        "of weights, tokens and projections; branch: of what attention adds in a layer, with all layers approximated or "
         "the first alone. Growth: last layer over the first layer with an error. Orthogonal rows unless iid is named.",
         "Random weights: 12 pre-norm layers, 8 heads of d = 64, 512 tokens ~ N(0, 1); queries and keys scaled to the "
         "mean |x + y|^2 of the first layer (16 or 4). Trained encoder: a BERT of characters, 3 layers, 8 heads of "
@@ -92,8 +91,8 @@ def claims(rows: Rows) -> list[Claim]:
             for heads in HEADS for each in SUMS}, below=1, log=True, unit="times", paper=paper, reason=reason)
 
     def growth(of: str, than: str = "") -> Claim:
-        return Claim(f"{SHOWN[of]}: the output error grows through layers" + ", more than with uniform attention" * bool(
-            than), {name: rows.ratio(of, than, "growth", kind="output", **where) if than else
+        text = f"{SHOWN[of]}: the output error grows through layers"
+        return Claim(text + ", more than with uniform attention" * bool(than), {name: rows.ratio(of, than, "growth", kind="output", **where) if than else
                     rows.values("growth", of, log=True, kind="output", **where) for name, where in MODELS.items()},
                      above=1, log=True, unit="times", paper="errors propagate, no number")
 
@@ -177,9 +176,9 @@ def figure(rows: Rows):
     axes[1].axhline(0, color="black", lw=1)
     axes[1].set(title="Figure 2: the same at length 1", xlabel="angle of x and y, degrees", ylabel="log ratio, nats")
     for ax, each in zip(axes[2:4], [2, 8]):
+        ax.axhline(1, color="grey", lw=1, ls="--")
         line_plot(ax, rows, "m", "mse", COMPARED | {"nearfar exact_until=0": "near-far"}, log="xy", geometric=True,
                   dotted=[name for name in COMPARED if name.endswith("iid")], heads="Gaussian", sum=each)
-        ax.axhline(1, color="grey", lw=1, ls="--")
         ax.set(title=f"Figure 4: Gaussian heads, |x + y|^2 = {each}", xlabel="projections m",
                ylabel="MSE over uniform attention's")
     for ax, (name, where) in zip(axes[4:], [*MODELS.items()][::2]):
