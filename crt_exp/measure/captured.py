@@ -92,36 +92,31 @@ class Synthetic:
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return [_normal(self.length, self.heads, self.d, self.scale, self.turn, sample, seed)]
 
+    @torch.no_grad()
     def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
-        """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth)."""
-        if not self.depth:
-            return torch.zeros(0, 0)
-        return torch.stack([self._errors(make, sample, seed) for sample in range(samples)])
-
-    @torch.no_grad()
-    def _errors(self, make: LayerMaker, sample: int, seed: int) -> Tensor:
-        size = (self.heads, self.d, self.scale, self.depth, seed)
-        h, *exact = _exact_states(*size, self.length, sample)
+        """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth). One seed has the same
+        weights for all samples."""
         errors = []
-        for i, (block, expected) in enumerate(zip(_random_transformer(*size).blocks, exact)):
-            own, block.attention = block.attention, make(self.heads, self.d, layer=self.depth * sample + i)
-            h = block(h)
-            block.attention = own
-            errors.append(relative_error(h, expected))
-        return torch.stack(errors)
+        for sample in range(samples):
+            model, tokens, exact = self.exact_pass(seed, 1000 * seed + sample)
+            states = branches(model, tokens, self.made(make, self.depth * sample)).states
+            errors.append([relative_error(*pair) for pair in zip(states, exact.states)])
+        return torch.tensor(errors)
 
     @torch.no_grad()
-    def branch_errors(self, make: LayerMaker, sample: int, seed: int) -> dict[str, list[float]]:
-        """Relative errors in each layer: of the hidden states behind it, which is the output of a model of so many
-        layers (`output`), and of what attention adds to them, its projection included (`accumulated`), both with all
-        attention approximated; of the latter with that of the first layer alone (`propagated`).
-
-        Weights and tokens of their own for each sample.
-        """
-        size = (self.heads, self.d, self.scale, self.depth, 1000 * seed + sample)
-        model, (tokens, exact) = _random_transformer(*size), _exact_branches(*size, self.length)
-        made = {i: make(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)}
+    def branch_errors(self, make: LayerMaker, seed: int) -> dict[str, list[float]]:
+        """As the function of this name; weights and tokens of their own for each seed."""
+        model, tokens, exact = self.exact_pass(seed, seed)
+        made = self.made(make, self.depth * seed)
         return branch_errors(exact, branches(model, tokens, made), branches(model, tokens, {0: made[0]}))
+
+    def exact_pass(self, weights: int, tokens: int) -> tuple[Transformer, Tensor, "Branches"]:
+        """The model and the tokens of these seeds, and what its layers make of them."""
+        size = (self.heads, self.d, self.scale, self.depth, weights)
+        return _random_transformer(*size), *_exact_branches(*size, self.length, tokens)
+
+    def made(self, make: LayerMaker, first: int) -> dict[int, nn.Module]:
+        return {i: make(self.heads, self.d, layer=first + i) for i in range(self.depth)}
 
 
 class Branches(NamedTuple):
@@ -132,7 +127,9 @@ class Branches(NamedTuple):
 
 
 def branch_errors(exact: Branches, every: Branches, first: Branches) -> dict[str, list[float]]:
-    """As `Synthetic.branch_errors`; `every` and `first`: all attention approximated, and that of the first layer."""
+    """Relative errors in each layer: of the hidden states behind it, which is the output of a model of so many layers
+    (`output`), and of what attention adds to them, its projection included (`accumulated`), both with all attention
+    approximated (`every`); of the latter with that of the first layer alone (`propagated`; `first`)."""
     pairs = {"output": (every.states, exact.states), "accumulated": (every.added, exact.added),
              "propagated": (first.added, exact.added)}
     return {kind: [relative_error(estimate, expected).item() for estimate, expected in zip(*pair)]
@@ -171,21 +168,12 @@ def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int)
     return model.eval()
 
 
-@lru_cache(maxsize=64)
-def _exact_states(heads: int, d: int, scale: float, depth: int, seed: int, length: int, sample: int) -> list[Tensor]:
-    """The tokens and the hidden states behind each layer, (1, L, heads d)."""
-    states = [torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(1000 * seed + sample))]
-    for block in _random_transformer(heads, d, scale, depth, seed).blocks:
-        states.append(block(states[-1]))
-    return states
-
-
-@lru_cache(maxsize=1)
-def _exact_branches(heads: int, d: int, scale: float, depth: int, seed: int,
-                    length: int) -> tuple[Tensor, Branches]:
+@lru_cache(maxsize=16)  # samples
+def _exact_branches(heads: int, d: int, scale: float, depth: int, weights: int, length: int,
+                    tokens: int) -> tuple[Tensor, Branches]:
     """The tokens, (1, L, heads d), and what the layers make of them."""
-    tokens = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(seed))
-    return tokens, branches(_random_transformer(heads, d, scale, depth, seed), tokens, {})
+    h = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(tokens))
+    return h, branches(_random_transformer(heads, d, scale, depth, weights), h, {})
 
 
 def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:

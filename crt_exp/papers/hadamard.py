@@ -73,7 +73,8 @@ def claims(rows: Rows) -> list[Claim]:
                "orthogonal", HADAMARD, paper="nearly equivalent", m=512),
         Claim("time with orthogonal Gaussian rows over that with Hadamard rows, k = 1, is at least 0.8 at L = 16384", {
             MAPS[name]: rows.ratio(f"{name} sampler=orthogonal m=300", f"{name} sampler={HADAMARD} m=300", "ms",
-                                   length=16384) for name in TIMED}, above=0.8, log=True, unit="times", paper="approximately the same")]
+                                   length=16384) for name in TIMED},
+              above=0.8, log=True, unit="times", paper="approximately the same")]
 
 
 def tables(rows: Rows):

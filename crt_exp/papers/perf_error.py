@@ -74,8 +74,8 @@ page = Page(
         "Near-far attention and the window have no projections, so their errors do not depend on m; of 256 matched "
         "keys they read most exactly. Discrete maps need exactly Gaussian rows.",
         "Figure 14: relative error (Frobenius) of the hidden states after each layer, geometric means over 8 samples "
-        "of weights, tokens and projections; branch: of what attention adds in a layer, with all layers approximated or "
-        "the first alone. Growth: last layer over the first layer with an error. Orthogonal rows unless iid is named.",
+        "of weights, tokens and projections; branch: of what attention adds in a layer, with all layers approximated "
+        "or the first alone. Growth: last layer over the first with an error. Orthogonal rows unless iid is named.",
         "Random weights: 12 pre-norm layers, 8 heads of d = 64, 512 tokens ~ N(0, 1); queries and keys scaled to the "
         "mean |x + y|^2 of the first layer (16 or 4). Trained encoder: a BERT of characters, 3 layers, 8 heads of "
         "d = 16, trained with exact attention on WikiText-2, read on 8 passages of 34 tokens.",
@@ -92,8 +92,9 @@ def claims(rows: Rows) -> list[Claim]:
 
     def growth(of: str, than: str = "") -> Claim:
         text = f"{SHOWN[of]}: the output error grows through layers"
-        return Claim(text + ", more than with uniform attention" * bool(than), {name: rows.ratio(of, than, "growth", kind="output", **where) if than else
-                    rows.values("growth", of, log=True, kind="output", **where) for name, where in MODELS.items()},
+        return Claim(text + ", more than with uniform attention" * bool(than), {
+            name: rows.ratio(of, than, "growth", kind="output", **where) if than else
+            rows.values("growth", of, log=True, kind="output", **where) for name, where in MODELS.items()},
                      above=1, log=True, unit="times", paper="errors propagate, no number")
 
     sign = "positive features win where |x + y|^2 is above about 3"
