@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crt_exp.advice.bench import LayerCall
 from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.bounds import ensemble_log_variance
@@ -24,8 +25,9 @@ from crt_exp.features import FeatureMap, Statistics
 from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import check_estimates, planned
-from crt_exp.measure.captured import LayerInputs, Pretrained, Synthetic, relative_error
+from crt_exp.measure.captured import LayerInputs, Synthetic, relative_error
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
+from crt_exp.measure.subject import Subject
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import checked
 
@@ -33,7 +35,6 @@ DRAWS = 200      # of the noise, for sample variances
 PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
 MEANS = ("output_error", "uniform_error", "matrix_error", "negative_denominators", "log_variance",
          "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
-LENGTH = 1024    # of synthetic tensors
 SMALL = -60.0    # nats: a smaller relative MSE counts as this
 
 
@@ -57,10 +58,8 @@ class Approximation:
             raise ValueError("task.model and task.text go together: a model, and the text that it reads")
         if model is None and (layers is not None or tokenizer is not None):
             raise ValueError("task.layers and task.tokenizer need task.model")
-        if model is not None and turn is not None:
-            raise ValueError("task.turn is of synthetic queries: a model has its own")
         self.ms, self.samples, self.of_rows, self.pairs = list(ms), samples, rows, pairs
-        self.source = (Synthetic(length or LENGTH, heads, d, scale, depth, turn) if model is None
+        self.source = (Synthetic(length or 1024, heads, d, scale, depth, turn) if model is None
                        else Pretrained(model, text, tokenizer, length, layers))
         self.depth = model is not None or depth > 0
 
@@ -89,11 +88,10 @@ class Approximation:
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        every = {name: Mechanism.of(features=name).map() for name in choices("features")
-                 if not Mechanism.of(features=name).own_kernel}
-        of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed) for name, phi in every.items()
-                 if phi.estimates}
-        unbiased = [name for name in of_maps if estimates_softmax(Mechanism.of(features=name).map())]
+        maps = {name: by.map() for name in choices("features") if not (by := Mechanism.of(features=name)).own_kernel}
+        of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed)
+                   for name, phi in maps.items() if phi.estimates}
+        unbiased = [name for name in of_maps if estimates_softmax(maps[name])]
 
         def best(names: Iterable[str]) -> list[str]:
             return [min(names, key=lambda name: of_maps[name][h]) for h in range(layer.heads)]
@@ -145,15 +143,15 @@ class Approximation:
         of_kinds = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
             of_kinds["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_part.name) - squared
-        of_kinds["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, generator(seed, i, m)) - squared
+        ratios = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, generator(seed, i, m))
+        of_kinds["_sampled"] = ratios.var(0, keepdim=True).log()
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in of_kinds.items()}
         middle = {k: _number(v.median()) for k, v in medians.items()}
         return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
     def of_depth(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
         """Mean error over samples of the hidden states behind layers 1, 2, ..."""
-        own = replace(mechanism, seed=seed, m=m) if m else mechanism
-        errors = self.source.hidden_errors(own.layer, self.samples, seed)
+        errors = self.source.hidden_errors(replace(mechanism, m=m) if m else mechanism, self.samples, seed)
         return ({"m": m} if m else {}) | _spread("hidden_error", errors[:, -1]) | {
             "hidden_error_by_layer": _numbers(errors.mean(0))}
 
@@ -161,7 +159,8 @@ class Approximation:
         """Means over layers at the largest m, and for how many heads each mechanism is predicted to be best."""
         last = [r for r in rows if r.get("m") in (None, max(self.ms))]
         top = [r for r in last if r["split"] == "layer"]
-        record = {name: _mean([r[name] for r in top]) for name in top[0] if name in MEANS}
+        columns = {name: [r[name] for r in top] for name in top[0] if name in MEANS}
+        record = {name: None if None in each else sum(each) / len(each) for name, each in columns.items()}
         for depth in (r for r in last if r["split"] == "depth"):
             record["hidden_error"] = depth["hidden_error"]
         if mechanism.estimates:
@@ -182,8 +181,8 @@ class Approximation:
                 if key in last]
         predicted = ("heads by the mechanism that the closed forms predict best at equal M: {} (of the unbiased ones: "
                      "{})".format(*best) + f"{bias_sentence(last)}\n" if best else "")
-        m = f", m = {last['m']}" if "m" in last else ""
-        return f"{self.table(records)}{self.warning(records)}\n{predicted}{self.source}{m}: relative error {shown}"
+        m = f"m = {last['m']}: " if "m" in last else ""
+        return f"{self.table(records)}{self.warning(records)}\n{predicted}{m}relative error {shown}"
 
     def warning(self, records: list[dict]) -> str:
         """Names the layers and m whose output is no nearer to exact attention than uniform attention is."""
@@ -200,15 +199,43 @@ class Approximation:
         import pandas as pd
 
         heads = {r["layer"]: r for r in records if r["split"] == "heads"}
-        lines = []
-        for r in records:
-            if r["split"] == "layer" and r.get("m") in (None, max(self.ms)):
-                head = heads.get(r["layer"])
-                lines.append({"layer": r["layer"], "path": r["path"]} | ({
-                    "|x + y|^2": sum(head["mean_sq_sum"]) / head["heads"],
-                    "predicted best": Counter(head["best"]).most_common(1)[0][0]} if head else {}) | {
-                        name.removesuffix("_error").replace("_", " "): r[name] for name in MEANS if name in r})
+        lines = [{"layer": r["layer"], "path": r["path"]} | {
+            name.removesuffix("_error").replace("_", " "): r[name] for name in MEANS if name in r}
+            for r in records if r["split"] == "layer" and r.get("m") in (None, max(self.ms))]
+        for line in lines:
+            if head := heads.get(line["layer"]):
+                line["|x + y|^2"] = sum(head["mean_sq_sum"]) / head["heads"]
+                line["predicted best"] = Counter(head["best"]).most_common(1)[0][0]
         return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)
+
+
+class Pretrained(Subject):
+    """A model that reads the first tokens of a text, to which causal layers are fitted too. layers: of its attention
+    modules, as for `swap_attention`."""
+
+    def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
+                 layers: Sequence[int] | None = None):
+        super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
+        self.training, self.chosen = [self.rows], layers
+        self.inputs = [layer_of(call) for call in self.watched(self.rows, LayerCall.of, layers)[0]]
+
+    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
+        return self.inputs
+
+    @torch.no_grad()
+    def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
+        """Relative error of the hidden states behind each layer, the chosen layers approximated: (samples, layers)."""
+        errors = []
+        for sample in range(samples):
+            with self.swapped(replace(mechanism, seed=1000 * seed + sample), self.chosen):
+                pairs = zip(self.run(self.rows).hidden_states[1:], self.exact[0].states)
+                errors.append([relative_error(*pair) for pair in pairs])
+        return torch.tensor(errors)
+
+
+def layer_of(call: LayerCall) -> LayerInputs:
+    root = call.scaling**0.5
+    return LayerInputs(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
 
 
 def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
@@ -241,13 +268,6 @@ def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Te
     return layer.x[:, :, i].double(), layer.y_of_heads[:, :, j].double()
 
 
-def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params,
-                         g: torch.Generator) -> Tensor:
-    """log of the sample variance of the kernel estimates of pairs (1, H, pairs, d) over DRAWS draws: (1, H, pairs)."""
-    ratios = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, g)
-    return ratios.var(0, keepdim=True).log() + 2 * (x * y).sum(-1)
-
-
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
@@ -265,10 +285,6 @@ def _number(value: Tensor | float) -> float | None:
 
 def _numbers(values: Tensor) -> list[float | None]:
     return [_number(v) for v in values]
-
-
-def _mean(values: list[float | None]) -> float | None:
-    return None if None in values else sum(values) / len(values)
 
 
 def _shown(value: float | None) -> str:

@@ -18,16 +18,13 @@ from crt_exp.features import Statistics
 from crt_exp.hints import Count, Positive, Several
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.approximation import Approximation
-from crt_exp.measure.base import Measurement, Series
+from crt_exp.measure.base import Measurement, Series, check_estimates
 from crt_exp.measure.captured import Branches, Synthetic, branch_errors
 from crt_exp.measure.kernel import generator
 from crt_exp.measure.subject import Subject
 from crt_exp.measure.texts import FOLDER
 from crt_exp.samplers.bias import measured_bias
 from crt_exp.schema import checked
-
-FIRST = {"output": 0, "accumulated": 0, "propagated": 1}  # the first layer with an error
-
 
 @checked("task")
 class ProjectionErrors(Series):
@@ -47,7 +44,7 @@ class ProjectionErrors(Series):
     def errors(self, mechanism: Mechanism, m: int, seed: int, sample: int) -> tuple[float, float, float]:
         """Queries, keys and values are the same for every mechanism and m."""
         x, y, v = tensors(self.length, self.d, self.scale, 1000 * seed + sample)
-        exact = _exact(self.length, self.d, self.scale, 1000 * seed + sample)
+        exact = softmax_attention(x, y, v)
         phi, g = mechanism.map("softmax"), generator(seed, sample)
         noise = phi.noise(m, lambda p: mechanism.sampler(p.m, self.d, g))
         estimate = attention(x, y, v, phi, noise, phi.fit(Statistics.of(x[0, 0], y[0, 0])), counter=DenominatorCount())
@@ -62,11 +59,6 @@ def tensors(length: int, d: int, scale: float, seed: int) -> tuple[Tensor, Tenso
     """x, y and v, (1, 1, L, d)."""
     q, k, v = torch.randn(3, 1, 1, length, d, generator=torch.Generator().manual_seed(seed))
     return scale * q / d**0.25, scale * k / d**0.25, v
-
-
-@lru_cache(maxsize=64)
-def _exact(length: int, d: int, scale: float, seed: int) -> Tensor:
-    return softmax_attention(*tensors(length, d, scale, seed))
 
 
 @checked("task")
@@ -92,8 +84,8 @@ class HeadErrors(Series):
         return {"mse": mse.tolist(), "log_mse": mse.log().mean().item()}
 
     def summary(self, records: list[dict]) -> str:
-        return "MSE over that of uniform attention (geometric mean): " + ", ".join(
-            f"{math.exp(r['log_mse']):.3g} (m = {r['m']})" for r in records)
+        shown = ", ".join(f"{math.exp(r['log_mse']):.3g} (m = {r['m']})" for r in records)
+        return f"MSE over that of uniform attention (geometric mean): {shown}"
 
 
 def scale_of(mean_sq_sum: float, d: int) -> float:
@@ -121,14 +113,13 @@ class ErrorByLayer(Measurement):
                                cache_dir=FOLDER / "tokens"))
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        if not mechanism.is_exact:
-            yield from by_layer(self.source.branch_errors(replace(mechanism, seed=0).layer, seed) if isinstance(
-                self.source, Synthetic) else trained_errors(self.source, mechanism, seed))
-        elif isinstance(self.source, Subject):
+        if mechanism.is_exact and isinstance(self.source, Subject):
             sums = [torch.stack([call.sums() for call in calls]).mean().item() for calls in zip(*self.source.calls)]
             yield {"layer": [*range(1, len(sums) + 1)], "mean_sq_sum": sums, "growth": None}
-        else:
-            raise ValueError("attention=exact has no error: choose features=...")
+            return
+        check_estimates(mechanism)
+        yield from by_layer(self.source.branch_errors(mechanism, seed) if isinstance(self.source, Synthetic) else
+                            trained_errors(self.source, mechanism, seed))
 
 
 def by_layer(errors: dict[str, Sequence[float]]) -> Iterator[dict[str, Any]]:
@@ -136,7 +127,7 @@ def by_layer(errors: dict[str, Sequence[float]]) -> Iterator[dict[str, Any]]:
     for kind, layers in errors.items():
         yield {"kind": kind, "layer": [*range(1, len(layers) + 1)], "error": [error or None for error in layers]}
     for kind in reversed(errors):
-        first = errors[kind][FIRST[kind]]
+        first = errors[kind][kind == "propagated"]  # which begins in the second layer
         yield {"kind": kind, "growth": errors[kind][-1] / first if first else None}
 
 
@@ -170,10 +161,10 @@ class KernelBias(Measurement):
         self.d, self.draws = d, draws
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        x = torch.zeros(2, self.d, dtype=torch.float64)
+        x, row = torch.zeros(2, self.d, dtype=torch.float64), {}
         x[0, 0], x[1] = 1, self.d**-0.5
         found = measured_bias(mechanism.map(), mechanism.sampler, x, x, draws=self.draws,
                               generator=torch.Generator().manual_seed(seed))
-        names = ("at_unit", "at_spread")
-        yield dict(zip(names, found.ratio.tolist())) | {
-            f"{name}_error": error for name, error in zip(names, found.error.tolist())}
+        for name, ratio, error in zip(("at_unit", "at_spread"), found.ratio.tolist(), found.error.tolist()):
+            row |= {name: ratio, f"{name}_error": error}
+        yield row

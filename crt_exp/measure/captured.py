@@ -5,10 +5,9 @@ Legend: H query heads, Hkv key heads, L queries, S keys, d, dv. x and y are scal
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,16 +17,13 @@ from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.data import read_text
-from crt_exp.data.text import bert_tokenizer, check_vocabulary
+from crt_exp.data.text import bert_tokenizer
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
-from crt_exp.advice.bench import Bench, LayerCall, Layers
-from crt_exp.swap.swap import LayerMaker
 
 
 @dataclass
@@ -39,8 +35,6 @@ class LayerInputs:
     y: Tensor  # (1, Hkv, S, d)
     v: Tensor  # (1, Hkv, S, dv)
     causal: bool = False
-    # the rows that were asked for last, and their matrix
-    _exact: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self):
         self.heads, self.d = self.x.shape[1], self.x.shape[3]
@@ -62,9 +56,7 @@ class LayerInputs:
 
     def matrix(self, rows: Tensor) -> Tensor:
         """Those rows of the exact attention matrix, (1, H, rows, S) float64."""
-        if self._exact is None or not torch.equal(self._exact[0], rows):
-            self._exact = rows, attention_matrix(self.x, self.y, causal=self.causal, rows=rows)
-        return self._exact[1]
+        return attention_matrix(self.x, self.y, causal=self.causal, rows=rows)
 
     def fit(self, phi: FeatureMap) -> Params:
         """Parameters (1, H, 1, ...) for these tensors, the query heads of a group together."""
@@ -86,28 +78,25 @@ class Synthetic:
     def __init__(self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None):
         self.length, self.heads, self.d, self.scale, self.depth, self.turn = length, heads, d, scale, depth, turn
 
-    def __str__(self):
-        return f"N(0, {self.scale}^2), L = {self.length}, {self.heads} heads, d = {self.d}"
-
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return [_normal(self.length, self.heads, self.d, self.scale, self.turn, sample, seed)]
 
     @torch.no_grad()
-    def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
+    def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
         """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth). One seed has the same
         weights for all samples."""
         errors = []
         for sample in range(samples):
             model, tokens, exact = self.exact_pass(seed, 1000 * seed + sample)
-            states = branches(model, tokens, self.made(make, self.depth * sample)).states
+            states = branches(model, tokens, self.made(replace(mechanism, seed=seed), sample)).states
             errors.append([relative_error(*pair) for pair in zip(states, exact.states)])
         return torch.tensor(errors)
 
     @torch.no_grad()
-    def branch_errors(self, make: LayerMaker, seed: int) -> dict[str, list[float]]:
+    def branch_errors(self, mechanism: Mechanism, seed: int) -> dict[str, list[float]]:
         """As the function of this name; weights and tokens of their own for each seed."""
         model, tokens, exact = self.exact_pass(seed, seed)
-        made = self.made(make, self.depth * seed)
+        made = self.made(replace(mechanism, seed=0), seed)
         return branch_errors(exact, branches(model, tokens, made), branches(model, tokens, {0: made[0]}))
 
     def exact_pass(self, weights: int, tokens: int) -> tuple[Transformer, Tensor, "Branches"]:
@@ -115,8 +104,8 @@ class Synthetic:
         size = (self.heads, self.d, self.scale, self.depth, weights)
         return _random_transformer(*size), *_exact_branches(*size, self.length, tokens)
 
-    def made(self, make: LayerMaker, first: int) -> dict[int, nn.Module]:
-        return {i: make(self.heads, self.d, layer=first + i) for i in range(self.depth)}
+    def made(self, mechanism: Mechanism, sample: int) -> dict[int, nn.Module]:
+        return {i: mechanism.layer(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)}
 
 
 class Branches(NamedTuple):
@@ -182,86 +171,7 @@ def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | N
     return error / size
 
 
-# ---- a pretrained model that reads a text
-
-class Pretrained(Bench):
-    """The tensors of a Hugging Face model while it reads a text, and its hidden states.
-
-    model: a hub name, a folder or the directory of a run of task=mlm; tokenizer: a hub name, a folder or a BERT
-    vocab.txt, None for the model's. length: the first so many tokens; None: the whole text, which must fit. layers: of
-    the attention modules, as for `swap_attention`. Of an encoder-decoder model, the encoder. The parameters of causal
-    layers are fitted to this same text, as after `calibrate_attention` on it.
-
-    Raises DataError where model, tokenizer or text cannot be read, ValueError where the model takes no text or has no
-    attention that can be swapped, and for a text that is empty or too long.
-    """
-
-    def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
-                 layers: Sequence[int] | int | None = None):
-        words = words_of(text)
-        loaded = load_bare(model)
-        self.name, self.inputs = model, tokenize(load_tokenizer(model, tokenizer), words, loaded, text, length)
-        super().__init__(loaded, training=[dict(self.inputs)])
-        self.chosen = layers if layers is None or isinstance(layers, int) else list(layers)
-        calls, self.states = self.watched(self.inputs, LayerCall.of, self.chosen)
-        self.captured = [_layer_of(each) for each in calls]
-        if not self.captured:
-            raise ValueError(f"task.model={model}: none of the attention layers ran on this text")
-
-    def __str__(self):
-        first = self.captured[0]
-        return f"{self.name}, L = {first.x.shape[2]}, {first.x.shape[1]} heads, d = {first.x.shape[3]}"
-
-    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
-        return self.captured
-
-    def run(self, piece: Mapping[str, Tensor]) -> list[Tensor]:
-        """Hidden states behind each layer."""
-        try:
-            return list(self.model(**piece, output_hidden_states=True).hidden_states[1:])
-        except TypeError as error:
-            raise ValueError(f"task.model={self.name} does not run on a text alone: {error}") from None
-
-    @torch.no_grad()
-    def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
-        """Relative error of the hidden states behind each layer, the chosen layers approximated: (samples, layers)."""
-        studied, errors = Layers(make, "studied"), []
-        with self.swapped(studied, self.chosen) as states:
-            for sample in range(samples):
-                if sample:
-                    self.redraw(states.values(), studied)
-                now = self.run(self.inputs)
-                errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(now, self.states)]))
-        return torch.stack(errors)
-
-    def redraw(self, states: Iterable[nn.Module], studied: Layers) -> None:
-        for state in states:
-            if hasattr(state, "redraw"):  # near-far attention with cells draws nothing
-                state.redraw()
-        self.fit(studied)
-
-
-def _layer_of(call: LayerCall) -> LayerInputs:
-    root = call.scaling**0.5
-    return LayerInputs(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
-
-
-def words_of(path: str | Path) -> str:
-    text = read_text(path, f"task.text={path}")
-    if not text.strip():
-        raise ValueError(f"task.text={path} is empty: give a file with some sentences")
-    return text
-
-
-def load_bare(name: str) -> nn.Module:
-    """The model without a head, float32, eval mode; of an encoder-decoder, its encoder."""
-    origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
-    model = encoders.load_model("AutoModel", encoders.load_config(origin), origin, Mechanism.of("exact"))
-    if model.main_input_name != "input_ids":
-        raise ValueError(f"task.model={name}: {type(model).__name__} reads {model.main_input_name}, not text. "
-                         "Synthetic tensors of its sizes: task.heads, task.d and task.length, without task.model and "
-                         "task.text")
-    return (model.get_encoder() if model.config.is_encoder_decoder else model).eval()
+# ---- of a pretrained model that reads a text
 
 
 def load_tokenizer(model: str, name: str | None):
@@ -272,25 +182,6 @@ def load_tokenizer(model: str, name: str | None):
     if name.endswith(".txt"):
         return bert_tokenizer(name)
     return encoders.load_tokenizer(encoders.Origin(name, "task.tokenizer", True, False))
-
-
-def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | None) -> dict[str, Tensor]:
-    """One sequence of ids with the tokenizer's special tokens, checked against the model's vocabulary and positions."""
-    most = positions(model)
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    if length is not None and length > most:
-        raise ValueError(f"task.length = {length}: the model has {most} positions")
-    cut = {} if length is None else {"truncation": True, "max_length": length}
-    ids = tokenizer(text, return_tensors="pt", verbose=False, **cut)["input_ids"]
-    if ids.shape[1] > most:
-        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens, and the model has {most} positions: give a "
-                         f"shorter text, or task.length={most} to read its first {most} tokens")
-    if ids.shape[1] < 2:
-        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens: nothing to attend to")
-    if not set(ids[0].tolist()) - set(tokenizer.all_special_ids):
-        raise ValueError(f"task.text={path}: the tokenizer knows none of its words; give another one with "
-                         "task.tokenizer=... (a hub name, a folder or a BERT vocab.txt)")
-    return {"input_ids": ids}
 
 
 def positions(model: nn.Module) -> int:
