@@ -2,17 +2,23 @@
 
 import pandas as pd
 
-from crt_exp.report import Claim, Page, Rows, geometric_mean_ci, label, line_plot, mean_table, sweep
+from crt_exp.report import Claim, Page, Rows, geometric_mean_ci, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels
 
-MAPS, EXACT_ROWS = ["trig", "pos", "oprf"], ["iid", "orthogonal", "simplex", "sobol", "halton"]
+EXACT_ROWS = ["iid", "orthogonal", "simplex", "sobol", "halton"]
 CONTINUOUS = ["trig", "gerf", "pos", "hyp", "smreg", "oprf", "sderf"]
 DISCRETE = ["pois", "geom", "pois_coord", "pois_plus", "geom_plus"]
-COMPARED = {f"{name} sampler={sampler}": f"{label(name, {'trig': 'trigonometric', 'pos': 'FAVOR+', 'oprf': 'OPRF'})}, "
-            f"{sampler}" for name in MAPS for sampler in EXACT_ROWS[:2]}
-OTHERS = [f"{name} sampler={sampler}" for names, samplers in [(CONTINUOUS, [*EXACT_ROWS, "hadamard", "givens"]),
-                                                             (DISCRETE, EXACT_ROWS)]
-          for name in names for sampler in samplers if f"{name} sampler={sampler}" not in COMPARED]
+SAMPLERS = dict.fromkeys(CONTINUOUS, [*EXACT_ROWS, "hadamard", "givens"]) | dict.fromkeys(DISCRETE, EXACT_ROWS)
+MAPS = {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "OPRF"}
+
+
+def both(name: str) -> list[str]:
+    return [f"{name} sampler={sampler}" for sampler in EXACT_ROWS[:2]]
+
+
+COMPARED = {method: f"{text}, {method.partition('=')[2]}" for name, text in MAPS.items() for method in both(name)}
+OTHERS = [method for name, samplers in SAMPLERS.items() for sampler in samplers
+          if (method := f"{name} sampler={sampler}") not in COMPARED]
 WHOLE = {"nearfar preset=cheap exact_until=0": "near-far, cheap", "nearfar exact_until=0": "near-far",
          "nearfar preset=quality exact_until=0": "near-far, quality",
          "window block=32 first=16": "window and first tokens"}
@@ -24,6 +30,7 @@ THROUGH = [f"{name} m=256" for name in [*CONTINUOUS[:-1], *DISCRETE]]
 SHOWN = {"trig m=256": "trigonometric", "pos m=256": "FAVOR+", "oprf m=256": "FAVOR++", "uniform": "uniform"}
 MODELS = {"random weights, |x + y|^2 = 16": {"model": "random", "sum": 16},
           "random weights, |x + y|^2 = 4": {"model": "random", "sum": 4}, "trained encoder": {"model": "trained"}}
+HEAD, LAYER, RANDOM = "task=head_errors task.samples=15", "task=error_by_layer", {"random": ""}
 TRAINED = {"trained": "task.init={runs}/encoder/exact task.length=34"}
 ENCODER = """task=mlm task.sizes.hidden_size=128 task.sizes.num_hidden_layers=3 task.sizes.num_attention_heads=8
     task.sizes.intermediate_size=512 +task.sizes.hidden_dropout_prob=0 +task.sizes.attention_probs_dropout_prob=0
@@ -35,21 +42,19 @@ small = {
     "performers-fig2": sweep("task=variance_by_angle task.degrees=5 task.m=64", features=["pos", "hyp", "oprf"],
                              **{"task.length": [n / 10 for n in range(1, 21)]}),
     "performers-fig4": [
-        *sweep("task=head_errors", heads=HEADS, **{"task.sum": SUMS}, features=COMPARED, samples=PARTS),
-        *sweep("task=head_errors", heads=HEADS, **{"task.sum": SUMS}, attention=WHOLE, samples=PARTS),
-        *sweep("task=head_errors task.samples=15", heads=HEADS, **{"task.sum": [8]}, features=OTHERS),
-        *(run for name, m in HYBRIDS.items() for run in sweep(
-            f"task=head_errors task.samples=15 task.ms=[{m}]", heads=HEADS, **{"task.sum": [8]},
-            features=[f"{name} sampler=iid", f"{name} sampler=orthogonal"]))],
+        *sweep(HEAD, heads=HEADS, **{"task.sum": SUMS}, features=COMPARED, samples=PARTS),
+        *sweep(HEAD, heads=HEADS, **{"task.sum": SUMS}, attention=WHOLE, samples=PARTS),
+        *sweep(HEAD, heads=HEADS, **{"task.sum": [8]}, features=OTHERS),
+        *(run for name, m in HYBRIDS.items() for run in sweep(f"{HEAD} task.ms=[{m}]", heads=HEADS, **{"task.sum": [8]},
+                                                              features=both(name)))],
     "performers-fig14": [
-        *sweep("task=error_by_layer", model={"random": ""}, **{"task.sum": [16, 4]}, features=THROUGH, seed=range(8)),
-        *sweep("task=error_by_layer", model={"random": ""}, **{"task.sum": [16, 4]}, attention=["uniform"],
-               seed=range(8)),
-        *sweep("task=error_by_layer", model={"random": ""}, **{"task.sum": [16]}, seed=range(8), features=[
+        *sweep(LAYER, model=RANDOM, **{"task.sum": [16, 4]}, features=THROUGH, seed=range(8)),
+        *sweep(LAYER, model=RANDOM, **{"task.sum": [16, 4]}, attention=["uniform"], seed=range(8)),
+        *sweep(LAYER, model=RANDOM, **{"task.sum": [16]}, seed=range(8), features=[
             f"{name} {options}" for name in MAPS for options in ["m=64", "m=128", "m=256 sampler=iid"]]),
-        *sweep("task=error_by_layer", model=TRAINED, features=THROUGH, seed=range(8)),
-        *sweep("task=error_by_layer", model=TRAINED, attention=["uniform"], seed=range(8)),
-        *sweep("task=error_by_layer", model=TRAINED, attention=["exact"])]}
+        *sweep(LAYER, model=TRAINED, features=THROUGH, seed=range(8)),
+        *sweep(LAYER, model=TRAINED, attention=["uniform"], seed=range(8)),
+        *sweep(LAYER, model=TRAINED, attention=["exact"])]}
 
 page = Page(
     "perf_error",
@@ -125,18 +130,16 @@ def tables(rows: Rows):
     def heads(kind: str, sums: list[int], **where):
         return {f"{kind}, {each}": {"metric": "mse", "heads": kind, "sum": each, **where} for each in sums}
 
-    of_all = COMPARED | WHOLE
-    columns = heads("Gaussian", [2, 8, 24], m=256) | heads("matched", [2, 8, 24], m=256)
     made = {"Figure 4: MSE of attention over that of uniform attention (lower is better), m = 256, by |x + y|^2":
-            mean_table(rows, columns, COMPARED | {"nearfar exact_until=0": "near-far"}, format=mean)}
+            mean_table(rows, heads("Gaussian", [2, 8, 24], m=256) | heads("matched", [2, 8, 24], m=256),
+                       COMPARED | {"nearfar exact_until=0": "near-far"}, format=mean)}
     for kind in HEADS:
         made[f"Figure 4, {kind} heads: MSE over uniform attention's with 95% CI, m = 256"] = mean_table(
-            rows, heads(kind, SUMS, m=256), of_all, format=interval)
-        made[f"Figure 4, {kind} heads: trigonometric features at equal columns, m = 128"] = mean_table(
-            rows, heads(kind, SUMS, m=128), {name: of_all[name] for name in COMPARED if name.startswith("trig")},
-            format=interval)
-        made[f"Figure 4, {kind} heads, |x + y|^2 = 8: all maps and samplers at m = 256, hybrids at 256 columns"] = (
-            by_sampler(rows, kind))
+            rows, heads(kind, SUMS, m=256), COMPARED | WHOLE, format=interval)
+        made[f"Figure 4, {kind} heads: the same at 256 columns of trigonometric features, m = 128"] = mean_table(
+            rows, heads(kind, SUMS, m=128), {name: COMPARED[name] for name in both("trig")}, format=interval)
+        made[f"Figure 4, {kind} heads, |x + y|^2 = 8: maps and samplers, m = 256 (hybrids: 256 columns)"] = by_sampler(
+            rows, kind)
     made["Figure 2: log MSE(trigonometric) / MSE at length 1, by angle in degrees"] = mean_table(
         rows, {str(angle): {"metric": "log_ratio", "length": 1, "angle": angle} for angle in range(0, 181, 30)},
         {"pos": "FAVOR+", "hyp": "hyperbolic", "oprf": "OPRF"}, spec=".2f")
@@ -155,13 +158,10 @@ def tables(rows: Rows):
 
 
 def by_sampler(rows: Rows, kind: str) -> pd.DataFrame:
-    samplers = [*EXACT_ROWS, "hadamard", "givens"]
-    cells = {name: [rows.values("mse", f"{name} sampler={sampler}", heads=kind, sum=8, m=HYBRIDS.get(name, 256))
-                    for sampler in samplers] for name in [*CONTINUOUS, *DISCRETE, *HYBRIDS]}
-    table = pd.DataFrame({name: [mean(values) if len(values) else "" for values in found]
-                          for name, found in cells.items()}, index=samplers).T
-    table.index.name = "map"
-    return table
+    return pd.DataFrame.from_dict({name: {
+        sampler: mean(values) for sampler in SAMPLERS["trig"] if len(values := rows.values(
+            "mse", f"{name} sampler={sampler}", heads=kind, sum=8, m=HYBRIDS.get(name, 256)))}
+        for name in [*SAMPLERS, *HYBRIDS]}, orient="index").rename_axis("map")
 
 
 def figure(rows: Rows):
