@@ -316,6 +316,7 @@ TINY = {  # the same command in a second: overrides that are added to it
     "uci": ["task.repeats=1", "task.sigmas=[0.3]"],
     "variance": ["task.pairs=4", "task.sigmas=[1.0]"],
     "projections": ["task.length=16", "task.ms=[4]", "task.samples=1"],
+    "head_errors": ["task.length=16", "task.ms=[4]", "task.samples=1"],
     "approximation": ["task.length=16", "task.ms=[4]", "task.samples=1", "task.pairs=2", "task.rows=4"],
     "speed": ["task.lengths=[32]", "task.rounds=1"],
     "pointwise": ["task.lengths=[1.0]", "task.angles=3", "task.groups=1", "task.draws=2"],

@@ -8,12 +8,14 @@ Legend: H heads, m projections, M features. An error is relative, in the Frobeni
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crt_exp.advice.bench import LayerCall
 from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.bounds import ensemble_log_variance
@@ -22,25 +24,18 @@ from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.mechanism import Mechanism
-from crt_exp.nearfar import NearFar
-from crt_exp.nested import Nested
 from crt_exp.measure.base import check_estimates, planned
-from crt_exp.measure.captured import LayerInputs, Pretrained, Synthetic, relative_error
+from crt_exp.measure.captured import LayerInputs, Synthetic, relative_error
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
+from crt_exp.measure.subject import Subject
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.schema import checked
 
 DRAWS = 200      # of the noise, for sample variances
 PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
-MEANS = ("output_error", "uniform_error", "matrix_error", "output_mse", "matrix_mse", "negative_denominators",
-         "log_variance", "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
-LENGTH = 1024    # of synthetic tensors
+MEANS = ("output_error", "uniform_error", "matrix_error", "negative_denominators", "log_variance",
+         "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
 SMALL = -60.0    # nats: a smaller relative MSE counts as this
-
-
-def is_measured_whole(mechanism: Mechanism) -> bool:
-    """Whether what its layers give is more than a feature map of which a probe could tell."""
-    return isinstance(mechanism.kind, type) and issubclass(mechanism.kind, NearFar)
 
 
 @checked("task")
@@ -49,11 +44,11 @@ class Approximation:
 
     Records of four kinds: `heads`, one a layer: mean |x + y|^2, and each mechanism's log relative MSE by the closed
     forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error behind each layer; and a final
-    one at the largest m. Of near-far attention, which has no projections: see `layer_records`.
+    one at the largest m. Attention without projections has no `heads`, no matrix and no m.
     """
 
     metric, lower_is_better = "output_error", True
-    measures_whole = staticmethod(is_measured_whole)
+    measures_whole = staticmethod(lambda mechanism: True)
 
     def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count,
                  scale: Positive, depth: Whole, model: str | None = None, text: str | None = None,
@@ -63,30 +58,23 @@ class Approximation:
             raise ValueError("task.model and task.text go together: a model, and the text that it reads")
         if model is None and (layers is not None or tokenizer is not None):
             raise ValueError("task.layers and task.tokenizer need task.model")
-        if model is not None and turn is not None:
-            raise ValueError("task.turn is of synthetic queries: a model has its own")
-        self.ms, self.samples, self.rows, self.pairs = list(ms), samples, rows, pairs
-        self.source = (Synthetic(length or LENGTH, heads, d, scale, depth, turn) if model is None
+        self.ms, self.samples, self.of_rows, self.pairs = list(ms), samples, rows, pairs
+        self.source = (Synthetic(length or 1024, heads, d, scale, depth, turn) if model is None
                        else Pretrained(model, text, tokenizer, length, layers))
         self.depth = model is not None or depth > 0
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        if is_measured_whole(mechanism):
-            yield from layer_records(self.source, mechanism, self.samples, self.depth, seed, done)
-            return
+        rows, layers = list(done), self.source.layers(0, seed)
+        numbers, ms, plan = range(len(layers)), self.ms if mechanism.estimates else [None], []
         check_estimates(mechanism)
-        phi, rows, numbers = mechanism.map("softmax"), list(done), range(len(self.source.layers(0, seed)))
-        self.check(phi, mechanism, seed)
-        plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
-        plan += [("layer", self.of_layer, (phi, mechanism, m, i, seed)) for m in self.ms for i in numbers]
-        plan += [("depth", self.of_depth, (phi, mechanism, m, seed)) for m in self.ms if self.depth]
-        plan += [("test", self.of_all, (phi, mechanism, rows, seed))]
+        if mechanism.estimates:
+            phi = mechanism.map("softmax")  # raises, before the first record, where map and sampler do not go together
+            phi.phi_q(layers[0].x[:, :, :1], mechanism.sampler(1, layers[0].d, generator(seed)), layers[0].fit(phi))
+            plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
+        plan += [("layer", self.of_layer, (mechanism, m, i, seed)) for m in ms for i in numbers]
+        plan += [("depth", self.of_depth, (mechanism, m, seed)) for m in ms if self.depth]
+        plan += [("test", self.of_all, (mechanism, rows, seed))]
         yield from planned(plan, rows)
-
-    def check(self, phi: FeatureMap, mechanism: Mechanism, seed: int) -> None:
-        """Raises ValueError, before the first record, where map and sampler do not go together."""
-        layer = self.source.layers(0, seed)[0]
-        phi.phi_q(layer.x[:, :, :1], mechanism.sampler(1, layer.d, generator(seed)), layer.fit(phi))
 
     # ---- what the closed forms say
 
@@ -100,11 +88,10 @@ class Approximation:
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        every = {name: Mechanism.of(features=name).map() for name in choices("features")
-                 if not Mechanism.of(features=name).own_kernel}
-        of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed) for name, phi in every.items()
-                 if phi.estimates}
-        unbiased = [name for name in of_maps if estimates_softmax(Mechanism.of(features=name).map())]
+        maps = {name: by.map() for name in choices("features") if not (by := Mechanism.of(features=name)).own_kernel}
+        of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed)
+                   for name, phi in maps.items() if phi.estimates}
+        unbiased = [name for name in of_maps if estimates_softmax(maps[name])]
 
         def best(names: Iterable[str]) -> list[str]:
             return [min(names, key=lambda name: of_maps[name][h]) for h in range(layer.heads)]
@@ -115,38 +102,36 @@ class Approximation:
 
     # ---- what is measured
 
-    def of_layer(self, phi: FeatureMap, mechanism: Mechanism, m: int, i: int, seed: int) -> dict[str, Any]:
-        """Errors of output and matrix, over samples; `_heads`: each head's mean."""
-        errors, negative = self.measure(phi, mechanism, m, i, seed)
+    def of_layer(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> dict[str, Any]:
+        """Mean errors of output and matrix over samples, and `_heads`, those of each head."""
+        errors, negative = self.measure(mechanism, m, i, seed)
         layer = self.source.layers(0, seed)[i]
-        record = {"layer": i, "path": layer.path, "m": m, "negative_denominators": negative}
+        record = {"layer": i, "path": layer.path} | ({"m": m, "negative_denominators": negative} if m else {})
         for name, values in errors.items():
             record |= _spread(name, values.mean(-1)) | {f"{name}_heads": _numbers(values.mean(0))}
-        return record | (self.variances(phi, mechanism, m, layer, i, seed) if self.pairs else {})
+        return record | (self.variances(mechanism.map("softmax"), mechanism, m, layer, i, seed) if m and self.pairs
+                         else {})
 
-    def measure(self, phi: FeatureMap, mechanism: Mechanism, m: int, i: int,
-                seed: int) -> tuple[dict[str, Tensor], float]:
-        """Of one layer: errors by name, (samples, H) each, and the share of denominators that are not positive."""
-        count, errors = DenominatorCount(), []
+    @torch.no_grad()
+    def measure(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> tuple[dict[str, Tensor], float]:
+        """Of one layer: errors by name, (samples, H) each, `uniform_error` that of uniform attention; and the share of
+        denominators that are not positive. m: None for attention without projections."""
+        count, found = DenominatorCount(), []
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[i]
-            noise = drawn(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
-            errors.append(self.errors(phi, noise, layer, count, seed))
-        return {name: torch.stack([e[name] for e in errors]) for name in errors[0]}, count.fraction
-
-    def errors(self, phi: FeatureMap, noise: Nested, layer: LayerInputs, count: DenominatorCount,
-               seed: int) -> dict[str, Tensor]:
-        """Relative error and mean squared error of output and matrix, and the control, the relative error of uniform
-        attention: (H,) each."""
-        params, tensors = layer.fit(phi), (layer.x, layer.y)
-        rows = torch.randperm(layer.x.shape[2], generator=generator(seed))[:self.rows].sort().values
-        output = attention(*tensors, layer.v, phi, noise, params, causal=layer.causal, counter=count)
-        matrix = attention_matrix(*tensors, phi, noise, params, causal=layer.causal, rows=rows)
-        errors = {"uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
-        for name, estimate, exact in (("output", output, layer.output), ("matrix", matrix, layer.matrix(rows))):
-            errors[f"{name}_error"] = relative_error(estimate, exact, (-2, -1))[0]
-            errors[f"{name}_mse"] = (estimate.double() - exact).square().mean((-2, -1))[0]
-        return errors
+            pairs = {"uniform": (layer.uniform, layer.output)}
+            if m is None:
+                pairs["output"] = (whole_output(mechanism, layer), layer.output)
+            else:
+                phi, rows = mechanism.map("softmax"), torch.randperm(layer.x.shape[2], generator=generator(seed))
+                rows = rows[:self.of_rows].sort().values
+                noise = drawn(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
+                given = layer.x, layer.y, phi, noise, layer.fit(phi)
+                pairs["output"] = (attention(*given[:2], layer.v, *given[2:], causal=layer.causal, counter=count),
+                                   layer.output)
+                pairs["matrix"] = attention_matrix(*given, causal=layer.causal, rows=rows), layer.matrix(rows)
+            found.append({f"{name}_error": relative_error(*pair, (-2, -1))[0] for name, pair in pairs.items()})
+        return {name: torch.stack([each[name] for each in found]) for name in found[0]}, count.fraction
 
     def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: LayerInputs, i: int,
                   seed: int) -> dict[str, Any]:
@@ -158,67 +143,107 @@ class Approximation:
         of_kinds = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
             of_kinds["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_part.name) - squared
-        of_kinds["_sampled"] = sampled_log_variance(phi, mechanism, m, x, y, params, generator(seed, i, m)) - squared
+        ratios = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, generator(seed, i, m))
+        of_kinds["_sampled"] = ratios.var(0, keepdim=True).log()
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in of_kinds.items()}
         middle = {k: _number(v.median()) for k, v in medians.items()}
         return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
-    def of_depth(self, phi: FeatureMap, mechanism: Mechanism, m: int, seed: int) -> dict[str, Any]:
-        """Error of the hidden states behind layers 1, 2, ..., over samples."""
-        errors = self.source.hidden_errors(replace(mechanism, m=m, seed=seed).layer, self.samples, seed)
-        spread = [_spread("hidden_error", e) for e in errors.unbind(1)]
-        return {"m": m, **spread[-1], **{f"{k}_by_layer": [s[k] for s in spread] for k in spread[0]}}
+    def of_depth(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
+        """Mean error over samples of the hidden states behind layers 1, 2, ..."""
+        errors = self.source.hidden_errors(replace(mechanism, m=m) if m else mechanism, self.samples, seed)
+        return ({"m": m} if m else {}) | _spread("hidden_error", errors[:, -1]) | {
+            "hidden_error_by_layer": _numbers(errors.mean(0))}
 
-    def of_all(self, phi: FeatureMap, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
+    def of_all(self, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
         """Means over layers at the largest m, and for how many heads each mechanism is predicted to be best."""
-        top = [r for r in rows if r["split"] == "layer" and r["m"] == max(self.ms)]
-        means = {name: _mean([r[name] for r in top]) for name in top[0] if name in MEANS}
-        depth = (r for r in rows if r["split"] == "depth" and r["m"] == max(self.ms))
-        means |= next(({"hidden_error": r["hidden_error"]} for r in depth), {})
-        for key in ("best", "best_unbiased"):
-            means[key] = dict(Counter(name for r in rows if r["split"] == "heads" for name in r[key]).most_common())
-        layer = self.source.layers(0, seed)[0]
-        x, y = layer.x[0, 0], layer.y[0, 0]
-        bias = bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))
-        return {"m": max(self.ms), **means, **bias, "final": True}
+        last = [r for r in rows if r.get("m") in (None, max(self.ms))]
+        top = [r for r in last if r["split"] == "layer"]
+        columns = {name: [r[name] for r in top] for name in top[0] if name in MEANS}
+        record = {name: None if None in each else sum(each) / len(each) for name, each in columns.items()}
+        for depth in (r for r in last if r["split"] == "depth"):
+            record["hidden_error"] = depth["hidden_error"]
+        if mechanism.estimates:
+            heads = [r for r in rows if r["split"] == "heads"]
+            for key in ("best", "best_unbiased"):
+                record[key] = dict(Counter(name for r in heads for name in r[key]).most_common())
+            layer, phi = self.source.layers(0, seed)[0], mechanism.map("softmax")
+            x, y = layer.x[0, 0], layer.y[0, 0]
+            record |= {"m": max(self.ms), **bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))}
+        return record | {"final": True}
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        if "m" not in last:
-            return layer_summary(self.source, records)
         errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
                   "the last hidden states": "hidden_error"}
         shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)
-        best, unbiased = (", ".join(f"{name} {n}" for name, n in last[key].items())
-                          for key in ("best", "best_unbiased"))
-        return (f"{self.table(records)}{self.warning(records)}\n"
-                f"heads by the mechanism that the closed forms predict best at equal M: {best} "
-                f"(of the unbiased ones: {unbiased}){bias_sentence(last)}\n"
-                f"{self.source}, m = {last['m']}: relative error {shown}")
+        best = [", ".join(f"{name} {n}" for name, n in last[key].items()) for key in ("best", "best_unbiased")
+                if key in last]
+        predicted = ("heads by the mechanism that the closed forms predict best at equal M: {} (of the unbiased ones: "
+                     "{})".format(*best) + f"{bias_sentence(last)}\n" if best else "")
+        m = f"m = {last['m']}: " if "m" in last else ""
+        return f"{self.table(records)}{self.warning(records)}\n{predicted}{m}relative error {shown}"
 
     def warning(self, records: list[dict]) -> str:
-        """Names the layers and m whose output is no nearer to exact attention than the control is."""
+        """Names the layers and m whose output is no nearer to exact attention than uniform attention is."""
         layer_rows = [r for r in records if r["split"] == "layer"]
-        lost = [r for r in layer_rows if r["output_error"] is None or r["output_error"] > r["uniform_error"]]
-        layers, counts = len(layer_rows) // len(self.ms), Counter(r["m"] for r in lost)
-        shown = ", ".join(f"in {n} of {layers} layers with m = {m}" for m, n in counts.items())
-        warning = ("\nWARNING: the output is further from exact attention than uniform attention is, "
-                "the mean of the values, ")
-        return warning + shown if lost else ""
+        counts = Counter(r.get("m") for r in layer_rows
+                         if r["output_error"] is None or r["output_error"] > r["uniform_error"])
+        layers = len({r["layer"] for r in layer_rows})
+        shown = ", ".join(f"in {n} of {layers} layers" + f" with m = {m}" * bool(m) for m, n in counts.items())
+        return shown and ("\nWARNING: the output is further from exact attention than uniform attention is, the mean "
+                          f"of the values, {shown}")
 
     def table(self, records: list[dict]) -> str:
         """A line for each layer, at the largest m."""
         import pandas as pd
 
-        heads = [r for r in records if r["split"] == "heads"]
-        layer_rows = [r for r in records if r["split"] == "layer" and r["m"] == max(self.ms)]
-        lines = [{"layer": h["layer"], "path": h["path"], "|x + y|^2": sum(h["mean_sq_sum"]) / h["heads"],
-                  "least": min(h["mean_sq_sum"]), "most": max(h["mean_sq_sum"]), "output": r["output_error"],
-                  "uniform": r["uniform_error"], "matrix": r["matrix_error"], "log variance": r.get("log_variance"),
-                  "sampled": r.get("log_variance_sampled"),
-                  "predicted best": Counter(h["best"]).most_common(1)[0][0],
-                  "unbiased": Counter(h["best_unbiased"]).most_common(1)[0][0]} for h, r in zip(heads, layer_rows)]
+        heads = {r["layer"]: r for r in records if r["split"] == "heads"}
+        lines = [{"layer": r["layer"], "path": r["path"]} | {
+            name.removesuffix("_error").replace("_", " "): r[name] for name in MEANS if name in r}
+            for r in records if r["split"] == "layer" and r.get("m") in (None, max(self.ms))]
+        for line in lines:
+            if head := heads.get(line["layer"]):
+                line["|x + y|^2"] = sum(head["mean_sq_sum"]) / head["heads"]
+                line["predicted best"] = Counter(head["best"]).most_common(1)[0][0]
         return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)
+
+
+class Pretrained(Subject):
+    """A model that reads the first tokens of a text, to which causal layers are fitted too. layers: of its attention
+    modules, as for `swap_attention`."""
+
+    def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
+                 layers: Sequence[int] | None = None):
+        super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
+        self.training, self.chosen = [self.rows], layers
+        self.inputs = [layer_of(call) for call in self.watched(self.rows, LayerCall.of, layers)[0]]
+
+    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
+        return self.inputs
+
+    @torch.no_grad()
+    def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
+        """Relative error of the hidden states behind each layer, the chosen layers approximated: (samples, layers)."""
+        errors = []
+        for sample in range(samples):
+            with self.swapped(replace(mechanism, seed=1000 * seed + sample), self.chosen):
+                pairs = zip(self.run(self.rows).hidden_states[1:], self.exact[0].states)
+                errors.append([relative_error(*pair) for pair in pairs])
+        return torch.tensor(errors)
+
+
+def layer_of(call: LayerCall) -> LayerInputs:
+    root = call.scaling**0.5
+    return LayerInputs(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
+
+
+def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
+    """Of attention without projections; what a causal layer fits is fitted to the same tensors."""
+    state = mechanism.layer(layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0).eval()
+    with state.calibration() if hasattr(state, "calibration") else nullcontext():
+        state(layer.x, layer.y, layer.v)
+    return state(layer.x, layer.y, layer.v)
 
 
 def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: int) -> list[float]:
@@ -243,13 +268,6 @@ def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Te
     return layer.x[:, :, i].double(), layer.y_of_heads[:, :, j].double()
 
 
-def sampled_log_variance(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params,
-                         g: torch.Generator) -> Tensor:
-    """log of the sample variance of the kernel estimates of pairs (1, H, pairs, d) over DRAWS draws: (1, H, pairs)."""
-    ratios = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, g)
-    return ratios.var(0, keepdim=True).log() + 2 * (x * y).sum(-1)
-
-
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
@@ -257,12 +275,8 @@ def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float | None]:
-    """Mean, standard deviation and median over samples, and the same of the logarithm;
-    None where it is not a number."""
-    logs, few = values.log(), len(values) < 2
-    return {name: _number(values.mean()), f"{name}_std": None if few else _number(values.std()),
-            f"{name}_median": _number(values.median()), f"log_{name}_mean": _number(logs.mean()),
-            f"log_{name}_std": None if few else _number(logs.std())}
+    """Mean and standard deviation over samples, None where it is not a number."""
+    return {name: _number(values.mean()), f"{name}_std": _number(values.std()) if len(values) > 1 else None}
 
 
 def _number(value: Tensor | float) -> float | None:
@@ -273,74 +287,5 @@ def _numbers(values: Tensor) -> list[float | None]:
     return [_number(v) for v in values]
 
 
-def _mean(values: list[float | None]) -> float | None:
-    return None if None in values else sum(values) / len(values)
-
-
 def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-# ---- attention that is more than a feature map: near-far attention, with its sets of keys
-
-
-ERRORS = ("output_error", "uniform_error", "predicted_error")
-
-
-def layer_records(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, depth: bool, seed: int,
-            done: list[dict]) -> Iterator[dict[str, Any]]:
-    """`layer`, one a layer: the error of its output, that of uniform attention, and the one predicted from far weights
-    and spreads of cells; `depth`: the error of the hidden states behind each layer; a final one with the means."""
-    rows, numbers = list(done), range(len(source.layers(0, seed)))
-    plan = [("layer", layer_errors, (source, mechanism, samples, i, seed)) for i in numbers]
-    plan += [("depth", depth_errors, (source, mechanism, samples, seed))] if depth else []
-    plan += [("test", layer_means, (rows,))]
-    yield from planned(plan, rows)
-
-
-def layer_errors(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, i: int, seed: int
-                 ) -> dict[str, Any]:
-    errors = [head_errors(source.layers(sample, seed)[i], mechanism) for sample in range(samples)]
-    stacked = {name: torch.stack([e[name] for e in errors]) for name in errors[0]}
-    means = {name: float(values.mean()) for name, values in stacked.items()}
-    return {"layer": i, "path": source.layers(0, seed)[i].path, **means,
-            **{f"{name}_heads": values.mean(0).tolist() for name, values in stacked.items()}}
-
-
-@torch.no_grad()
-def head_errors(layer: LayerInputs, mechanism: Mechanism) -> dict[str, Tensor]:
-    """(H,) each; the statistics of a causal layer are of the same tensors."""
-    state = mechanism.layer(layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0).eval()
-    with state.calibration():
-        state(layer.x, layer.y, layer.v)
-    output = state(layer.x, layer.y, layer.v)
-    errors = {"output_error": relative_error(output, layer.output, (-2, -1))[0],
-             "uniform_error": relative_error(layer.uniform, layer.output, (-2, -1))[0]}
-    known = state.predicted is not None  # not of random features
-    return errors | ({"predicted_error": torch.full((layer.heads,), state.predicted)} if known else {})
-
-
-def depth_errors(source: Synthetic | Pretrained, mechanism: Mechanism, samples: int, seed: int) -> dict[str, Any]:
-    errors = source.hidden_errors(mechanism.layer, samples, seed).mean(0)
-    return {"hidden_error": float(errors[-1]), "hidden_error_by_layer": errors.tolist()}
-
-
-def layer_means(rows: list[dict]) -> dict[str, Any]:
-    layers = [row for row in rows if row["split"] == "layer"]
-    means = {name: sum(row[name] for row in layers) / len(layers) for name in ERRORS
-             if all(name in row for row in layers)}
-    depth = next(({"hidden_error": row["hidden_error"]} for row in rows if row["split"] == "depth"), {})
-    return means | depth | {"final": True}
-
-
-def layer_summary(source: Synthetic | Pretrained, rows: list[dict]) -> str:
-    import pandas as pd
-
-    layer_rows = [row for row in rows if row["split"] == "layer"]
-    table = pd.DataFrame([{name: row[name] for name in ("layer", "path", *ERRORS) if name in row}
-                          for row in layer_rows])
-    last = rows[-1]
-    hidden = f", of the last hidden states {last['hidden_error']:.3g}" if "hidden_error" in last else ""
-    shown = table.to_string(index=False, float_format=lambda value: f"{value:.3g}")
-    return (f"{shown}\n{source}: relative error of the output {last['output_error']:.3g}, of uniform attention "
-            f"{last['uniform_error']:.3g}{hidden}")

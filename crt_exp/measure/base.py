@@ -80,7 +80,7 @@ class Series(Probe):
 
 
 def check_estimates(mechanism: Mechanism) -> None:
-    if not mechanism.estimates:
+    if mechanism.is_exact:
         raise ValueError("attention=exact has no error: choose features=...")
 
 

@@ -5,10 +5,9 @@ Legend: H query heads, Hkv key heads, L queries, S keys, d, dv. x and y are scal
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,17 +17,11 @@ from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.data import read_text
-from crt_exp.data.text import check_vocabulary
 from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import encoders
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.noise import cached
-from crt_exp.advice.bench import Bench, LayerCall, Layers
-from crt_exp.advice.language import load_tokenizer, positions
-from crt_exp.swap.swap import LayerMaker
 
 
 @dataclass
@@ -40,8 +33,6 @@ class LayerInputs:
     y: Tensor  # (1, Hkv, S, d)
     v: Tensor  # (1, Hkv, S, dv)
     causal: bool = False
-    # the rows that were asked for last, and their matrix
-    _exact: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self):
         self.heads, self.d = self.x.shape[1], self.x.shape[3]
@@ -63,9 +54,7 @@ class LayerInputs:
 
     def matrix(self, rows: Tensor) -> Tensor:
         """Those rows of the exact attention matrix, (1, H, rows, S) float64."""
-        if self._exact is None or not torch.equal(self._exact[0], rows):
-            self._exact = rows, attention_matrix(self.x, self.y, causal=self.causal, rows=rows)
-        return self._exact[1]
+        return attention_matrix(self.x, self.y, causal=self.causal, rows=rows)
 
     def fit(self, phi: FeatureMap) -> Params:
         """Parameters (1, H, 1, ...) for these tensors, the query heads of a group together."""
@@ -87,42 +76,34 @@ class Synthetic:
     def __init__(self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None):
         self.length, self.heads, self.d, self.scale, self.depth, self.turn = length, heads, d, scale, depth, turn
 
-    def __str__(self):
-        return f"N(0, {self.scale}^2), L = {self.length}, {self.heads} heads, d = {self.d}"
-
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return [_normal(self.length, self.heads, self.d, self.scale, self.turn, sample, seed)]
 
-    def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
-        """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth)."""
-        if not self.depth:
-            return torch.zeros(0, 0)
-        return torch.stack([self._errors(make, sample, seed) for sample in range(samples)])
-
     @torch.no_grad()
-    def _errors(self, make: LayerMaker, sample: int, seed: int) -> Tensor:
-        size = (self.heads, self.d, self.scale, self.depth, seed)
-        h, *exact = _exact_states(*size, self.length, sample)
+    def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
+        """Relative error (Frobenius) of the hidden states behind each layer: (samples, depth). One seed has the same
+        weights for all samples."""
         errors = []
-        for i, (block, expected) in enumerate(zip(_random_transformer(*size).blocks, exact)):
-            own, block.attention = block.attention, make(self.heads, self.d, layer=self.depth * sample + i)
-            h = block(h)
-            block.attention = own
-            errors.append(relative_error(h, expected))
-        return torch.stack(errors)
+        for sample in range(samples):
+            model, tokens, exact = self.exact_pass(seed, 1000 * seed + sample)
+            states = branches(model, tokens, self.made(replace(mechanism, seed=seed), sample)).states
+            errors.append([relative_error(*pair) for pair in zip(states, exact.states)])
+        return torch.tensor(errors)
 
     @torch.no_grad()
-    def branch_errors(self, make: LayerMaker, sample: int, seed: int) -> dict[str, list[float]]:
-        """Relative errors in each layer: of the hidden states behind it, which is the output of a model of so many
-        layers (`output`), and of what attention adds to them, its projection included (`accumulated`), both with all
-        attention approximated; of the latter with that of the first layer alone (`propagated`).
-
-        Weights and tokens of their own for each sample.
-        """
-        size = (self.heads, self.d, self.scale, self.depth, 1000 * seed + sample)
-        model, (tokens, exact) = _random_transformer(*size), _exact_branches(*size, self.length)
-        made = {i: make(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)}
+    def branch_errors(self, mechanism: Mechanism, seed: int) -> dict[str, list[float]]:
+        """As the function of this name; weights and tokens of their own for each seed."""
+        model, tokens, exact = self.exact_pass(seed, seed)
+        made = self.made(replace(mechanism, seed=0), seed)
         return branch_errors(exact, branches(model, tokens, made), branches(model, tokens, {0: made[0]}))
+
+    def exact_pass(self, weights: int, tokens: int) -> tuple[Transformer, Tensor, "Branches"]:
+        """The model and the tokens of these seeds, and what its layers make of them."""
+        size = (self.heads, self.d, self.scale, self.depth, weights)
+        return _random_transformer(*size), *_exact_branches(*size, self.length, tokens)
+
+    def made(self, mechanism: Mechanism, sample: int) -> dict[int, nn.Module]:
+        return {i: mechanism.layer(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)}
 
 
 class Branches(NamedTuple):
@@ -133,7 +114,9 @@ class Branches(NamedTuple):
 
 
 def branch_errors(exact: Branches, every: Branches, first: Branches) -> dict[str, list[float]]:
-    """As `Synthetic.branch_errors`; `every` and `first`: all attention approximated, and that of the first layer."""
+    """Relative errors in each layer: of the hidden states behind it, which is the output of a model of so many layers
+    (`output`), and of what attention adds to them, its projection included (`accumulated`), both with all attention
+    approximated (`every`); of the latter with that of the first layer alone (`propagated`; `first`)."""
     pairs = {"output": (every.states, exact.states), "accumulated": (every.added, exact.added),
              "propagated": (first.added, exact.added)}
     return {kind: [relative_error(estimate, expected).item() for estimate, expected in zip(*pair)]
@@ -172,125 +155,15 @@ def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int)
     return model.eval()
 
 
-@lru_cache(maxsize=64)
-def _exact_states(heads: int, d: int, scale: float, depth: int, seed: int, length: int, sample: int) -> list[Tensor]:
-    """The tokens and the hidden states behind each layer, (1, L, heads d)."""
-    states = [torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(1000 * seed + sample))]
-    for block in _random_transformer(heads, d, scale, depth, seed).blocks:
-        states.append(block(states[-1]))
-    return states
-
-
-@lru_cache(maxsize=1)
-def _exact_branches(heads: int, d: int, scale: float, depth: int, seed: int,
-                    length: int) -> tuple[Tensor, Branches]:
+@lru_cache(maxsize=16)  # samples
+def _exact_branches(heads: int, d: int, scale: float, depth: int, weights: int, length: int,
+                    tokens: int) -> tuple[Tensor, Branches]:
     """The tokens, (1, L, heads d), and what the layers make of them."""
-    tokens = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(seed))
-    return tokens, branches(_random_transformer(heads, d, scale, depth, seed), tokens, {})
+    h = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(tokens))
+    return h, branches(_random_transformer(heads, d, scale, depth, weights), h, {})
 
 
 def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
     """|estimate - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
     error, size = (t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected))
     return error / size
-
-
-# ---- a pretrained model that reads a text
-
-class Pretrained(Bench):
-    """The tensors of a Hugging Face model while it reads a text, and its hidden states.
-
-    model: a hub name, a folder or the directory of a run of task=mlm; tokenizer: a hub name, a folder or a BERT
-    vocab.txt, None for the model's. length: the first so many tokens; None: the whole text, which must fit. layers: of
-    the attention modules, as for `swap_attention`. Of an encoder-decoder model, the encoder. The parameters of causal
-    layers are fitted to this same text, as after `calibrate_attention` on it.
-
-    Raises DataError where model, tokenizer or text cannot be read, ValueError where the model takes no text or has no
-    attention that can be swapped, and for a text that is empty or too long.
-    """
-
-    def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
-                 layers: Sequence[int] | int | None = None):
-        words = words_of(text)
-        loaded = load_bare(model)
-        self.name, self.inputs = model, tokenize(load_tokenizer(model, tokenizer), words, loaded, text, length)
-        super().__init__(loaded, training=[dict(self.inputs)])
-        self.chosen = layers if layers is None or isinstance(layers, int) else list(layers)
-        calls, self.states = self.watched(self.inputs, LayerCall.of, self.chosen)
-        self.captured = [_layer_of(each) for each in calls]
-        if not self.captured:
-            raise ValueError(f"task.model={model}: none of the attention layers ran on this text")
-
-    def __str__(self):
-        first = self.captured[0]
-        return f"{self.name}, L = {first.x.shape[2]}, {first.x.shape[1]} heads, d = {first.x.shape[3]}"
-
-    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
-        return self.captured
-
-    def run(self, piece: Mapping[str, Tensor]) -> list[Tensor]:
-        """Hidden states behind each layer."""
-        try:
-            return list(self.model(**piece, output_hidden_states=True).hidden_states[1:])
-        except TypeError as error:
-            raise ValueError(f"task.model={self.name} does not run on a text alone: {error}") from None
-
-    @torch.no_grad()
-    def hidden_errors(self, make: LayerMaker, samples: int, seed: int) -> Tensor:
-        """Relative error of the hidden states behind each layer, the chosen layers approximated: (samples, layers)."""
-        studied, errors = Layers(make, "studied"), []
-        with self.swapped(studied, self.chosen) as states:
-            for sample in range(samples):
-                if sample:
-                    self.redraw(states.values(), studied)
-                now = self.run(self.inputs)
-                errors.append(torch.stack([relative_error(h, expected) for h, expected in zip(now, self.states)]))
-        return torch.stack(errors)
-
-    def redraw(self, states: Iterable[nn.Module], studied: Layers) -> None:
-        for state in states:
-            if hasattr(state, "redraw"):  # near-far attention with cells draws nothing
-                state.redraw()
-        self.fit(studied)
-
-
-def _layer_of(call: LayerCall) -> LayerInputs:
-    root = call.scaling**0.5
-    return LayerInputs(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
-
-
-def words_of(path: str | Path) -> str:
-    text = read_text(path, f"task.text={path}")
-    if not text.strip():
-        raise ValueError(f"task.text={path} is empty: give a file with some sentences")
-    return text
-
-
-def load_bare(name: str) -> nn.Module:
-    """The model without a head, float32, eval mode; of an encoder-decoder, its encoder."""
-    origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
-    model = encoders.load_model("AutoModel", encoders.load_config(origin), origin, Mechanism.of("exact"))
-    if model.main_input_name != "input_ids":
-        raise ValueError(f"task.model={name}: {type(model).__name__} reads {model.main_input_name}, not text. "
-                         "Synthetic tensors of its sizes: task.heads, task.d and task.length, without task.model and "
-                         "task.text")
-    return (model.get_encoder() if model.config.is_encoder_decoder else model).eval()
-
-
-def tokenize(tokenizer, text: str, model: nn.Module, path: str, length: int | None) -> dict[str, Tensor]:
-    """One sequence of ids with the tokenizer's special tokens, checked against the model's vocabulary and positions."""
-    most = positions(model)
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    if length is not None and length > most:
-        raise ValueError(f"task.length = {length}: the model has {most} positions")
-    cut = {} if length is None else {"truncation": True, "max_length": length}
-    ids = tokenizer(text, return_tensors="pt", verbose=False, **cut)["input_ids"]
-    if ids.shape[1] > most:
-        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens, and the model has {most} positions: give a "
-                         f"shorter text, or task.length={most} to read its first {most} tokens")
-    if ids.shape[1] < 2:
-        raise ValueError(f"task.text={path} has {ids.shape[1]} tokens: nothing to attend to")
-    if not set(ids[0].tolist()) - set(tokenizer.all_special_ids):
-        raise ValueError(f"task.text={path}: the tokenizer knows none of its words; give another one with "
-                         "task.tokenizer=... (a hub name, a folder or a BERT vocab.txt)")
-    return {"input_ids": ids}

@@ -21,7 +21,7 @@ from crt_exp.features.base import Params
 from crt_exp.hints import Count, NotNegative, Positive, Several, at_least, at_most
 from crt_exp.mechanism import Mechanism
 from crt_exp.nested import Nested
-from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios, measured_bias
+from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
 from crt_exp.schema import checked
 from crt_exp.measure.base import Measurement, Series, check_estimates
@@ -135,23 +135,7 @@ class Pointwise(Series):
                 "mean": float((exact.mean() / exact - 1).abs().max())}
 
 
-# ---- of samplers
-
-
-class KernelBias:
-    """Mean estimate over the exact kernel under a sampler, and its standard error, at x = y = e_1 and at a spread x = y
-    of the same length."""
-
-    def __init__(self, d: int, draws: int):
-        self.d, self.draws = d, draws
-
-    def records(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        x = torch.zeros(2, self.d, dtype=torch.float64)
-        x[0, 0], x[1] = 1, self.d**-0.5
-        measured = measured_bias(mechanism.map(), mechanism.sampler, x, x, draws=self.draws,
-                                 generator=torch.Generator().manual_seed(seed))
-        (unit, spread), (unit_error, spread_error) = measured.ratio.tolist(), measured.error.tolist()
-        yield {"at_unit": unit, "at_unit_error": unit_error, "at_spread": spread, "at_spread_error": spread_error}
+# ---- on rows of tables
 
 
 @checked("task")

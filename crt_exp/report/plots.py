@@ -37,11 +37,11 @@ def colour(method: str) -> str:
 
 
 def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapping[str, str] = (), scale: float = 1.0,
-              log: str = "", less: str = "", dotted: Sequence[str] = (), **where: Any) -> None:
+              log: str = "", less: str = "", dotted: Sequence[str] = (), geometric: bool = False, **where: Any) -> None:
     """The mean of a metric over a column x, one line a method, labelled at its end, with a band of its 95% interval.
 
     methods: those that are drawn, or method -> label. log: "x", "y" or "xy". less: a method whose values are
-    subtracted, sample by sample; dotted: methods with a dotted line.
+    subtracted, sample by sample; dotted: methods with a dotted line; geometric: geometric means, for heavy tails.
     """
     ends = []
     for method in methods or rows.methods(metric, **where):
@@ -49,24 +49,26 @@ def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapp
             continue
         frame = rows.select(metric, method, **where)
         places = sorted({*pd.to_numeric(frame[x])})
-        found = [rows.paired(method, less, metric, **where, **{x: place}) if less else
-                 rows.values(metric, method, **where, **{x: place}) for place in places]
-        have = [(place, scale * values) for place, values in zip(places, found) if len(values)]
+        found = [rows.paired(method, less, metric, geometric, **where, **{x: place}) if less else
+                 rows.values(metric, method, geometric, **where, **{x: place}) for place in places]
+        have = [(place, values if geometric else scale * values) for place, values in zip(places, found) if len(values)]
         if not have:
             continue
         places, found = zip(*have)
         means = [mean_ci(values) for values in found]
-        middle = np.array([each.mean for each in means])
+        shown = (lambda logs: scale * np.exp(logs)) if geometric else np.asarray
+        mean = np.array([each.mean for each in means])
+        middle = shown(mean)
         control = method in CONTROLS
         ax.plot(places, middle, color=colour(method), lw=1.5, marker="o", ms=2.5,
                 ls=":" if method in dotted else "--" if control else "-")
         if all(each.n > 1 for each in means):
             half = np.array([each.half for each in means])
-            ax.fill_between(places, middle - half, middle + half, color=colour(method), alpha=0.12, lw=0)
+            ax.fill_between(places, shown(mean - half), shown(mean + half), color=colour(method), alpha=0.12, lw=0)
         ends.append((label(method, methods if isinstance(methods, Mapping) else None), places[-1], middle[-1],
                      colour(method)))
     if less:
-        ax.axhline(0, color=drawing.EXACT, lw=1)
+        ax.axhline(1 if geometric else 0, color=drawing.EXACT, lw=1)
     for axis in log:
         ax.set(**{f"{axis}scale": "log"})
     if "x" in log:

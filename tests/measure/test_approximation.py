@@ -3,13 +3,12 @@ closed forms are those of the noise; and every bad input is one clear message.""
 
 import json
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from crt_exp.attention import RandomFeatureAttention, attention_reference, softmax_attention
+from crt_exp.attention import attention_reference, softmax_attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.config import CONF
 from crt_exp.data import DataError
@@ -17,9 +16,9 @@ from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
 from crt_exp.measure import approximation
-from crt_exp.measure.approximation import Approximation
+from crt_exp.measure.approximation import Approximation, Pretrained
 from crt_exp.measure.attention_errors import HeadErrors
-from crt_exp.measure.captured import Pretrained, Synthetic
+from crt_exp.measure.captured import Synthetic, branches
 
 transformers = pytest.importorskip("transformers")
 WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "red", "big", ".")
@@ -34,15 +33,11 @@ MODELS = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=3, n_head=4, vocab_size=16,
                                                                          n_positions=40)),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "bart": lambda: transformers.BartModel(transformers.BartConfig(
-        d_model=16, encoder_layers=3, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        vocab_size=16, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=40, pad_token_id=1,
-        decoder_start_token_id=2)),
     "vit": lambda: transformers.ViTModel(transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4)),
     "bloom": lambda: transformers.BloomModel(transformers.BloomConfig(
         hidden_size=16, n_layer=1, n_head=4, vocab_size=16))}
-READERS = ("bert", "roberta", "gpt2", "llama", "bart")  # of text, with attention that can be swapped
+READERS = ("bert", "roberta", "gpt2", "llama")  # of text, with attention that can be swapped
 
 
 @pytest.fixture(scope="module")
@@ -88,46 +83,43 @@ def test_matrix_is_attention_to_unit_vectors(phi, causal):
 @pytest.mark.parametrize("name", READERS)
 @torch.no_grad()
 def test_captured_tensors_give_the_models_own_attention(folder, name):
-    source = Pretrained(str(folder / name), str(folder / "text.txt"))
+    source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS)
     layers = source.layers(0, 0)
-    assert len(layers) == len(source.states) == 3 and layers[0].causal == (name in ("gpt2", "llama"))
-    given, end = [], {"gpt2": "attn.c_proj", "llama": "o_proj", "bart": "out_proj"}.get(name, "attention.output.dense")
+    assert len(layers) == len(source.exact[0].states) == 3 and layers[0].causal == (name in ("gpt2", "llama"))
+    given, end = [], {"gpt2": "attn.c_proj", "llama": "o_proj"}.get(name, "attention.output.dense")
     ends = [part for path, part in source.model.named_modules() if path.endswith(end)]
     hooks = [part.register_forward_pre_hook(lambda _, args: given.append(args[0])) for part in ends]
-    states = source.model(**source.inputs, output_hidden_states=True).hidden_states[1:]
+    states = source.run(source.rows).hidden_states[1:]
     for hook in hooks:
         hook.remove()
     assert len(given) == 3
     for layer, own in zip(layers, given):
         torch.testing.assert_close(layer.output.transpose(1, 2).flatten(2), own, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(list(states), source.states, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(list(states), source.exact[0].states, rtol=1e-4, atol=1e-5)
     assert not any("swapped" in path for path, _ in source.model.named_modules())
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_errors_go_through_the_chosen_layers_only(folder, name):
-    source = Pretrained(str(folder / name), str(folder / "text.txt"), layers=[1])
+    source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS, layers=[1])
     assert [layer.path.count("1") for layer in source.layers(0, 0)] == [1]
-    make = partial(RandomFeatureAttention, OPRF(), orthogonal, 8)
-    errors = source.hidden_errors(make, 2, 0)
+    errors = source.hidden_errors(mechanism(), 2, 0)
     assert errors.shape == (2, 3) and (errors[:, 0] == 0).all() and (errors[:, 1:] > 1e-4).all()
     assert not torch.equal(errors[0], errors[1])  # other noise
-    torch.testing.assert_close(source.hidden_errors(make, 2, 0), errors)  # nothing was left behind
+    torch.testing.assert_close(source.hidden_errors(mechanism(), 2, 0), errors)  # nothing was left behind
 
 
 def test_exact_attention_has_no_error(folder):
-    exact = lambda heads, d, **sizes: Mechanism.of("exact").layer(heads, d, **sizes)
-    assert (Synthetic(32, 2, 8, 1.0, 4).hidden_errors(exact, 2, 0) < 1e-5).all()
+    assert (Synthetic(32, 2, 8, 1.0, 4).hidden_errors(Mechanism.of("exact"), 2, 0) < 1e-5).all()
 
 
 def test_synthetic_queries_have_the_scale_that_is_asked_for():
     for scale in (0.5, 2.0):
         source, seen = Synthetic(256, 4, 16, scale, 1), []
-        def make(heads, d, seen=seen, **sizes):
-            module = Mechanism.of("exact").layer(heads, d, **sizes)
-            module.register_forward_pre_hook(lambda _, given: seen.extend(t.std().item() for t in given[:2]))
-            return module
-        source.hidden_errors(make, 1, 0)
+        module = Mechanism.of("exact").layer(4, 16)
+        module.register_forward_pre_hook(lambda _, given, seen=seen: seen.extend(t.std().item() for t in given[:2]))
+        model, tokens, _ = source.exact_pass(0, 0)
+        branches(model, tokens, {0: module})
         layer = source.layers(0, 0)[0]
         assert [layer.x.std() * 2, layer.y.std() * 2] == pytest.approx([scale] * 2, rel=0.03)
         assert seen == pytest.approx([scale] * 2, rel=0.1)
@@ -176,8 +168,8 @@ def test_predicted_best_is_near_the_measured_best():
         measured = {}
         for name in heads["log_relative_mse"]:
             by = mechanism(name, "iid")
-            phi = by.map("softmax")
-            measured[name] = task.measure(phi, by, 72 // phi.width(1), 0, 0)[0]["output_error"].log().mean().item()
+            m = 72 // by.map("softmax").width(1)
+            measured[name] = task.measure(by, m, 0, 0)[0]["output_error"].log().mean().item()
         assert measured[heads["best"][0]] < min(measured.values()) + 0.2, measured  # nats
         assert heads["best_unbiased"][0] != "smreg"
 
@@ -206,7 +198,7 @@ def run(typed, tmp_path):
 
 @pytest.mark.parametrize("source", ["synthetic", "llama"])
 def test_command(source, folder, run, tmp_path):
-    model = [f"task.model={folder / source}", f"task.text={folder}/text.txt"]
+    model = [f"task.model={folder / source}", f"task.text={folder}/text.txt", f"task.length={TOKENS}"]
     given = ["task.length=32", "task.depth=2"] if source == "synthetic" else model
     code, out, err = run(*given, "task.ms=[4,16]", "task.samples=2", "features=pos",
                          "sampler=hadamard")
@@ -226,28 +218,13 @@ def test_mistakes_are_told_before_anything_is_written(folder, run, tmp_path):
 
 
 BAD = [
-    ({"model": "bert", "text": "none.txt"}, "cannot be read: No such file"),
-    ({"model": "bert", "text": "empty.txt"}, "is empty"),
-    ({"model": "bert", "text": "bytes.txt"}, "is not UTF-8 text"),
-    ({"model": "bert", "text": "long.txt"},
-     f"has {4 * TOKENS + 2} tokens, and the model has 40 positions.*task.length=40"),
-    ({"model": "roberta", "text": "long.txt"}, f"has {4 * TOKENS + 2} tokens, and the model has 38 positions"),
-    ({"model": "bert", "text": "text.txt", "length": 41}, "task.length = 41: the model has 40 positions"),
-    ({"model": "bert", "text": "strange.txt"}, "knows none of its words"),
-    ({"model": "bare", "text": "text.txt"}, "tokenizer"),
-    ({"model": "bert", "text": "text.txt", "layers": [0, 3]},
+    ({"model": "bert", "text": "text.txt", "length": 12, "layers": [0, 3]},
      "layers holds 3: this model has 3 attention layers, 0 to 2"),
-    ({"model": "bert", "text": "text.txt", "layers": []}, "layers is empty"),
-    ({"model": "vit", "text": "text.txt"}, "ViTModel reads pixel_values, not text"),
-    ({"model": "bloom", "text": "text.txt"}, r"no attention found.*h.0.self_attention \(BloomAttention\)"),
-    ({"model": "nothing", "text": "text.txt"}, "there is no such folder"),
-    ({"model": "/", "text": "text.txt"}, "this folder has no config.json"),
-    ({"model": "cut", "text": "text.txt"}, "lacks encoder.layer.0.attention.self.key.weight and 2 more"),
+    ({"model": "bert", "text": "text.txt", "length": 12, "layers": []}, "layers is empty"),
+    ({"model": "bert", "text": "text.txt"}, "The text has 19 tokens, and one block needs 38"),
     ({"text": "text.txt"}, "go together"),
     ({"layers": [0]}, "need task.model"),
     ({"ms": []}, "task.ms = .*: it takes a list of at least one entry, each a whole number"),
-    ({"ms": [8, 1.5]}, r"task.ms\[1\] = 1.5: it takes a whole number of at least 1"),
-    ({"length": 0}, "task.length = 0: it takes a whole number of at least 1, or null"),
     ({"scale": -1.0}, "task.scale = -1.0: it takes a number above 0"),
 ]
 
@@ -259,31 +236,29 @@ def test_bad_input(given, message, folder):
         Approximation(**SMALL | given | paths)
 
 
-def test_model_that_is_not_here(folder):
-    """Neither a folder nor cached, and no network: the message says what to get and which option takes it."""
-    with pytest.raises(DataError, match="(?s)crt-exp/not-there.*hf download crt-exp/not-there.*task.model=DIR"):
-        Approximation(**SMALL, model="crt-exp/not-there", text=str(folder / "text.txt"))
-
-
 def test_tokenizer_from_a_vocabulary(folder):
     source = Pretrained(str(folder / "bare"), str(folder / "text.txt"), str(folder / "vocab.txt"), length=6)
-    assert source.inputs["input_ids"].shape == (1, 6) and source.layers(0, 0)[0].x.shape == (1, 4, 6, 4)
+    assert source.rows.shape == (1, 6) and source.layers(0, 0)[0].x.shape == (1, 4, 6, 4)
 
 
 # ---- the reports
 
-def test_performers_fig4_measures_against_uniform_attention():
+def head_errors(text, ms, turn=0.3, **sizes):
+    task = HeadErrors(**{"length": 256, "d": 16, "sum": 8, "ms": ms, "samples": 3, "turn": turn} | sizes)
+    return [record["mse"] for record in task.records(Mechanism.parse(text), 0)]
+
+
+def test_errors_of_heads_are_over_those_of_uniform_attention():
     """With few features the mean of V is nearer; with many, and where attention matters, the map is."""
-    few, many = HeadErrors(256, 16, 16, [2, 4096], 3, turn=0.3).records(Mechanism.of(features="oprf"), 0)
-    assert np.min(few["mse"]) > np.max(many["mse"]) and np.max(many["mse"]) < 1
+    few, many = head_errors("oprf", [2, 4096], sum=16)
+    assert np.min(few) > np.max(many) and np.max(many) < 1
+    assert head_errors("uniform", [8]) == [pytest.approx([1.0] * 3)]
 
 
-def test_performers_fig4_gives_near_far_attention_the_same_tensors():
-    """And on heads that match positions it is nearer than its window, and the window than the mean of V."""
-    (near, longer), (window, _) = (HeadErrors(256, 16, 8, [8, 256], 3, turn=0.3).records(Mechanism.parse(name), 0)
-                                   for name in ("nearfar exact_until=0", "window block=32 first=16"))
-    assert near["zero"] == window["zero"] and near | {"m": 256} == longer
-    assert np.max(near["mse"]) < np.min(window["mse"]) and np.max(window["mse"]) < 1
+def test_near_far_attention_is_nearer_than_its_window_on_heads_that_match_positions():
+    (near, longer), (window,) = head_errors("nearfar exact_until=0", [8, 256]), head_errors("window block=32 first=16",
+                                                                                            [8])
+    assert near == longer and np.max(near) < np.min(window) and np.max(window) < 1
 
 
 def test_matched_queries_lie_near_the_keys_at_their_positions():
@@ -298,10 +273,10 @@ def test_matched_queries_lie_near_the_keys_at_their_positions():
 
 def test_errors_of_the_attention_branch():
     """One mechanism in the first layer alone, and in all: both begin alike, and what comes anew in each layer adds."""
-    source, make = Synthetic(32, 2, 8, 1.0, 4), partial(RandomFeatureAttention, OPRF(), orthogonal, 64)
-    found = source.branch_errors(make, 0, 0)
+    source, by = Synthetic(32, 2, 8, 1.0, 4), Mechanism.of(features="oprf", m=64)
+    found = source.branch_errors(by, 0)
     assert found["accumulated"][0] == found["propagated"][0] > 0.01
     assert all(a > p > 0 for a, p in zip(found["accumulated"][1:], found["propagated"][1:]))
-    assert source.branch_errors(make, 0, 0) == found and source.branch_errors(make, 1, 0) != found
-    exact = source.branch_errors(Mechanism.of("exact").layer, 0, 0)
+    assert source.branch_errors(by, 0) == found and source.branch_errors(by, 1) != found
+    exact = source.branch_errors(Mechanism.of("exact"), 0)
     assert max(exact["accumulated"] + exact["propagated"]) < 1e-5
