@@ -34,7 +34,7 @@ PAPER = {"accuracy": {"U": {"letter frequencies": "9.92", "exact": "30.80", "ReL
 
 
 def trained(options: str, data: dict[str, str], direction: str, methods: list[str], seeds: int):
-    return sweep(options, dataset=data, direction={direction: DIRECTIONS[direction]}, attention=methods,
+    return sweep(options, dataset=data, mode={direction: DIRECTIONS[direction]}, attention=methods,
                  seed=range(seeds))
 
 
@@ -71,11 +71,11 @@ page = Page(
           "proteins-long": [*trained("experiment=performers_trembl_concat", {"chains of TrEMBL": ""}, "U",
                                      ["relu", "exact", "uniform", *REDRAWN[:2]], 1),
                             *sweep("experiment=performers_trembl_concat attention=exact +task.sizes.d=256 "
-                                   "+task.sizes.d_ff=256", dataset={"chains of TrEMBL": ""}, direction={"U": ""},
+                                   "+task.sizes.d_ff=256", dataset={"chains of TrEMBL": ""}, mode={"U": ""},
                                    method={f"exact, {n} layers": f"+task.sizes.layers={n}" for n in (1, 2, 3)},
                                    seed=range(1))]},
     data="proteomes",
-    columns=["dataset", "direction", "split", "step", "part", "length", "method"],
+    columns=["dataset", "mode", "split", "step", "part", "length", "method"],
     metrics=[*(f"{given}{metric}{split}" for given in ("", "unigram_") for metric in ("loss", "accuracy", "perplexity")
                for split in ("", "_ood")), "floor_loss", "floor_loss_ood", "floor_perplexity", "floor_perplexity_ood",
              *(f"{split}_{key}" for split in SPLITS for key in ("sequences", *LENGTHS)), "letters_per_s", "ms", "mib"],
@@ -100,8 +100,8 @@ page = Page(
 
 def cases(rows: Rows, split: str = "") -> dict[str, dict]:
     """Data set and direction -> what selects the test rows."""
-    found = rows.select(f"loss{split}", "exact", split="test")[["dataset", "direction"]].drop_duplicates()
-    return {f"{name}, {direction}": {"dataset": name, "direction": direction, "split": "test"}
+    found = rows.select(f"loss{split}", "exact", split="test")[["dataset", "mode"]].drop_duplicates()
+    return {f"{name}, {direction}": {"dataset": name, "mode": direction, "split": "test"}
             for name, direction in found.itertuples(index=False) if not name.startswith("chains")}
 
 
