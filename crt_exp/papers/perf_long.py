@@ -158,10 +158,10 @@ def tables(rows: Rows):
     of_right = {"accuracy": ("majority_accuracy", 100, ".1f")}
     shown = table(rows, {**of_bits, **of_right})
     others = [column for column in shown if any(name in column for name in OTHER_SETS)]
-    speeds = [mean_table(rows, {f"{case}": {"metric": "steps_per_s", "dataset": case}},
-                         {method: label(method.split(" ")[0]) for method in
-                          rows.methods("steps_per_s", dataset=case)}, spec=".2f")
-              for case in rows.select("steps_per_s")["dataset"].unique()]
+    timed = {"metric": "steps_per_s", "sweep": ("pixels-speed", "lra-speed")}
+    speeds = [mean_table(rows, {case: {"dataset": case, **timed}},
+                         {method: label(method.split(" ")[0]) for method in rows.methods(dataset=case, **timed)},
+                         spec=".2f") for case in rows.select(**timed)["dataset"].unique()]
     return {"On test": shown.drop(columns=others if len(others) < len(shown.columns) - 1 else []),
             "Other sets of the Arena, accuracy on test": shown.loc[(shown[others] != "").any(axis=1), others],
             "Steps a second in training": pd.concat(speeds, axis=1).fillna("") if speeds else pd.DataFrame()}

@@ -56,16 +56,23 @@ page = Page(
                         *trained(MODEL, PROTEOMES, "U", [*COMPARED, *OTHERS, REFORMER], 3),
                         *trained(MODEL, PROTEOMES, "B", [*COMPARED, *OTHERS, LINFORMER, REFORMER], 3)],
            "proteins-long": trained(CHAINS, {"chains of proteomes": ""}, "U", COMPARED, 3),
-           "proteins-long-speed": sweep("task=speed", alone=True, seed=range(5), part={
-               "attention layer": "task.what=protein_layer 'task.methods=[exact,\"favorpp m=128\",uniform]' "
-                                  "task.lengths=[1024,8192,32768] task.rounds=2",
-               "model": "task.what=protein_model 'task.methods=[exact,\"favorpp m=64\",uniform]' "
-                        "task.lengths=[1024,8192,32768] task.rounds=2",
-               "drawing letters": "task.what=protein_letter 'task.methods=[exact,\"favorpp m=128\"]' "
-                                  "task.lengths=[100,1000,4000,8000] task.rounds=10"}),
-           "proteins-long-memory": sweep("task=memory task.what=protein_model", alone=True,
-                                         attention=["exact", "favorpp m=64", "uniform"],
-                                         **{"task.length": [1024, 8192, 32768]})},
+           "proteins-long-speed": [*sweep("task=speed", alone=True, seed=range(5), part={
+               "attention layer": "task.what=protein_layer 'task.methods=[exact,\"favorpp m=128\",uniform]'",
+               "model": "task.what=protein_model 'task.methods=[exact,\"favorpp m=64\",uniform]'"}, rows={
+               1024: "task.lengths=[1024] task.rounds=2", 8192: "task.lengths=[8192] task.rounds=1",
+               32768: "task.lengths=[32768] task.rounds=1"}), *sweep("task=speed", alone=True, seed=range(5), part={
+                   "wide model": "task.what=protein_wide task.lengths=[8192] task.rounds=1 "
+                                 "'task.methods=[exact,\"favorpp m=128\",uniform]'",
+                   "model, all lengths in turn": "task.what=protein_model task.lengths=[1024,8192,32768] "
+                                                 "task.rounds=2 'task.methods=[\"favorpp m=64\"]'",
+                   "drawing letters": "task.what=protein_letter task.lengths=[100,1000,4000,8000] task.rounds=10 "
+                                      "'task.methods=[exact,\"favorpp m=128\"]'"})],
+           "proteins-long-memory": [*sweep("task=memory task.what=protein_model", alone=True, part={"model": ""},
+                                           attention=["exact", "favorpp m=64", "uniform"],
+                                           **{"task.length": [1024, 8192, 32768]}),
+                                    *sweep("task=memory task.what=protein_model", alone=True, part={"model": ""},
+                                           method={"exact, matrix formed": "'task.method=\"exact, matrix formed\"'"},
+                                           **{"task.length": [1024, 8192]})]},
     full={"proteins": [*full("U", "reformer hashes=2 chunk=128 buckets=16", "trainer.clip=null"),
                        *full("B", "linformer length=1024 rank=600 redraw_every=1000")],
           "proteins-long": [*trained("experiment=performers_trembl_concat", {"chains of TrEMBL": ""}, "U",
@@ -180,12 +187,14 @@ def tables(rows: Rows):
             "Chains, rows of 8192 letters": mean_table(rows, {
                 f"{name}: {metric}": {"metric": metric, "dataset": name, "split": "test"}
                 for name in chains for metric in ("loss", "accuracy")}, names(rows), spec=".4f")}
-    for metric, title in (("letters_per_s", "Letters a second in training"), ("ms", "Milliseconds of a drawn letter"),
-                          ("mib", "Memory of a training step of one row, MiB")):
-        places = rows.select(metric)[["part", "length"]].drop_duplicates().itertuples(index=False)
-        made[title] = mean_table(rows, {f"{part}, {length:.0f} letters": {
-            "metric": metric, "part": part, "length": length} for part, length in places}, rows.methods(metric),
-            spec=".4g")
+    timed = ["attention layer", "model", "wide model", "model, all lengths in turn"]
+    for metric, title, parts, spec in (("letters_per_s", "Letters a second in training", timed, ",.0f"),
+                                       ("ms", "Milliseconds of a drawn letter", ["drawing letters"], ".2f"),
+                                       ("mib", "Memory of a training step of one row, MiB", ["model"], ",.0f")):
+        places = rows.select(metric, part=parts)[["part", "length"]].drop_duplicates().itertuples(index=False)
+        made[title] = mean_table(rows, {f"{part}, {length:,.0f} letters": {
+            "metric": metric, "part": part, "length": length} for part, length in places},
+            rows.methods(metric, part=parts), spec=spec)
     return made
 
 
