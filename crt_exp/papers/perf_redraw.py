@@ -96,9 +96,10 @@ page = Page(
         "Exact models of [perf_proteins](perf_proteins.md): 2 layers, d = 64. The paper's have 36 layers (proteins) or "
         "6 (PG-19, LM1B).",
         "Without training: their weights in another attention, test split; three or four sets of projections a model "
-        "(proteomes: one), averaged within it. Fine-tuned: a new optimiser, another order of rows, a fifth of the steps of the exact "
-        "model; losses on validation, which chooses nothing. m = 256 orthogonal projections, drawn once where nothing "
-        "is said; 256 was chosen after 8 and 32 on one model.",
+        "(proteomes: one), averaged within it. Fine-tuned, once or twice a model: a new optimiser, another order of "
+        "rows, a fifth of the exact model's steps; losses on validation, which chooses nothing. m = 256 orthogonal "
+        "projections, drawn once "
+        "where nothing is said; 256 was chosen after 8 and 32 on one model.",
         "A sample is an exact model: eight on generated families (three for uniform, trigonometric, ReLU, SMREG drawn "
         "once and FAVOR++ redrawn), five of them added after the first results; three on proteomes, where uniform "
         "attention costs next to nothing (U: 0.003 nats, B: 0.19), so they decide no claim.",
