@@ -44,6 +44,7 @@ class AttentionMaps(Measurement):
     """
 
     metric = "mean_error"
+    measures_whole = staticmethod(lambda mechanism: True)  # any attention has matrices
 
     def __init__(self, start: str, file: str, entry: str, sequences: Count, drawn: bool = False):
         self.start, self.file, self.entry, self.sequences, self.drawn = start, file, entry, sequences, drawn
