@@ -40,7 +40,8 @@ CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "t
 KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#CC79A7", "gelu": "#009E73",
            "cos": "#E69F00", "tanh": "#808000"}  # of generalised attention; relu is a choice of attention
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
-          "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog"}  # of attention, as papers call it
+          "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog", "smreg": "SMREG", "linformer": "Linformer",
+          "reformer": "Reformer"}  # of attention, as papers call it
 NONE: Mapping[str, str] = {}  # left out
 HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "a hybrid has many times the features of the others at "
                         "equal projections; these have reports of their own")

@@ -1,16 +1,14 @@
 """Attention matrices of a protein model, exact and swapped, and which amino acids its attention takes for alike.
 
-Models are runs of task=trembl with exact attention. `example` {file, entry} names the sequence whose attention is
-drawn, in a FASTA file of the proteomes. Rows name the entry.
-
-Which amino acids are alike, and BLOSUM62: as Vig et al., BERTology meets biology, 2020. Each amino acid has, of every
-head, the share of attention that goes to it; two are alike as far as these shares go together over heads. How frequent
-letters are cancels: a head that looks at all alike gives each its frequency. Matrices of amino acids are (20, 20) in
-the order of `STANDARD`. Legend: H heads of all layers, n sequences.
+Amino acids as Vig et al., BERTology meets biology, 2020: each has, of every head, the share of attention that goes to
+it; two are alike as far as these shares go together over heads. How frequent letters are cancels: a head that looks at
+all alike gives each its frequency. Matrices of amino acids are (20, 20) in the order of `STANDARD`. Legend: H heads of
+all layers, n sequences.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,138 +16,77 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crt_exp.advice.bench import fitted
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, fasta
 from crt_exp.data.protein import BEGIN, LETTERS, STANDARD, decode
 from crt_exp.data.sources import missing, task_folder
+from crt_exp.hints import Count
+from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import KeptLanguageModel, LanguageModel
-from crt_exp.advice.bench import fitted
-from crt_exp.measure.grid import digest
-from crt_exp.runner.configuration import kept_task
+from crt_exp.schema import checked
 from crt_exp.swap.matrices import attention_matrices
-from crt_exp.tasks.base import Reader
 
 OWN = "a run of task=trembl"
-Row = dict[str, Any]
+PAIRS = np.triu_indices(len(STANDARD), 1)  # 190
+PAIR_NAMES = [f"{STANDARD[a]}{STANDARD[b]}" for a, b in zip(*PAIRS)]
 
 
-# ---- matrices
+@checked("task")
+class AttentionMaps(Measurement):
+    """task=attention_maps: of the matrices of one protein in a kept run, by layer, |A' - A| / |A| in the Frobenius norm
+    over all heads, the model's own hidden states read; with `drawn` each query's weights as text.
 
-
-def maps(arm: Mapping[str, str], run: str, noises: int, example: Mapping[str, str], seed: int) -> Iterator[Row]:
-    """Of the model with exact attention and with the first arm, each query's weights as text, and the errors of all
-    arms, by layer and draw of the noise.
-
-    Raises DataError and ConfigError for a run, file or entry that cannot be used.
+    With exact attention instead: which amino acids are alike `by` its attention, by that of random weights, over
+    sequences (composition), and in how frequent they are, with the correlation r with BLOSUM62 and p of Mantel's test.
     """
-    _, place = proteomes(example)
-    protein = entry_of(place, example["entry"])
-    kept, letters, named = of_proteins(run), list(protein.tokens), {"entry": protein.accession.decode()}
-    exact = matrices(kept.build(Mechanism.of("exact")), letters)
-    yield named | {"letters": decode(letters)[:exact[0].shape[-1]], "file": place.name}
-    yield from (named | row for row in weights("exact", exact))
-    for name, text in arm.items():
-        for noise in range(noises):
-            made = matrices(swapped(kept, text, noise, letters), letters)
-            if name == next(iter(arm)) and not noise:
-                yield from (named | row for row in weights(name, made))
-            yield named | {"arm": name, "noise": noise, "error": errors_of(made, exact),
-                           "layer": [*range(len(exact))], "table": "error"}
+
+    metric = "mean_error"
+    measures_whole = staticmethod(lambda mechanism: True)  # any attention has matrices
+
+    def __init__(self, start: str, file: str, entry: str, sequences: Count, drawn: bool = False):
+        self.start, self.file, self.entry, self.sequences, self.drawn = start, file, entry, sequences, drawn
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        folder = task_folder("protein", None)
+        if folder is None or not (folder / self.file).is_file():
+            raise missing("protein", folder and folder / self.file)
+        letters = list(entry_of(folder / self.file, self.entry).tokens)
+        kept, exact_one = of_proteins(self.start), Mechanism.of("exact")
+        exact = matrices(kept.build(exact_one), letters)
+        is_exact = mechanism.name == exact_one.name
+        made = exact if is_exact else matrices(swapped(kept, replace(mechanism, seed=seed), letters), letters)
+        if self.drawn:
+            yield {"letters": decode(letters)[:exact[0].shape[-1]]}
+            for i, layer in enumerate(made):
+                for j, A in enumerate(layer):
+                    rows = [" ".join(f"{weight:.3g}" for weight in row) for row in A.tolist()]
+                    yield {"head": f"{i}.{j}", "row": rows, "query": [*range(len(rows))]}
+        if is_exact:
+            yield from self.alike(kept, sequences_of(fasta.fasta_files(folder), self.sequences))
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(made, exact)]
+        yield {"layer": [*range(len(errors))], "error": errors, "mean_error": float(np.mean(errors))}
+
+    def alike(self, kept: KeptLanguageModel, chains: list[np.ndarray]) -> Iterator[dict[str, Any]]:
+        composition, score = frequencies(chains), blosum62()
+        untrained = with_random_weights(kept, chains[0], self.start)
+        for name, matrix in {"attention": likeness(shares(kept.build(), chains)),
+                             "random weights": likeness(shares(untrained, chains)),
+                             "composition": likeness(composition),
+                             "frequency": likeness_by_frequency(composition.mean(0))}.items():
+            yield {"by": name, **correlation(matrix, score)._asdict()}
+            yield {"by": name, "sample": PAIR_NAMES, "similarity": matrix[PAIRS].tolist()}
+        yield {"by": "BLOSUM62", "sample": PAIR_NAMES, "similarity": score[PAIRS].tolist()}
 
 
-def weights(arm: str, layers: list[Tensor]) -> Iterator[Row]:
-    """Of each head, layer.head, a text for each query: the weights of the keys."""
-    for i, layer in enumerate(layers):
-        for j, A in enumerate(layer):
-            rows = [" ".join(f"{weight:.3g}" for weight in row) for row in A.tolist()]
-            yield {"arm": arm, "head": f"{i}.{j}", "row": rows, "query": [*range(len(rows))]}
-
-
-def swapped(kept: KeptLanguageModel, text: str, seed: int, letters: list[int]) -> LanguageModel:
-    """The run's weights with that attention; causal maps fitted to the entry."""
-    model = kept.build(Mechanism.parse(text, seed=seed))
-    return fitted(model, [read_by(model, letters)])
-
-
-def matrices(model: LanguageModel, letters: list[int]) -> list[Tensor]:
-    """(heads, L, L) of each layer: what the layer gives for one-hot values."""
-    return [A[0] for A in attention_matrices(model, read_by(model, letters))]
-
-
-def errors_of(estimates: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """|A' - A| / |A| of each layer, in the Frobenius norm over all heads; each model reads its own hidden states."""
-    return [float((a - b).norm() / b.norm()) for a, b in zip(estimates, exact)]
-
-
-# ---- amino acids
-
-
-def alike(arm: str, runs: Sequence[str], sequences: int, example: Mapping[str, str], seed: int) -> Iterator[Row]:
-    """r with BLOSUM62 and its p of each model, of one like it with random weights, and of controls that are the same
-    for all models; of the mean over trained models the similarity of each pair of amino acids. arm: "trained"."""
-    files, place = proteomes(example)
-    named, score = {"entry": entry_of(place, example["entry"]).accession.decode()}, blosum62()
-    chains = sequences_of(files, sequences)
-    composition, similar = frequencies(chains), []
-    controls = {"composition": likeness(composition),
-                "frequency": likeness_by_frequency(composition.mean(0))}
-    for i, run in enumerate(runs):
-        kept = of_proteins(run)
-        similar.append(likeness(shares(kept.build(), chains)))
-        untrained = likeness(shares(with_random_weights(kept, chains[0], run), chains))
-        for name, matrix in {arm: similar[-1], **controls, "random weights": untrained}.items():
-            yield named | {"arm": name, "model": i, "table": "alike",
-                           **correlation(matrix, score)._asdict()}
-    for a, b in zip(*PAIRS):
-        for name, matrix in ((arm, np.mean(similar, 0)), ("BLOSUM62", score)):
-            yield named | {"arm": name, "pair": f"{STANDARD[a]}{STANDARD[b]}", "similarity": float(matrix[a, b])}
-
-
-def with_random_weights(kept: KeptLanguageModel, letters: Sequence[int], run: str) -> LanguageModel:
-    """Drawn from a seed that is the run's."""
-    own = digest(language.folder_of(run, "run", OWN) / language.WEIGHTS)
-    torch.manual_seed(int(hashlib.sha256(own.encode()).hexdigest()[:8], 16))
-    model = LanguageModel(kept.description, kept.mechanism.layer).eval()
-    return fitted(model, [read_by(model, letters)])
-
-
-def sequences_of(files: Sequence[str], count: int) -> list[np.ndarray]:
-    """Those whose accessions have the lowest hashes, which is where the test split is taken from."""
-    index = fasta.indexed([Path(file) for file in files], LETTERS)
-    return [np.array(index.sequence(row)) for row in np.argsort(index.hashes, kind="stable")[:count]]
-
-
-# ---- whether attention matters
-
-
-@torch.no_grad()
-def after_swap(arm: str, run: str, example: Mapping[str, str], seed: int) -> Row:
-    """The loss on the test split of a run's weights in this attention."""
-    _, place = proteomes(example)
-    task = kept_task(run, init=run)
-    found = task.metrics(task.build(Mechanism.parse(arm)).eval(), "test", Reader(task))
-    return {"entry": entry_of(place, example["entry"]).accession.decode(), "model": seed, "loss": found["loss"]}
-
-
-# ---- what is chosen
-
-
-def of_proteins(run: str) -> KeptLanguageModel:
+def of_proteins(start: str) -> KeptLanguageModel:
     """Raises DataError and ConfigError for what is no run of task=trembl."""
-    kept = language.load(run, "run")
+    kept = language.load(start, "task.start")
     if kept.symbols.get("letters") != LETTERS:
-        raise ConfigError(f"run = {run} reads other symbols than amino acids: give {OWN}")
+        raise ConfigError(f"task.start = {start} reads other symbols than amino acids: give {OWN}")
     return kept
-
-
-def proteomes(example: Mapping[str, str]) -> tuple[list[str], Path]:
-    """The FASTA files, and the one with the example. Raises DataError where there is none."""
-    folder = task_folder("protein", None)
-    if folder is None or not (folder / example["file"]).is_file():
-        raise missing("protein", folder and folder / example["file"])
-    return [str(path) for path in fasta.fasta_files(folder)], folder / example["file"]
 
 
 def entry_of(path: Path, accession: str) -> fasta.FastaEntry:
@@ -161,10 +98,33 @@ def entry_of(path: Path, accession: str) -> fasta.FastaEntry:
                     f"{next(fasta.entries(path, LETTERS)).accession.decode()}")
 
 
+def sequences_of(files: Sequence[Path], count: int) -> list[np.ndarray]:
+    """Those whose accessions have the lowest hashes, which is where the test split is taken from."""
+    index = fasta.indexed([Path(file) for file in files], LETTERS)
+    return [np.array(index.sequence(row)) for row in np.argsort(index.hashes, kind="stable")[:count]]
+
+
+def swapped(kept: KeptLanguageModel, mechanism: Mechanism, letters: list[int]) -> LanguageModel:
+    """The run's weights with that attention; causal maps fitted to the entry."""
+    model = kept.build(mechanism)
+    return fitted(model, [read_by(model, letters)])
+
+
+def with_random_weights(kept: KeptLanguageModel, letters: Sequence[int], start: str) -> LanguageModel:
+    """Drawn from a seed that is the run's."""
+    weights = (language.folder_of(start, "task.start", OWN) / language.WEIGHTS).read_bytes()
+    own = hashlib.sha256(weights).hexdigest()[:16]
+    torch.manual_seed(int(hashlib.sha256(own.encode()).hexdigest()[:8], 16))
+    model = LanguageModel(kept.description, kept.mechanism.layer).eval()
+    return fitted(model, [read_by(model, letters)])
+
+
+def matrices(model: LanguageModel, letters: list[int]) -> list[Tensor]:
+    """(heads, L, L) of each layer: what the layer gives for one-hot values."""
+    return [A[0] for A in attention_matrices(model, read_by(model, letters))]
+
+
 # ---- which are alike: BERTology meets biology, section 4
-
-
-PAIRS = np.triu_indices(len(STANDARD), 1)  # 190
 
 
 def read_by(model: nn.Module, letters: Sequence[int]) -> Tensor:
