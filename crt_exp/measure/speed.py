@@ -95,17 +95,16 @@ class Work(NamedTuple):
     model: nn.Module = nn.Identity()
 
     def times(self, backward: bool = True) -> dict[str, float]:
-        """Milliseconds of each pass; `ms`: of the training step, without backward of the pass without gradients."""
+        """Milliseconds of each pass; training: forward and backward."""
         self.model.eval()
         inference = milliseconds(torch.no_grad()(self.forward))
         if not backward:
-            return {"inference": inference, "ms": inference}
+            return {"inference": inference}
         self.model.train()
         with Watch() as forward:
             out = self.forward()
         back = milliseconds(self.backward, out)
-        training = forward.ms + back
-        return {"inference": inference, "forward": forward.ms, "backward": back, "training": training, "ms": training}
+        return {"inference": inference, "forward": forward.ms, "backward": back, "training": forward.ms + back}
 
 
 # ---- attention alone: of queries, keys and values (1, HEADS, length, D), already scaled by d^(-1/4)
@@ -367,17 +366,17 @@ HELD: dict[str, Callable[[str, int], float]] = {
 
 @checked("task")
 class Speed(Measurement):
-    """task=speed: a row for each length, method and round, with `ms` and what else is known of it.
+    """task=speed: a row for each length, method and round: `ms`, or the milliseconds of each pass.
 
     what: "attention" alone, "large", "small" (Transformers), "vit": inference, forward, backward and training, both of
-    them, in ms; "vit_ti", "protein_layer", "protein_model", "protein_wide": a training step, of proteins with
+    them; "vit_ti", "protein_layer", "protein_model", "protein_wide": a training step, of proteins with
     letters_per_s; "protein_letter": a letter drawn behind so many; "conformer": `seconds` of its encoder on so many
     seconds of audio; "one_head": a pass without gradients, with projections drawn anew in each round.
     methods: as Mechanism.parse reads them, or NAMES; those of attention alone may end in " causal". Default: all, of
     other `what` than the first four the attention of the run. The order is rotated by the seed.
     """
 
-    metric = "ms"
+    metric = "ms"  # training or inference where passes are timed apart
 
     def __init__(self, what: Literal[*TIMED], lengths: Several[Count], rounds: Count, backward: bool,
                  methods: Several[str] | None = None):
@@ -385,6 +384,8 @@ class Speed(Measurement):
             raise ValueError(f"task.backward=false is for task.what={' or '.join(PASSES)}")
         check_methods(methods or (), what)
         self.what, self.lengths, self.rounds, self.backward, self.methods = what, lengths, rounds, backward, methods
+        if what in PASSES:
+            self.metric = "training" if backward else "inference"
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         places = [(length, method) for length in self.lengths
@@ -394,7 +395,7 @@ class Speed(Measurement):
         found = in_turns({place: self.turn(*place) for place in places}, self.rounds, lambda turn: turn(), 0, seed)
         for length, method in places:
             for times in found[length, method]:
-                s = times["ms"] / 1e3
+                s = times[self.metric] / 1e3
                 more = {"letters_per_s": rows_read(self.what, length) * length / s} if self.what in READ else {}
                 yield {"length": length, "method": method, **times, "seconds": s, **more}
 
@@ -405,12 +406,12 @@ class Speed(Measurement):
     def summary(self, records: list[dict]) -> str:
         """A table: a row a length, milliseconds of each method."""
         kind = ("a training step" if self.backward else "a pass") if self.what in PASSES else "in turns"
-        table = medians(records).rename_axis(index=None, columns="tokens").to_string(float_format="%.1f", na_rep="")
-        return f"milliseconds, {self.what}, {kind}:\n{table}"
+        table = medians(records, self.metric).rename_axis(index=None, columns="tokens")
+        return f"milliseconds, {self.what}, {kind}:\n{table.to_string(float_format='%.1f', na_rep='')}"
 
     def keep(self, records: list[dict], directory: Path) -> None:
         """speed.csv, a row a length and method, and speed.png."""
-        found = medians(records)
+        found = medians(records, self.metric)
         write_rows(directory / "speed.csv", [("length", "method", "ms"), *(
             (length, name, ms) for length in found.index for name, ms in found.loc[length].dropna().items())])
         drawn, axes = new_figure(figsize=(7, 4.2))
@@ -425,11 +426,11 @@ class Speed(Measurement):
         save_figure(drawn, directory / "speed.png")
 
 
-def medians(records: list[dict]) -> Any:
+def medians(records: list[dict], metric: str) -> Any:
     """A data frame of milliseconds: a row a length, a column a method."""
     import pandas as pd
 
-    return pd.DataFrame(records).pivot_table("ms", "length", "method", "median", sort=False)
+    return pd.DataFrame(records).pivot_table(metric, "length", "method", "median", sort=False)
 
 
 @checked("task")
