@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp import mechanism_text
-from crt_exp.attention import DenominatorCount, Exact, attention
+from crt_exp.attention import (DenominatorCount, Exact, attention, exact_attention, identity_attention,
+                               uniform_attention)
 from crt_exp.config import choices
 from crt_exp.data.protein import LETTERS, TOKENS
 from crt_exp.drawing import colour, colour_by_rule, label, label_ends, new_figure, plain_ticks, save_figure
@@ -53,7 +54,8 @@ ALONE = (FLOOR, *(f"{name}{end}" for end in ("", CAUSAL) for name in ("favorp", 
 IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
 # The longest sequences where no methods are named; the causal peer keeps L m d numbers.
 LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, PEER: 65536, PEER + CAUSAL: 1024}
-LONGEST_EXACT_MODEL = 4096
+# Not by their layers, which copy what they scale.
+PLAIN = {"exact": exact_attention, "identity": identity_attention, "uniform": uniform_attention}
 SAMPLE = 512                # queries and keys of a head that clusters are fitted to, before any time is taken
 WARMED = 1024               # the longest sequence to warm up on
 CHUNK = 128                 # tokens of a chunk of `chunked`: of 64, 128 and 256 the fastest at 1024 tokens
@@ -70,7 +72,7 @@ def at_hand(what: str, length: int) -> Sequence[str]:
     if what == "attention":
         peer = find_spec("performer_pytorch") is not None
         return [name for name in ALONE if length <= LONGEST.get(name, length) and (peer or not name.startswith(PEER))]
-    return [name for name in IN_MODELS if name != "exact" or length <= LONGEST_EXACT_MODEL] if what in PASSES else []
+    return [name for name in IN_MODELS if name != "exact" or length <= 4096] if what in PASSES else []
 
 
 def mechanism_of(method: str, what: str) -> Mechanism:
@@ -126,6 +128,8 @@ def attend_by(method: str) -> Attend:
     if method in (FLOOR, CHUNKED):
         weight = orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,)).rows()
         return (floor if method == FLOOR else chunked)(weight)
+    if name in PLAIN:
+        return partial(PLAIN[name], causal=causal)
     if name == PEER:
         return performer_pytorch(D, OTHER_M, causal)
     mechanism = mechanism_of(name, "attention")
@@ -157,9 +161,7 @@ def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def floor(weight: Tensor) -> Attend:
     """exp(x W^T) (exp(y W^T)^T v), projections W (..., m, d): the two products alone, without norms, stabiliser and
     denominator."""
-    def run(x, y, v):
-        return torch.exp(x @ weight.mT) @ (torch.exp(y @ weight.mT).mT @ v)
-    return run
+    return lambda x, y, v: torch.exp(x @ weight.mT) @ (torch.exp(y @ weight.mT).mT @ v)
 
 
 def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
