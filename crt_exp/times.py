@@ -10,6 +10,7 @@ import ctypes
 import gc
 import math
 import resource
+import signal
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -147,6 +148,16 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Processes started within it ignore ^C: the command decides what it means, and ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- memory

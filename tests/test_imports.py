@@ -39,6 +39,7 @@ ROOMS = [
     ["runner"],
     ["train", "infer"],
     ["measure"],
+    ["evolution"],
     ["report"],
     ["__main__", "predict", "transcribe", "sample"],
 ]

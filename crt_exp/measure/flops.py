@@ -6,13 +6,15 @@ each multiply-add of a product. Of "attention" the two products with values of w
 and that of a key.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from crt_exp.attention.blocked import together
@@ -21,9 +23,11 @@ from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
 from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.implicit_policy import column_sums
 from crt_exp.schema import checked
-from crt_exp.measure.base import Series
+from crt_exp.measure.base import Measurement, Series
 from crt_exp.measure.kernel import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
+from crt_exp.times import PROCESSOR, Watch, in_turns, threads
 
 aten = torch.ops.aten
 ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,
@@ -107,3 +111,62 @@ def most_within(cost: Callable[[int], float], budget: float) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if cost(middle) <= budget else (low, middle)
     return low
+
+
+# ---- ranking the patches of an image by the attention that they get (HRF 4.4)
+
+
+@checked("task")
+class RankingCost(Measurement):
+    """task=ranking_cost: `flops`, and `ms` of each round, of ranking the patches of one image from queries and keys on
+    the unit sphere. FLOPs are counted as in task=flops, with exact attention by its matrix; ms are of the processor, on
+    one thread, all methods in turns."""
+
+    metric = "flops"
+
+    def __init__(self, d: Annotated[int, at_least(2)], lengths: Several[Count], rounds: Count,
+                 methods: Several[str] | None = None):
+        self.d, self.lengths, self.rounds = d, lengths, rounds
+        self.mechanisms = {name: Mechanism.parse(name) for name in methods or ()}
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        mechanisms = self.mechanisms or {str(mechanism): mechanism}
+        layers = {name: each.layer(1, self.d, scaling=1.0).eval() for name, each in mechanisms.items()}
+        for length in self.lengths:
+            with threads(1):
+                spent = in_turns(layers, self.rounds, partial(ranking_ms, d=self.d, length=length), warm=0)
+            for name, each in mechanisms.items():
+                yield {"patches": length, "method": name, "ms": spent[name],
+                       "flops": ranking_flops(each, self.d, length)}
+
+
+def on_sphere(rows: int, d: int) -> Tensor:
+    return F.normalize(torch.randn(rows, d, generator=generator(rows, d)), dim=-1)
+
+
+def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
+    """The mean of some calls."""
+    q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
+    column_sums(layer, q, k)
+    with Watch(PROCESSOR) as watch:
+        for _ in range(calls):
+            column_sums(layer, q, k)
+    return watch.ms / calls
+
+
+def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
+    """With features in time linear in the patches, what is done once for a noise left out."""
+    if not mechanism.estimates:
+        return length**2 * (2 * d + 4) if mechanism.is_exact else 0  # products, exp, two sums, one division
+    phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
+    params = phi.fit(Statistics.of(x, x))
+    bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+    ranked(bound, x)
+    first, both = (count(lambda rows=rows: ranked(bound, rows)) for rows in (x[:TOKENS], x))
+    return round((both - first) / TOKENS * length)
+
+
+def ranked(bound: Any, x: Tensor) -> Tensor:
+    """Column sums of normalised linear attention of x to itself."""
+    f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
+    return g @ ((1 / (f @ g.sum(0))) @ f)

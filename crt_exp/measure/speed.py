@@ -1,14 +1,13 @@
-"""Time and memory of attention against length: alone, in whole Transformers, in ViTs (Performers Fig. 3, CRT Fig. 4).
+"""Time and memory against length (Performers Figure 3, CRT Figure 4): attention alone, in whole models, in layers.
 
-Every method takes its turn in every round, so that load from outside hits all alike. A pass without gradients and the
-two halves of a training step are timed apart.
+Every method takes its turn in every round, so that load from outside hits all alike. Weights and inputs are random:
+time does not depend on them.
 """
 
 import io
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,180 +16,208 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp import samplers
-from crt_exp.attention import (
-    DenominatorCount,
-    attention,
-    exact_attention,
-    identity_attention,
-    uniform_attention,
-)
+from crt_exp import mechanism_text
+from crt_exp.attention import (DenominatorCount, Exact, attention, exact_attention, identity_attention,
+                               uniform_attention)
 from crt_exp.config import choices
+from crt_exp.data.protein import LETTERS, TOKENS
 from crt_exp.drawing import colour, colour_by_rule, label, label_ends, new_figure, plain_ticks, save_figure
-from crt_exp.features import OPRF, FeatureMap, PosRF, Statistics, TrigRF
+from crt_exp.features import Statistics
 from crt_exp.hints import Count, Several
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.conformer_transducer import PRESETS, ConformerTransducer
+from crt_exp.models.language import LanguageDescription, LanguageModel, TransformerSizes
 from crt_exp.models.transformer import Transformer
+from crt_exp.samplers import orthogonal
 from crt_exp.schema import checked
-from crt_exp.measure.base import Series
-from crt_exp.times import Watch, added, by_part, in_turns, milliseconds, ratio
+from crt_exp.measure.base import Measurement
+from crt_exp.swap.calibration import fill_statistics
+from crt_exp.times import Call, Update, Watch, added, in_turns, milliseconds
 from crt_exp.whole_files import write_rows
 
-ALONE, VIT = "attention", "vit"
-MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
-IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
-LONGEST_EXACT_MODEL = 4096  # longest sequence for exact attention in whole models
-HEADS, D, M = 8, 64, 256    # of attention alone
-LONGEST_EXACT = 16384       # longest sequence for the methods that are quadratic in time
-# Projections of the bases of hybrids (288, 272 and 256 features), and of trigonometric maps with as many features.
-HYBRIDS = {"hrf_angular": 8, "hrf_gaussian": 4, "hrf_cluster": 64}
-TWINS = {"hrf_angular": 256, "hrf_gaussian": 136, "hrf_cluster": 128}
-TWINS_AT = 4096             # the length at which these take part
-SAMPLE = 512                # queries and keys of a head that clusters are fitted to, before any time is taken
-PEER_LONGEST = 65536        # where performer-pytorch's feature matrices still fit the memory of a workstation
-PEER_CAUSAL = 1024          # performer-pytorch's causal form without its extension keeps L m d numbers
-WARMED = 1024               # the longest sequence to warm up on
 CAUSAL = " causal"          # at the end of a method's name
-PASSES = ("inference", "forward", "backward")
+FLOOR, CHUNKED, PEER = "floor", f"chunked{CAUSAL}", "performer-pytorch"
+FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
+NAMES = (FLOOR, CHUNKED, PEER, PEER + CAUSAL, FORMED)
+HEADS, D = 8, 64            # of attention alone
+MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
+PROTEINS: dict[str, TransformerSizes] = {
+    "protein_model": {"heads": 8, "layers": 1, "d_ff": 256, "d": 256},
+    "protein_wide": {"heads": 8, "layers": 1, "d_ff": 2048, "d": 512},
+    "protein_letter": {"heads": 8, "layers": 6, "d_ff": 2048, "d": 512}}
+READ = {"protein_layer": 32768, "protein_model": 32768, "protein_wide": 8192}  # letters of a step; at least one row
+M = {"protein_layer": 128, "protein_model": 64, "protein_wide": 128, "protein_letter": 128, "one_head": 300}
+OTHER_M = 256               # projections where neither the method nor `M` says how many
+ALONE = (FLOOR, *(f"{name}{end}" for end in ("", CAUSAL) for name in ("favorp", "favorpp", "favorsharp", "nearfar")),
+         "favorsharp m=128", "hrf_angular m=8", "hrf_gaussian m=4", "hrf_cluster m=64", "identity", "uniform",
+         f"uniform{CAUSAL}", "exact", f"exact{CAUSAL}", CHUNKED, PEER, PEER + CAUSAL)
+IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
+# The longest sequences where no methods are named; the causal peer keeps L m d numbers.
+LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, PEER: 65536, PEER + CAUSAL: 1024}
+# Not by their layers, which copy what they scale.
+PLAIN = {"exact": exact_attention, "identity": identity_attention, "uniform": uniform_attention}
+SAMPLE = 512                # queries and keys of a head that clusters are fitted to, before any time is taken
+WARMED = 1024               # the longest sequence to warm up on
 CHUNK = 128                 # tokens of a chunk of `chunked`: of 64, 128 and 256 the fastest at 1024 tokens
-Method = Callable[[Tensor, Tensor, Tensor], Tensor]
-Step = Callable[[], Any]
-Times = dict[str, dict[str, list[float]]]  # method -> pass -> milliseconds of each round
+PATCH, RATE, WORDS = 16, 16000, 32  # pixels; of audio, and what a recogniser tells apart
+CONFORMER = PRESETS["paper"] | {"layers": 4}
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@checked("task")
-class Speed(Series):
-    """task=speed: milliseconds of each method at each length. `what`: attention, large, small or vit."""
-
-    metric, lower_is_better, over = "ratio", True, "length"
-
-    def __init__(self, what: Literal[ALONE, *MODELS, VIT], lengths: Several[Count], rounds: Count, backward: bool):
-        self.what, self.values, self.rounds, self.backward = what, list(lengths), rounds, backward
-
-    def check(self, mechanism: Mechanism) -> None:
-        """All methods are timed, whatever the run's own."""
-
-    def of(self, length: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """<method>_ms, and `ratio`, FAVOR++ over the floor (attention) or over exact (models)."""
-        steps = {name: work.step if self.backward else work.infer for name, work in works(self.what, length).items()}
-        measured = interleaved(steps, self.rounds)
-        return {f"{n}_ms": ms for n, (ms, _) in measured.items()} | {"ratio": measured["favorpp"][1]}
-
-    def summary(self, records: list[dict]) -> str:
-        """A table: a row a length, milliseconds of each method."""
-        names = list(dict.fromkeys(key for record in records for key in record if key.endswith("_ms")))
-        cells = [["tokens", *(name.removesuffix("_ms") for name in names)]]
-        cells += [[str(record["length"]), *(f"{record[name]:.1f}" if name in record else "" for name in names)]
-                  for record in records]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells]
-        return "\n".join([f"milliseconds, {self.what}, {'a training step' if self.backward else 'a pass'}:", *lines])
-
-    def keep(self, records: list[dict], directory: Path) -> None:
-        """speed.csv, a row a length and method, and speed.png."""
-        rows = [(record["length"], key.removesuffix("_ms"), value) for record in records
-                for key, value in record.items() if key.endswith("_ms")]
-        write_rows(directory / "speed.csv", [("length", "method", "ms"), *rows])
-        save_figure(figure(rows), directory / "speed.png")
+# ---- methods
 
 
-def figure(rows: list[tuple[int, str, float]]):
-    """Milliseconds against the length, a line a method."""
-    drawn, axes = new_figure(figsize=(7, 4.2))
-    ends = []
-    for name in dict.fromkeys(method for _, method, _ in rows):
-        line = [(length, ms) for length, method, ms in rows if method == name]
-        ink = colour(name) if name in choices("attention") else colour_by_rule(name)
-        axes.plot(*zip(*line), marker="o", ms=3, color=ink)
-        ends.append((label(name), *line[-1], ink))
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
-    plain_ticks(axes.xaxis), plain_ticks(axes.yaxis)
-    label_ends(axes, ends)
-    return drawn
+def at_hand(what: str, length: int) -> Sequence[str]:
+    """Those that are timed where none are named: all, what is quadratic in time while that is not too long."""
+    if what == "attention":
+        peer = find_spec("performer_pytorch") is not None
+        return [name for name in ALONE if length <= LONGEST.get(name, length) and (peer or not name.startswith(PEER))]
+    return [name for name in IN_MODELS if name != "exact" or length <= 4096] if what in PASSES else []
 
 
-def interleaved(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median milliseconds, and the median ratio to the first step within a round."""
-    times = in_turns(steps, rounds)
-    base = times[next(iter(steps))]
-    return {name: (statistics.median(each), ratio(each, base)) for name, each in times.items()}
+def mechanism_of(method: str, what: str) -> Mechanism:
+    """With the projections of `what`, where the text does not say how many."""
+    made = Mechanism.parse(method)
+    return made if "m" in mechanism_text.read(method)[1] else made.projecting(M.get(what, OTHER_M))
 
 
-# ---- a process's share of a report
-
-
-def sample(arms: Sequence[str], cases: Sequence[tuple[str, int, int]], seed: int) -> Iterator[dict[str, Any]]:
-    """Those of the methods that there are in each case, one case after the other: rows with what, length, arm and, in
-    each round, the milliseconds of each of PASSES and of `training`, forward and backward.
-
-    cases: what, length and rounds. The first of each kind begins with a round that is not kept, at WARMED tokens if it
-    has more. seed: the number of the process, by which the order of the methods is rotated.
-    """
-    warm = set()
-    for what, length, rounds in cases:
-        if what not in warm:
-            times_of(works(what, min(length, WARMED), arms), 1)
-        warm.add(what)
-        for name, spent in times_of(works(what, length, arms), rounds, seed).items():
-            both = [sum(each) for each in zip(spent["forward"], spent["backward"])]
-            yield {"what": what, "length": length, "arm": name, **spent, "training": both}
-
-
-def times_of(made: dict[str, "Work"], rounds: int, turn: int = 0) -> Times:
-    return {name: by_part(each) for name, each in in_turns(made, rounds, Work.times, warm=0, turn=turn).items()}
-
-
-# ---- what is timed
+def check_methods(texts: Sequence[str], what: str) -> None:
+    """Raises ConfigError."""
+    for text in texts:
+        if text not in NAMES:
+            mechanism_of(text.removesuffix(CAUSAL) if what == "attention" else text, what)
 
 
 class Work(NamedTuple):
     """A method on its inputs. forward: what backward takes. model: the module whose mode a pass without gradients and
-    a training step differ in; None where they do not."""
+    a training step differ in."""
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], None]
-    model: nn.Module | None = None
+    model: nn.Module = nn.Identity()
 
-    def times(self) -> dict[str, float]:
-        """Milliseconds of each of PASSES."""
-        self._mode(False)
-        inference = milliseconds(self.infer)
-        self._mode(True)
+    def times(self, backward: bool = True) -> dict[str, float]:
+        """Milliseconds of each pass; training: forward and backward."""
+        self.model.eval()
+        inference = milliseconds(torch.no_grad()(self.forward))
+        if not backward:
+            return {"inference": inference}
+        self.model.train()
         with Watch() as forward:
             out = self.forward()
-        return dict(zip(PASSES, (inference, forward.ms, milliseconds(self.backward, out))))
-
-    @torch.no_grad()
-    def infer(self) -> None:
-        self.forward()
-
-    def step(self) -> None:
-        self.backward(self.forward())
-
-    def _mode(self, training: bool) -> None:
-        if self.model is not None:
-            self.model.train(training)
+        back = milliseconds(self.backward, out)
+        return {"inference": inference, "forward": forward.ms, "backward": back, "training": forward.ms + back}
 
 
-def works(what: str, length: int, chosen: Sequence[str] | None = None) -> dict[str, Work]:
-    """Of attention alone, 8 heads, d = 64, m = 256; of a Transformer of one of MODELS; or of timm's ViT-Ti/16 at the
-    image size that gives about `length` tokens. Batch 1; the first is what ratios are taken to."""
-    if what == ALONE:
-        tensors = inputs(length)
-        return {name: alone(method, tensors) for name, method in methods(length, chosen).items()}
-    make = vit if what == VIT else transformer
-    names = [n for n in IN_MODELS if n in (chosen or IN_MODELS) and (n != "exact" or length <= LONGEST_EXACT_MODEL)]
-    return {name: whole(*make(what, length, name)) for name in names}
+# ---- attention alone: of queries, keys and values (1, HEADS, length, D), already scaled by d^(-1/4)
 
 
-def alone(method: Method, tensors: tuple[Tensor, ...]) -> Work:
-    *given, gradient = tensors
+def alone(method: str, length: int) -> Work:
+    *given, gradient = inputs(length)
 
     def backward(out: Tensor) -> None:
         out.backward(gradient)
         for t in given:
             t.grad = None
-    return Work(partial(method, *given), backward)
+    return Work(partial(attend_by(method), *given), backward)
+
+
+def attend_by(method: str) -> Attend:
+    """A fit to statistics is part of what a map costs."""
+    name, causal = method.removesuffix(CAUSAL), method.endswith(CAUSAL)
+    if method in (FLOOR, CHUNKED):
+        weight = orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,)).rows()
+        return (floor if method == FLOOR else chunked)(weight)
+    if name in PLAIN:
+        return partial(PLAIN[name], causal=causal)
+    if name == PEER:
+        return performer_pytorch(D, OTHER_M, causal)
+    mechanism = mechanism_of(name, "attention")
+    return of_map(mechanism, causal) if mechanism.estimates else mechanism.layer(HEADS, D, scaling=1.0,
+                                                                                 causal=causal).eval()
+
+
+def of_map(mechanism: Mechanism, causal: bool = False) -> Attend:
+    """Clusters are fitted before, as in a layer."""
+    phi = mechanism.map()
+    noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,))
+    seen = Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE)[:2]))
+    kept = phi.fit(seen) if phi.on_vectors or not phi.fitted else None
+
+    def run(q, k, v):
+        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
+        return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
+    return run
+
+
+@lru_cache(maxsize=4)
+def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries and keys with |x + y|^2 of 10 or so, as pretrained models have; values and an incoming gradient."""
+    g = torch.Generator().manual_seed(1)
+    q, k, v, grad = (scale * torch.randn(1, HEADS, length, D, generator=g) for scale in (0.28, 0.28, 1.0, 1.0))
+    return *(t.requires_grad_() for t in (q, k, v)), grad
+
+
+def floor(weight: Tensor) -> Attend:
+    """exp(x W^T) (exp(y W^T)^T v), projections W (..., m, d): the two products alone, without norms, stabiliser and
+    denominator."""
+    return lambda x, y, v: torch.exp(x @ weight.mT) @ (torch.exp(y @ weight.mT).mT @ v)
+
+
+def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
+    """Causal attention with FAVOR+'s features in whole-tensor operations and autograd: within a chunk by its matrix,
+    to the chunks before by their sums. O(L (m + chunk)) memory. Without a stabiliser, which would cost it time, so for
+    vectors of moderate size alone."""
+    def features(x):
+        return torch.exp(x @ weight.mT - x.square().sum(-1, keepdim=True) / 2)
+    def parts(t):
+        """(..., L, n) -> (..., L / chunk, chunk, n), zeros behind the last token."""
+        return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
+
+    def run(x, y, v):
+        length = x.shape[-2]
+        x, y, v = (parts(t) for t in (features(x), features(y), F.pad(v, (0, 1), value=1.0)))
+        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # of the chunks before each
+        out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
+        return out[..., :-1] / out[..., -1:]
+    return run
+
+
+def performer_pytorch(d: int, m: int, causal: bool) -> Attend:
+    """That package's attention. Raises ImportError where it is not installed (a dev dependency)."""
+    from performer_pytorch.performer_pytorch import FastAttention
+
+    with redirect_stdout(io.StringIO()):  # it prints that its extension is not there
+        return FastAttention(d, m, causal=causal)
+
+
+class OneHead:
+    """d = 16, forward. Neither the projections, which are drawn anew each time, nor the fit is timed."""
+
+    def __init__(self, method: str, length: int):
+        self.mechanism, self.g = mechanism_of(method, "one_head"), torch.Generator().manual_seed(0)
+        x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
+        self.x, self.y = x / 2, y / 2  # d^(-1/4)
+
+    @torch.no_grad()
+    def times(self, backward: bool) -> dict[str, float]:
+        return {"ms": milliseconds(self.drawn(), self.x, self.y, self.v)}
+
+    def drawn(self) -> Attend:
+        if not self.mechanism.estimates:
+            return self.mechanism.layer(1, 16, scaling=1.0).eval()
+        phi = self.mechanism.map()
+        return partial(attention, phi=phi, noise=self.mechanism.noise(16, self.g),
+                       params=phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0])), counter=DenominatorCount())
+
+
+# ---- Transformers and vision transformers, batch 1
+
+
+def transformer(what: str, method: str, length: int) -> Work:
+    heads, layers, ffn, dim = MODELS[what]
+    x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
+    return whole(Transformer(heads, layers, ffn, dim, mechanism_of(method, what).layer), x)
 
 
 def whole(model: nn.Module, x: Tensor) -> Work:
@@ -200,163 +227,228 @@ def whole(model: nn.Module, x: Tensor) -> Work:
     return Work(lambda: model(x).square().mean(), backward, model)
 
 
-def transformer(what: str, length: int, name: str) -> tuple[nn.Module, Tensor]:
-    heads, layers, ffn, dim = MODELS[what]
-    x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
-    return Transformer(heads, layers, ffn, dim, mechanism(name).layer), x
-
-
-def vit(what: str, length: int, name: str) -> tuple[nn.Module, Tensor]:
+def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
+    """timm's ViT-Ti/16 and an image of about so many patches, besides which it reads a class token."""
     import timm
 
-    side = max(1, round(length**0.5))
-    image = torch.randn(1, 3, 16 * side, 16 * side, generator=torch.Generator().manual_seed(0))
-    model = timm.create_model("vit_tiny_patch16_224", img_size=16 * side, num_classes=10)
-    return (model if name == "exact" else mechanism(name).swap(model)), image
+    side = PATCH * max(1, round(tokens**0.5))
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=side, num_classes=10)
+    if method == FORMED:
+        for block in model.blocks:
+            block.attn.fused_attn = False
+    elif method != "exact":
+        mechanism_of(method, "vit").swap(model)
+    return model, torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
 
 
-def mechanism(name: str) -> Mechanism:
-    """m = M where there are projections."""
-    return Mechanism.parse(name).projecting(M)
+def vit_step(method: str, tokens: int) -> Update:
+    model, image = vit(method, tokens)
+    return Update(model, lambda model: F.cross_entropy(model(image), torch.zeros(1, dtype=torch.long)))
 
 
-# ---- attention alone
+# ---- unidirectional language models of proteins, a layer of them, a drawn letter
 
 
-def methods(length: int, chosen: Sequence[str] | None = None) -> dict[str, Method]:
-    """Attention of queries, keys and values (1, HEADS, length, D), queries and keys already scaled by d^(-1/4): all, or
-    those chosen."""
-    return {name: make() for name, make in makers(length).items() if chosen is None or name in chosen}
+def causal_layer(what: str, method: str, heads: int, d: int, **sizes: Any) -> nn.Module:
+    return Formed(heads, d, **sizes) if method == FORMED else mechanism_of(method, what).layer(heads, d, **sizes)
 
 
-def makers(length: int) -> dict[str, Callable[[], Method]]:
-    """How to make each of them, by the names of conf/attention and those of peers; causal ones have it behind theirs.
-    What is quadratic in time, or needs the memory of a matrix, is there while that is not too long."""
-    noise = samplers.orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
-    half = {"m": M // 2}
-    made: dict[str, Callable[[], Method]] = {"floor": lambda: floor(noise.rows())}
-    for causal, end in ((False, ""), (True, CAUSAL)):
-        made |= {f"favorp{end}": partial(ours, PosRF(), noise, causal),
-                  f"favorpp{end}": partial(ours, OPRF(), noise, causal),
-                  f"favorsharp{end}": partial(mapped, "favorsharp", M, causal),
-                  f"nearfar{end}": partial(near_far, causal)}
-    made |= {f"favorsharp m={M // 2}": partial(mapped, "favorsharp", **half)}
-    made |= {name: partial(mapped, name, m) for name, m in HYBRIDS.items()}
-    if length == TWINS_AT:
-        made |= {f"trig m={m}": partial(fitted, TrigRF(), m) for m in TWINS.values()}
-    made |= {"identity": lambda: identity_attention, "uniform": lambda: uniform_attention,
-              f"uniform{CAUSAL}": lambda: partial(uniform_attention, causal=True)}
-    if length <= LONGEST_EXACT:
-        made |= {"exact": lambda: exact_attention, f"exact{CAUSAL}": lambda: partial(exact_attention, causal=True)}
-    return made | {f"chunked{CAUSAL}": lambda: chunked(noise.rows())} | peers(length)
+class Formed(Exact):
+    """Causal softmax attention that forms its matrix."""
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        later = torch.ones(x.shape[2], y.shape[2], dtype=torch.bool, device=x.device).triu(1)
+        return (x @ y.mT).masked_fill(later, -torch.inf).softmax(-1) @ v
 
 
-def ours(phi: FeatureMap, noise: samplers.Noise, causal: bool) -> Method:
-    """With the same noise for all; the fit is part of what FAVOR++ costs."""
-    def run(q, k, v):
-        return attention(q, k, v, phi, noise, phi.fit(Statistics.of(q, k)), causal=causal)
-    return run
+def rows_read(what: str, length: int) -> int:
+    """Of a step, so that length alone differs."""
+    return max(1, READ[what] // length)
 
 
-def mapped(name: str, m: int, causal: bool = False) -> Method:
-    """The map of a file of conf/attention."""
-    return fitted(Mechanism.of(name).map(), m, causal)
+def layer_step(method: str, length: int) -> Call:
+    """Forward and backward of one attention layer in training: two heads, d = 64."""
+    layer, g = causal_layer("protein_layer", method, 2, D, causal=True), torch.Generator().manual_seed(0)
+    *given, gradient = torch.randn(4, rows_read("protein_layer", length), 2, length, D, generator=g)
+    for t in given:
+        t.requires_grad_()
+
+    def step() -> None:
+        layer(*given).backward(gradient)
+        for t in given:
+            t.grad = None
+    return step
 
 
-def fitted(phi: FeatureMap, m: int, causal: bool = False) -> Method:
-    """A map with m projections, a fit to statistics included; clusters are fitted before, as in a layer."""
-    g = torch.Generator().manual_seed(0)
-    noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, D, g, batch=(HEADS,)))
-    kept = None
-    if phi.on_vectors or not phi.fitted:
-        kept = phi.fit(Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE)[:2])))
-
-    def run(q, k, v):
-        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
-        return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
-    return run
+def language_model(what: str, method: str, length: int) -> LanguageModel:
+    """With random weights, and positions for rows of that length."""
+    torch.manual_seed(0)
+    return LanguageModel(LanguageDescription(TOKENS, length, PROTEINS[what], causal=True),
+                         partial(causal_layer, what, method))
 
 
-def near_far(causal: bool) -> Method:
-    return Mechanism.of("nearfar").layer(HEADS, D, scaling=1.0, causal=causal).eval()
+def protein_step(what: str, method: str, length: int, rows: int | None = None) -> Update:
+    """Next-letter training on so many rows, of which none is padded."""
+    tokens = letters(rows or rows_read(what, length), length + 1)
+    return Update(language_model(what, method, length),
+                  lambda model: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
 
 
-def peers(length: int) -> dict[str, Callable[[], Method]]:
-    """performer-pytorch, where it is installed."""
-    if find_spec("performer_pytorch") is None:
-        return {}
-    made = {"performer-pytorch": partial(performer_pytorch, D, M)} if length <= PEER_LONGEST else {}
-    if length <= PEER_CAUSAL:
-        made[f"performer-pytorch{CAUSAL}"] = partial(performer_pytorch, D, M, causal=True)
-    return made
+def letters(*shape: int) -> Tensor:
+    return torch.randint(len(LETTERS), shape, generator=torch.Generator().manual_seed(0))
 
 
-def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys with |x + y|^2 of 10 or so, as pretrained models have; values and an incoming gradient."""
-    g = torch.Generator().manual_seed(1)
-    q, k, v, grad = (scale * torch.randn(1, HEADS, length, D, generator=g) for scale in (0.28, 0.28, 1.0, 1.0))
-    return *(t.requires_grad_() for t in (q, k, v)), grad
+@torch.no_grad()
+def drawn_letter(method: str, position: int) -> Call:
+    """The next letter behind so many, each call one further; three are behind it that do not count."""
+    model = language_model("protein_letter", method, position + SAMPLE).eval()
+    if method != FORMED and mechanism_of(method, "protein_letter").draws:
+        fill_statistics(model, [letters(1, min(position, SAMPLE))])
+    pasts = model.begin()
+    model(letters(1, position), pasts=pasts)
+    draw = torch.no_grad()(partial(model, letters(1, 1), pasts=pasts))
+    for _ in range(3):
+        draw()
+    return draw
 
 
-def forward_backward(method: Method, tensors) -> None:
-    out = method(*tensors[:3])
-    out.backward(tensors[3])
-    for t in tensors[:3]:
-        t.grad = None
+# ---- the encoder of a Conformer transducer of the paper's sizes with four layers, on one recording
 
 
-# ---- as others write it, with `weight` (..., m, d) of projections
+def encoder(method: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = ConformerTransducer(WORDS, RATE, CONFORMER)
+    return (model if method == "exact" else mechanism_of(method, "conformer").swap(model)).encoder.eval()
 
 
-def floor(weight: Tensor) -> Method:
-    """exp(x W^T) (exp(y W^T)^T v): the two products alone, without norms, stabiliser and denominator."""
-    def run(x, y, v):
-        return torch.exp(x @ weight.mT) @ (torch.exp(y @ weight.mT).mT @ v)
-    return run
+def hearing(model: nn.Module, seconds: int) -> Call:
+    noise = 3000 * torch.randn(1, seconds * RATE, generator=torch.Generator().manual_seed(0))
+    audio = noise.clamp(-32768, 32767).to(torch.int16)
+    return torch.no_grad()(partial(model, audio, torch.tensor([audio.shape[1]])))
 
 
-def chunked(weight: Tensor, chunk: int = CHUNK) -> Method:
-    """Causal attention with FAVOR+'s features in whole-tensor operations and autograd: within a chunk by its matrix,
-    to the chunks before by their sums. O(L (m + chunk)) memory. Without a stabiliser, which would cost it time, so for
-    vectors of moderate size alone."""
-    def run(x, y, v):
-        length = x.shape[-2]
-        x, y, v = (_chunks(t, chunk) for t in (_features(x, weight), _features(y, weight), F.pad(v, (0, 1), value=1.0)))
-        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # of the chunks before each
-        out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
-        return out[..., :-1] / out[..., -1:]
-    return run
+# ---- what `what` stands for
 
 
-def _features(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.exp(x @ weight.mT - x.square().sum(-1, keepdim=True) / 2)
+TIMED: dict[str, Callable[[str, int], Work | Call]] = {
+    "attention": alone, **{what: partial(transformer, what) for what in MODELS},
+    "vit": lambda method, length: whole(*vit(method, length)), "vit_ti": vit_step,
+    "conformer": lambda method, length: hearing(encoder(method), length), "protein_layer": layer_step,
+    **{what: partial(protein_step, what) for what in ("protein_model", "protein_wide")},
+    "protein_letter": drawn_letter, "one_head": OneHead}
+PASSES = ("attention", *MODELS, "vit")  # whose passes are timed apart
 
 
-def _chunks(t: Tensor, chunk: int) -> Tensor:
-    """(..., L, n) -> (..., L / chunk, chunk, n), zeros behind the last token."""
-    return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
+def held_alone(method: str, length: int) -> float:
+    warm, work = alone(method, 256), alone(method, length)
+    warm.backward(warm.forward())  # libraries and threads
+    theirs = 4 * inputs(length)[3].nbytes  # output and three gradients
+    return added(lambda: work.backward(work.forward())) - theirs / 2**20
 
 
-def performer_pytorch(d: int, m: int, causal: bool = False) -> Method:
-    """That package's attention. Raises ImportError where it is not installed (a dev dependency)."""
-    from performer_pytorch.performer_pytorch import FastAttention
-
-    with redirect_stdout(io.StringIO()):  # it prints that its extension is not there
-        return FastAttention(d, m, causal=causal)
+def held_by_step(step: Callable[[str, int], Update], method: str, length: int) -> float:
+    step(method, 64)()  # libraries and threads
+    return step(method, length).added()
 
 
-# ---- memory
+def held_by_encoder(method: str, seconds: int) -> float:
+    model = encoder(method)
+    hearing(model, 1)()
+    return added(hearing(model, seconds))
 
 
-def held_by(arm: str, length: int, seed: int = 0, threads: int | None = None) -> dict[str, float]:
-    """`held` of one of `methods`, as mib, and the seed, the number of the process: for one of its own."""
-    torch.set_num_threads(threads or torch.get_num_threads())
-    return {"mib": held(methods(length, [arm])[arm], length), "seed": seed}
+HELD: dict[str, Callable[[str, int], float]] = {
+    "attention": held_alone, "vit_ti": partial(held_by_step, vit_step), "conformer": held_by_encoder,
+    **{what: partial(held_by_step, partial(protein_step, what, rows=1)) for what in ("protein_model", "protein_wide")}}
 
 
-def held(method: Method, length: int) -> float:
-    """MiB at the peak of a forward and backward pass beyond inputs, incoming gradient, output and gradients."""
-    tensors = inputs(length)
-    forward_backward(method, inputs(256))  # libraries and threads
-    theirs = 4 * tensors[0].numel() * tensors[0].element_size()  # output and three gradients
-    return added(lambda: method(*tensors[:3]).backward(tensors[3])) - theirs / 2**20
+# ---- the tasks
+
+
+@checked("task")
+class Speed(Measurement):
+    """task=speed: a row for each length, method and round: `ms`, or the milliseconds of each pass.
+
+    what: "attention" alone, "large", "small" (Transformers), "vit": inference, forward, backward and training, both of
+    them; "vit_ti", "protein_layer", "protein_model", "protein_wide": a training step, of proteins with
+    letters_per_s; "protein_letter": a letter drawn behind so many; "conformer": `seconds` of its encoder on so many
+    seconds of audio; "one_head": a pass without gradients, with projections drawn anew in each round.
+    methods: as Mechanism.parse reads them, or NAMES; those of attention alone may end in " causal". Default: all, of
+    other `what` than the first four the attention of the run. The order is rotated by the seed.
+    """
+
+    metric = "ms"  # training or inference where passes are timed apart
+
+    def __init__(self, what: Literal[*TIMED], lengths: Several[Count], rounds: Count, backward: bool,
+                 methods: Several[str] | None = None):
+        if not backward and what not in PASSES:
+            raise ValueError(f"task.backward=false is for task.what={' or '.join(PASSES)}")
+        check_methods(methods or (), what)
+        self.what, self.lengths, self.rounds, self.backward, self.methods = what, lengths, rounds, backward, methods
+        if what in PASSES:
+            self.metric = "training" if backward else "inference"
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        places = [(length, method) for length in self.lengths
+                  for method in self.methods or at_hand(self.what, length) or [str(mechanism)]]
+        warm = dict.fromkeys((min(length, WARMED), method) for length, method in places)
+        in_turns({place: self.turn(*place) for place in warm}, 1, lambda turn: turn(), warm=0)
+        found = in_turns({place: self.turn(*place) for place in places}, self.rounds, lambda turn: turn(), 0, seed)
+        for length, method in places:
+            for times in found[length, method]:
+                s = times[self.metric] / 1e3
+                more = {"letters_per_s": rows_read(self.what, length) * length / s} if self.what in READ else {}
+                yield {"length": length, "method": method, **times, "seconds": s, **more}
+
+    def turn(self, length: int, method: str) -> Callable[[], dict[str, float]]:
+        made = TIMED[self.what](method, length)
+        return partial(made.times, self.backward) if hasattr(made, "times") else lambda: {"ms": milliseconds(made)}
+
+    def summary(self, records: list[dict]) -> str:
+        """A table: a row a length, milliseconds of each method."""
+        kind = ("a training step" if self.backward else "a pass") if self.what in PASSES else "in turns"
+        table = medians(records, self.metric).rename_axis(index=None, columns="tokens")
+        return f"milliseconds, {self.what}, {kind}:\n{table.to_string(float_format='%.1f', na_rep='')}"
+
+    def keep(self, records: list[dict], directory: Path) -> None:
+        """speed.csv, a row a length and method, and speed.png."""
+        found = medians(records, self.metric)
+        write_rows(directory / "speed.csv", [("length", "method", "ms"), *(
+            (length, name, ms) for length in found.index for name, ms in found.loc[length].dropna().items())])
+        drawn, axes = new_figure(figsize=(7, 4.2))
+        ends = []
+        for name, line in found.items():
+            line, ink = line.dropna(), colour(name) if name in choices("attention") else colour_by_rule(name)
+            axes.plot(line, marker="o", ms=3, color=ink)
+            ends.append((label(name), line.index[-1], line.iloc[-1], ink))
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds")
+        plain_ticks(axes.xaxis), plain_ticks(axes.yaxis)
+        label_ends(axes, ends)
+        save_figure(drawn, directory / "speed.png")
+
+
+def medians(records: list[dict], metric: str) -> Any:
+    """A data frame of milliseconds: a row a length, a column a method."""
+    import pandas as pd
+
+    return pd.DataFrame(records).pivot_table(metric, "length", "method", "median", sort=False)
+
+
+@checked("task")
+class Memory(Measurement):
+    """task=memory: `mib`, the most that is held beyond what stays, by the attention of the run, or by `method`.
+
+    Of attention alone: of a forward and backward pass beyond inputs, output and gradients. Of vit_ti and protein
+    models, on one row: of a training step beyond weights, gradients and the optimiser's state. Of the conformer's
+    encoder: beyond weights and audio. An allocator keeps what earlier calls freed: one run in each process.
+    """
+
+    metric = "mib"
+
+    def __init__(self, what: Literal[*HELD], length: Count, method: str | None = None):
+        check_methods([method] if method else (), what)
+        self.what, self.length, self.method = what, length, method
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        yield {"length": self.length, "mib": HELD[self.what](self.method or str(mechanism), self.length)}

@@ -14,7 +14,8 @@ from crt_exp.report.statistics import mean_ci
 from crt_exp.report.text import label
 
 WIDTH, HEIGHT = 5.2, 3.9  # of a panel, inches
-CONTROLS = ("uniform", "identity", "zero", "majority", "majority class", "word overlap", "no model")
+CONTROLS = ("uniform", "identity", "zero", "majority", "majority class", "word overlap", "no model", "average",
+            "random")
 
 
 def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:

@@ -1,24 +1,47 @@
-"""Time and memory of attention: what is timed, the peers, and a page whose bars can fail."""
+"""task=speed and task=memory: what is timed, the peers, rows, and what is refused."""
 
 import pytest
 import torch
 
 from crt_exp.attention import attention_reference
+from crt_exp.config import ConfigError
 from crt_exp.features import PosRF
-from crt_exp.measure import grid, speed
-from crt_exp.measure.speed import ALONE, PASSES, Speed, chunked
-from crt_exp.oldreport.page import load
+from crt_exp.mechanism import Mechanism
+from crt_exp.measure import speed
+from crt_exp.measure.speed import FORMED, Memory, Speed, Work, alone, chunked
 from crt_exp.samplers import orthogonal
+from crt_exp.times import in_new_process
+
+TINY = {"heads": 2, "layers": 1, "d_ff": 8, "d": 16}
 
 
-def test_task_measures_every_variant():
-    task = Speed("small", [32, 64], 1, True)
-    records = list(task.records(None, 0))
-    assert len(records) == 2 and records[-1]["final"]
-    assert {f"{name}_ms" for name in speed.IN_MODELS} <= records[0].keys()
-    assert list(task.records(None, 0, records[:1]))[0]["length"] == 64
-    with pytest.raises(ValueError, match="task.what"):
-        Speed("huge", [32], 1, True)
+def rows(what, methods, length=16, rounds=2, backward=True, run="exact"):
+    return [*Speed(what, [length], rounds, backward, methods).rows(Mechanism.parse(run), 1)]
+
+
+def test_a_row_for_each_length_method_and_round(one_thread):
+    made = [*Speed("small", [16, 32], 2, True, ["exact", "favorpp m=8"]).rows(None, 0)]
+    assert [(row["length"], row["method"]) for row in made] == [
+        (length, name) for length in (16, 32) for name in ("exact", "favorpp m=8") for _ in range(2)]
+    assert all(row["training"] == row["forward"] + row["backward"] for row in made)
+    forward = rows("small", None, backward=False)
+    assert {row["method"] for row in forward} == {*speed.IN_MODELS} and "training" not in forward[0]
+
+
+def test_the_attention_of_the_run_where_no_method_is_named(one_thread, monkeypatch):
+    monkeypatch.setitem(speed.READ, "protein_layer", 64)
+    (row,) = rows("protein_layer", None, 32, 1, run="favorpp m=8")
+    assert row["method"] == "favorpp m=8" and row["letters_per_s"] == pytest.approx(64e3 / row["ms"])
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: Speed("huge", [32], 1, True), "task.what"),
+    (lambda: Speed("vit_ti", [4], 1, False), "task.backward=false"),
+    (lambda: Speed("attention", [4], 1, True, ["favorppp causal"]), "favorppp"),
+    (lambda: Memory("vit_ti", 4, "exact causal"), "causal")])
+def test_what_is_refused(make, words):
+    with pytest.raises((ValueError, ConfigError), match=words):
+        make()
 
 
 @pytest.mark.parametrize("length", [3, 16, 37])
@@ -37,32 +60,59 @@ def test_the_chunked_twin_is_causal_attention(length):
         torch.testing.assert_close(twin, reference, rtol=1e-7, atol=1e-9)
 
 
-def test_times_leave_nothing_behind():
-    names = ["favorpp causal", "exact", "nearfar"]
-    made = speed.works(ALONE, 16, names)
-    assert set(made) == set(names)
-    for work in made.values():
-        assert set(work.times()) == set(PASSES) and all(t.grad is None for t in work.forward.args)
-    model = speed.works("small", 16, ["favorpp"])["favorpp"]
-    model.times()
-    assert model.model.training and all(p.grad is None for p in model.model.parameters())
+def test_times_leave_nothing_behind(one_thread):
+    for name in ("floor", "favorpp causal", "hrf_cluster m=4", "exact", "nearfar"):
+        work = alone(name, 16)
+        work.times()
+        assert all(t.grad is None for t in work.forward.args)
+    work = speed.transformer("small", "favorpp", 16)
+    work.times()
+    assert work.model.training and all(p.grad is None for p in work.model.parameters())
 
 
-# ---- the page, on times that are made up
+def test_every_vision_transformer_has_its_own_attention(one_thread):
+    """In every layer; exact attention and that which forms its matrix agree."""
+    for name in ("exact", FORMED, "favorpp", "uniform"):
+        model, image = speed.vit(name, 16)
+        assert sum(hasattr(block.attn, "swapped") for block in model.blocks) == (0 if name.startswith("exact") else 12)
+    outputs = [model.eval()(image) for model, image in (speed.vit(name, 16) for name in ("exact", FORMED))]
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
+def test_proteins_step_with_their_own_attention(one_thread, monkeypatch):
+    """Exact attention and that which forms its matrix are the same; no gradient is left behind."""
+    for what in speed.PROTEINS:
+        monkeypatch.setitem(speed.PROTEINS, what, TINY)
+    for name in ("uniform", FORMED):
+        step = speed.protein_step("protein_model", name, 32, 2)
+        step()
+        assert not any(p.grad.any() for p in step.model.parameters())
+    one, two, other = (speed.language_model("protein_model", name, 32)(speed.letters(1, 32))
+                       for name in ("exact", FORMED, "uniform"))
+    assert torch.allclose(one, two, atol=1e-5) and not torch.allclose(one, other, atol=1e-5)
+    assert [row["method"] for row in rows("protein_letter", ["exact", "favorpp m=4"], 8, 1)] == ["exact", "favorpp m=4"]
+
+
+def test_the_encoder_hears_by_its_own_attention(one_thread, monkeypatch):
+    monkeypatch.setattr(speed, "CONFORMER", speed.CONFORMER | {"layers": 1, "channels": 8})
+    for name in ("exact", "favorpp m=16"):
+        assert hasattr(speed.encoder(name).layers[0].self_attn, "swapped") == (name != "exact")
+    assert [row["seconds"] > 0 for row in rows("conformer", ["exact", "uniform"], 1, 1)] == [True, True]
+
+
+def test_projections_of_one_head_are_drawn_anew(one_thread):
+    made = speed.OneHead("pos m=4 sampler=iid", 8)
+    first, second = (made.drawn()(made.x, made.y, made.v) for _ in range(2))
+    assert first.shape == (1, 1, 8, 16) and not torch.equal(first, second)
+    assert speed.OneHead("exact", 8).times(True)["ms"] > 0
 
 
 @pytest.mark.slow
-def test_draws_at_small_lengths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    parts = [{**part, "seeds": 2, "apart": False, "workers": 1} for part in load("speed")["sizes"]["small"]["parts"]]
-    for part, cases in zip(parts, ([[ALONE, 32, 2], [ALONE, 64, 1]], [[ALONE, 64, 1]], [["small", 32, 2]])):
-        part["settings"] = {name: {"cases": cases} for name in [*part["settings"]][:1]}
-    for part in parts[3:]:
-        part |= {"sweep": {"length": [64]}, "arms": part["arms"][:2]}
-    made = [*grid.measure("mine", [], {"parts": parts})]
-    of = {(draw.setting, draw.arm, draw.metric, draw.x) for draw in made}
-    assert {("later", "floor", "training", 64), ("small", "nearfar", "inference", 32),
-            ("memory", "exact causal", "mib", 64)} <= of
-    place = (ALONE, "favorp", "training", 32)
-    units = [draw.unit for draw in made if (draw.setting, draw.arm, draw.metric, draw.x) == place]
-    assert units == 2 * [0] + 2 * [1]
+def test_memory_of_a_method():
+    assert in_new_process(memory) > 8  # MiB of a matrix of 8 x 512 x 512 numbers, and more
+    assert isinstance(alone("exact", 8), Work)
+
+
+def memory():
+    (row,) = Memory("attention", 512, "chunked causal").rows(None, 0)
+    return row["mib"]

@@ -18,9 +18,9 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
 from crt_exp.runner.ending import Stopped
-from crt_exp.measure import evolution
-from crt_exp.measure.evolution import Search, directions, evolve, gradient, members, seeds_of, shaped
-from crt_exp.measure.evolution import Player, play, play_all
+from crt_exp.evolution import strategy
+from crt_exp.evolution.strategy import (Player, Search, directions, evolve, gradient, members, play, play_all,
+                                        seeds_of, shaped)
 
 for package in ("gymnasium", "mujoco"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install 'crt_exp[robotics]'")
@@ -149,7 +149,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     first = [next(run) for _ in range(stop)]
     run.close()
     assert first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut")) == whole
-    states = [evolution.restored(tmp_path / name, 5) for name in ("whole", "cut")]
+    states = [strategy.restored(tmp_path / name, 5) for name in ("whole", "cut")]
     assert torch.equal(states[0].theta, states[1].theta) and torch.equal(states[0].moments, states[1].moments)
 
 

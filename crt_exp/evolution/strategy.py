@@ -29,12 +29,11 @@ from torch import Tensor
 from crt_exp.environments.base import Environment, Observation
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.measure.cells import without_interrupts
 from crt_exp.measure.kernel import generator
 from crt_exp.runner import checkpoint
 from crt_exp.runner.ending import Stopped
 from crt_exp.samplers import orthogonal
-from crt_exp.times import threads
+from crt_exp.times import threads, without_interrupts
 
 CHECKPOINTS = "checkpoints"                              # within the run directory
 SPLITS = {"train": 0, "validation": 1, "test": 2}        # no rollout of one is one of another
@@ -164,7 +163,7 @@ class State:
 
 
 def seeds_of(split: str, seed: int, generation: int, count: int) -> list[int]:
-    """Those of the rollouts of a generation, the same for all its members and in all arms."""
+    """Those of the rollouts of a generation, the same for all its members and with all attention."""
     return np.random.SeedSequence([SPLITS[split], seed, generation]).generate_state(count).tolist()
 
 

@@ -1,29 +1,21 @@
 """task=locomotion and task=sweep: policies with implicit attention, by evolution strategies (HRF 4.4, Appendix K)."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.drawing import new_figure
 from crt_exp.environments.arms import Sweeping
 from crt_exp.environments.stones import SteppingStones
-from crt_exp.features import Statistics
 from crt_exp.hints import Bound, Count, Positive, Whole, at_least, at_most
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums
-from crt_exp.measure import grid
-from crt_exp.measure.evolution import Player, Search, evolve, prepared, restored
-from crt_exp.measure.flops import TOKENS, columns, count
-from crt_exp.measure.kernel import drawn, generator
+from crt_exp.models.implicit_policy import ImplicitPolicy
+from crt_exp.evolution.strategy import Player, Search, evolve, prepared, restored
 from crt_exp.schema import checked
-from crt_exp.times import PROCESSOR, Watch, in_turns, threads
 from crt_exp.whole_files import whole
 
 PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
@@ -123,58 +115,6 @@ class Sweep(Robotics):
         super().__init__(Sweeping, options, looks, policy, strategy, workers, film)
 
 
-# ---- what it costs to rank the patches of an image
-
-
-CALLS = 10  # of one turn of a time
-
-
-def costs(arm: Mapping[str, Any], d: int, lengths: Sequence[int], rounds: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of ranking so many patches: `flops` of each arm, counted, and `ms` of every turn, one image at a time."""
-    made = {name: grid.arm_of(each) for name, each in arm.items()}
-    for (name, mechanism), length in product(made.items(), lengths):
-        yield {"arm": name, "patches": length, "flops": flops(mechanism, d, length)}
-    layers = {name: mechanism.layer(1, d, scaling=1.0).eval() for name, mechanism in made.items()}
-    with threads(1):
-        for length in lengths:
-            spent = in_turns(layers, rounds, partial(milliseconds, d=d, length=length), warm=0)
-            yield from ({"arm": name, "patches": length, "ms": spent[name]} for name in layers)
-
-
-def on_sphere(rows: int, d: int) -> Tensor:
-    return F.normalize(torch.randn(rows, d, generator=generator(rows, d)), dim=-1)
-
-
-def milliseconds(layer: torch.nn.Module, d: int, length: int) -> float:
-    """Of processor time, which other work on the machine hardly changes: of ranking the patches of one image, the mean
-    of some calls."""
-    q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
-    column_sums(layer, q, k)
-    with Watch(PROCESSOR) as watch:
-        for _ in range(CALLS):
-            column_sums(layer, q, k)
-    return watch.ms / CALLS
-
-
-def flops(mechanism: Mechanism, d: int, length: int) -> int:
-    """Of ranking the patches of one image from their queries and keys, counted as in task=flops: with features in time
-    linear in the patches, what is done once for a noise left out; with exact attention by its matrix."""
-    if not mechanism.estimates:
-        return length**2 * (2 * d + 4) if mechanism.is_exact else 0  # products, exp, two sums, one division
-    phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
-    params = phi.fit(Statistics.of(x, x))
-    bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
-    ranked(bound, x)
-    first, both = (count(lambda rows=rows: ranked(bound, rows)) for rows in (x[:TOKENS], x))
-    return round((both - first) / TOKENS * length)
-
-
-def ranked(bound: Any, x: Tensor) -> Tensor:
-    """Column sums of normalised linear attention of x to itself."""
-    f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
-    return g @ ((1 / (f @ g.sum(0))) @ f)
-
-
 # ---- a rollout as an animation: the world from above, and the image with the patches that are kept
 
 
@@ -212,19 +152,15 @@ def film(player: Player, theta: Tensor, seed: int, path: Path, most: int = 120) 
 
 def draw_image(axes: Any, image: np.ndarray, kept: Tensor, player: Player, total: float) -> None:
     """The image, near rows below, and the kept patches as frames."""
+    from matplotlib.patches import Rectangle
+
     axes.clear()
     axes.imshow(image, cmap="Greys" if image.max() > 1 else "Greys_r", origin="lower")
     side, patch = player.policy.size // player.policy.patch, player.policy.patch
     for place in kept.view(side, side).nonzero().tolist():
         corner = [patch * place[1] - 0.5, patch * place[0] - 0.5]
-        axes.add_patch(rectangle(corner, patch, patch))
+        axes.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor=KEPT, linewidth=2))
     axes.set(xticks=[], yticks=[], title=f"what it attends to; return {total:.2f}")
-
-
-def rectangle(corner: list[float], width: float, height: float) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(corner, width, height, fill=False, edgecolor=KEPT, linewidth=2)
 
 
 def draw_world(axes: Any, world: Any) -> None:

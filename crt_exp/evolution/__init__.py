@@ -1,0 +1,1 @@
+"""Policies with implicit attention that learn by evolution strategies."""
