@@ -30,7 +30,6 @@ from crt_exp.samplers.noise import Noise
 from crt_exp.schema import checked
 
 CONSTANT = "constant"  # the key of records for the score without a fit
-PEERS = {"RBFSampler": RBFSampler, "Nystroem": Nystroem, "majority": DummyClassifier}
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
 
 
@@ -104,10 +103,11 @@ class UCI:
             scores = self.evaluate(mechanism, self.divide(seed, repeat), noise_seed)
             tests.append({"step": step, "epoch": 0, "split": "split", "repeat": repeat, "draw": draw, **scores})
             yield tests[-1]
-        by_split, *percent = (np.reshape([factor * r[key] for r in tests], (self.repeats, draws)).mean(1) for factor, key
-                              in ((1, self.metric), (100, self.metric), (100, f"validation_{self.metric}")))
+        by_split, tested, validation = (np.reshape([factor * r[key] for r in tests], (self.repeats, draws)).mean(1) for
+                                        key, factor in ((self.metric, 1), (self.metric, 100),
+                                                        (f"validation_{self.metric}", 100)))
         yield {"step": len(tests), "epoch": 0, "split": "test", **interval(by_split, self.metric), "draws": draws,
-               f"{self.metric}_percent": percent[0].tolist(), "validation_percent": percent[1].tolist(),
+               f"{self.metric}_percent": tested.tolist(), "validation_percent": validation.tolist(),
                "rows": len(self.table), "columns": self.features.shape[1],
                **self.bias(mechanism, seed, tests[-1]["sigma"]), "final": True}
 
@@ -166,10 +166,8 @@ class UCI:
     def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         gamma = sigma**2 / 2
-        if self.peer == "majority":
-            return DummyClassifier()
         if self.peer:
-            return PeerClassifier(PEERS[self.peer](gamma=gamma, n_components=self.columns, random_state=seed))
+            return PEERS[self.peer](gamma=gamma, n_components=self.columns, random_state=seed)
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
         sampler = partial(self.drawn, mechanism.sampler)
@@ -216,8 +214,8 @@ def _filled(x: np.ndarray, means: np.ndarray | None) -> np.ndarray:
 class PeerClassifier:
     """The largest kernel sum, as KernelRegressionClassifier, with features of a transformer of scikit-learn."""
 
-    def __init__(self, transformer):
-        self.transformer = transformer
+    def __init__(self, kind: type, **options: Any):
+        self.transformer = kind(**options)
 
     def fit(self, X, y):
         self.classes = np.unique(y)
@@ -229,3 +227,7 @@ class PeerClassifier:
     def score(self, X, y) -> float:
         best = (self.transformer.transform(X) @ self.state).argmax(1)
         return float((self.classes[best] == y).mean())
+
+
+PEERS = {"RBFSampler": partial(PeerClassifier, RBFSampler), "Nystroem": partial(PeerClassifier, Nystroem),
+         "majority": lambda **_: DummyClassifier()}

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from small_bert import write_glue, write_text
+from small_bert import write_text
 
 from crt_exp.attention import exact_attention
-from crt_exp.data import DataError, glue
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure import grid, swapped, texts, training
+from crt_exp.measure import grid, swapped, training
 from crt_exp.oldreport import draws, page, render
 from crt_exp.oldreport.page import Page
 
@@ -137,38 +136,6 @@ def test_a_checkpoint_of_digits_swapped_uptrained_and_from_scratch(tmp_path, mon
 # ---- models of texts
 
 
-def test_texts_are_made_where_options_name_them(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
-    for part in ("train", "valid"):
-        write_text(tmp_path / "data/wikitext2" / f"wiki.{part}.tokens", 30)
-    texts.prepare(["a=1", f"task.vocabulary={texts.FOLDER}/characters-20",
-                   f"task.validation_text={texts.FOLDER}/validation-3.tokens"])
-    words = (texts.FOLDER / "characters-20/vocab.txt").read_text().splitlines()
-    assert "##e" in words and "e" in words and len(words) == 5 + 2 * min(20, (len(words) - 5) // 2)
-    assert len((texts.FOLDER / "validation-3.tokens").read_text().splitlines()) == 10
-
-
-def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
-    """They are made of dev alone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
-    option = f"task.data_dir={texts.FOLDER}/qnli-2"
-    with pytest.raises(DataError, match="glue/QNLI needs the file dev.tsv"):
-        texts.prepare([option])
-    lines = [f"{i}\tWho is {i % 5}?\tIt is {i}.\t{'not_' * (i % 2)}entailment\n" for i in range(13)]
-    (tmp_path / "data/glue/QNLI").mkdir(parents=True)
-    (tmp_path / "data/glue/QNLI/dev.tsv").write_text("index\tquestion\tsentence\tlabel\n" + "".join(lines))
-    for _ in range(2):
-        texts.prepare([option])
-        train, dev = (glue.load("qnli", split, texts.FOLDER / "qnli-2") for split in ("train", "dev"))
-        assert {*dev.sentence1} == {"Who is 0?", "Who is 2?", "Who is 4?"}
-        assert {*train.sentence1}.isdisjoint(dev.sentence1)
-        assert sorted(train.sentence2 + dev.sentence2) == sorted(glue.load("qnli", "dev").sentence2)
-    rows = [*swapped.scores("", "qnli", 0, f"{texts.FOLDER}/qnli-2")]
-    assert [row["arm"] for row in rows] == ["majority class", "word overlap"]
-
-
 def test_matched_heads_have_the_moments_of_the_model():
     t = torch.randn(1, 2, 500, 3) @ torch.randn(1, 2, 3, 3) + torch.randn(1, 2, 1, 3)
     drawn = swapped.normal(*swapped.law(t), 200_000, torch.Generator().manual_seed(0))
@@ -232,20 +199,3 @@ def test_tiny_models_swapped_and_trained_on(words):
     assert sum(draw.setting == "heads" for draw in made) == 2 * 2 * 2
     curve = [draw.x for draw in made if draw.setting == "on" and draw.table == "validation" and draw.unit == 1]
     assert curve == 2 * [0] + 2 * [1, 2]
-
-
-# ---- answers without a model
-
-
-def test_answers_without_a_model(tmp_path, monkeypatch):
-    """Words of both sentences over words of either; the cut of a class task is the best one of training."""
-    monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    for name, folder in (("sst2", "SST-2"), ("stsb", "STS-B")):
-        write_glue(tmp_path / "glue" / folder, name)
-    shared = np.array([0.1, 0.2, 0.6, 0.9])
-    assert swapped.cut("mrpc", shared, [0, 0, 1, 1], np.array([0.0, 0.7, 1.0])) == [0, 1, 1]
-    assert swapped.cut("rte", shared, [1, 1, 0, 0], np.array([0.0, 1.0])) == [1, 0]
-    row, = swapped.scores("", "sst2", 0)
-    assert row["arm"] == "majority class" and 0 <= row["accuracy"] <= 1
-    answers, labels = swapped.answers_of("stsb")["word overlap"]
-    assert len(answers) == len(labels) == 12 and min(answers) >= 0
