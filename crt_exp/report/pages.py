@@ -69,10 +69,13 @@ class Page:
             known = sorted({str(run.columns.get("method")) for runs in self.sweeps(size, wanted).values()
                             for run in runs})
             raise unknown("method", " ".join(methods), known)
-        for name, runs in self.models.items():
-            if any(f"{HOME}/{name}/" in override for given in chosen.values() for run in given
-                   for override in run.overrides):
-                sweeps.run_missing(runs, home / name, home, launcher)
+        needed, begun = [run for given in chosen.values() for run in given], []
+        for name, runs in reversed(self.models.items()):  # a model may start from one before it
+            if any(f"{HOME}/{name}/" in override for run in needed for override in run.overrides):
+                needed += runs
+                begun.append(name)
+        for name in reversed(begun):
+            sweeps.run_missing(self.models[name], home / name, home, launcher)
         for name, runs in chosen.items():
             sweeps.run_missing(runs, home / name, home, launcher)
         frames = [sweeps.rows_of_runs(runs, home / name, name, self.columns, self.metrics)
