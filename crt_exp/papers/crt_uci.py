@@ -10,8 +10,8 @@ MAPS = ["trig", "gerf", "pois", "geom", "pois_coord", "pos", "hyp", "oprf", "poi
 DOUBLE = ["trig", "gerf", "hyp"]  # two columns of a projection
 PEERS = ["RBFSampler m=128", "RBFSampler m=256", "Nystroem m=128", "Nystroem m=256"]
 METHODS = ["exact", *MAPS, *(f"{name} m=64" for name in DOUBLE), *PEERS, "majority"]
-LABELS = {"majority": "majority class", "gerf": "GERF", "pois": "Pois", "geom": "Geom", "pos": "Pos", "hyp": "hyperbolic",
-          "pois_coord": "Pois, rate per coordinate", "oprf": "OPRF", "pois_plus": "Pois+", "geom_plus": "Geom+",
+LABELS = {"majority": "majority class", "gerf": "GERF", "pois": "Pois", "geom": "Geom", "pos": "Pos",
+          "hyp": "hyperbolic", "pois_coord": "Pois, rate per coordinate", "oprf": "OPRF", "pois_plus": "Pois+", "geom_plus": "Geom+",
           "gerf m=64": "GERF, m = 64", "hyp m=64": "hyperbolic, m = 64"}
 SETS = {"table1": ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "chess"],
         "demo": ["wine", "breast_cancer", "digits", "iris"]}
@@ -54,12 +54,12 @@ page = Page(
     metrics=["accuracy_percent", "validation_percent"],
     measured=["Test accuracy; columns standardised on the training part, Gaussian kernel, sigma tuned on validation, "
               "parameters of maps fitted to the training part; 128 orthogonal projections; seed 0.",
-              "table1: all rows of the official files, 10 random 90/5/5 splits (nursery and chess 5), each the mean of 3 "
-              "sets of projections. demo: the sets that scikit-learn holds, 5 random 60/15/25 splits.",
-              "Splits of a set overlap: intervals are Nadeau and Bengio's. An average is over all sets, split by split, "
-              "of the splits that all have, with categories numbered in their documented order.",
-              "trig, GERF and hyperbolic make two columns of a projection, the others one. GERF takes the better of two "
-              "signs; where that is +1 it is OPRF, and half of its columns are 0.",
+              "table1: all rows of the official files, 10 random 90/5/5 splits (nursery and chess 5), each the mean of "
+              "3 sets of projections. demo: the sets that scikit-learn holds, 5 random 60/15/25 splits.",
+              "Splits of a set overlap: intervals are Nadeau and Bengio's. An average is over all sets, split by "
+              "split, of the splits that all have, with categories numbered in their documented order.",
+              "trig, GERF and hyperbolic make two columns of a projection, the others one. GERF takes the better of "
+              "two signs; where that is +1 it is OPRF, and half of its columns are 0.",
               "RBFSampler and Nystroem are scikit-learn's. Left out: maps of other kernels, hybrids and dense features.",
               "The paper's trigonometric features fall below the majority class on six of its eight sets."])
 
@@ -94,27 +94,30 @@ def at_columns(count: int):
 
 
 def tables(rows: Rows):
+    return {title: table for make in (averages, of_sets) for of in present(rows)
+            for title, table in make(rows, of).items() if len(table)}
+
+
+def averages(rows: Rows, of: str):
+    columns = {"128 columns": at_columns(128), "128 projections": dict(zip(MAPS, MAPS))}
+    columns |= {"256 columns": at_columns(256)} if of == "table1" else {}
+    table = pd.DataFrame({name: [shown(average(rows, given.get(method, ""), of), of) for method in SHOWN]
+                          for name, given in columns.items()}, [label(method, LABELS) for method in SHOWN])
+    if of == "table1":
+        table["paper, 128 projections"] = [PAPER.get(method, "") for method in SHOWN]
+    return {f"Average accuracy over {len(SETS[of])} data sets, % ({of})": table.rename_axis("method")}
+
+
+def of_sets(rows: Rows, of: str):
     made = {}
-    for sweep in present(rows):
-        columns = {"128 columns": at_columns(128), "128 projections": dict(zip(MAPS, MAPS))}
-        columns |= {"256 columns": at_columns(256)} if sweep == "table1" else {}
-        cells = {label(name, LABELS): [shown(average(rows, given.get(name, ""), sweep), sweep)
-                                                 for given in columns.values()] for name in SHOWN}
-        table = pd.DataFrame.from_dict(cells, orient="index", columns=[*columns])
-        if sweep == "table1":
-            table["paper, 128 projections"] = [PAPER.get(name, "") for name in SHOWN]
-        made[f"Average accuracy over {len(SETS[sweep])} data sets, % ({sweep})"] = table.rename_axis("method")
-    for sweep in present(rows):
-        for coding, words in {"ordinal": "", "onehot": ", categories one-hot"}.items():
-            cells = {label(method, LABELS): [shown(rows.values("accuracy_percent", method, sweep=sweep, dataset=name,
-                                                               coding=coding), sweep) for name in SETS[sweep]]
-                     for method in METHODS}
-            if not words:
-                cells["the choice of validation"] = [shown(chosen(rows, name), sweep) for name in SETS[sweep]]
-            table = pd.DataFrame.from_dict(cells, orient="index", columns=SETS[sweep]).rename_axis("method")
-            table = table.loc[(table != "").any(axis=1), (table != "").any()]
-            if len(table):
-                made[f"Accuracy, % ({sweep}{words})"] = table
+    for coding, words in {"ordinal": "", "onehot": ", categories one-hot"}.items():
+        cells = {label(method, LABELS): [shown(rows.values("accuracy_percent", method, sweep=of, dataset=name,
+                                                           coding=coding), of) for name in SETS[of]]
+                 for method in METHODS}
+        if not words:
+            cells["the choice of validation"] = [shown(chosen(rows, name), of) for name in SETS[of]]
+        table = pd.DataFrame.from_dict(cells, orient="index", columns=SETS[of]).rename_axis("method")
+        made[f"Accuracy, % ({of}{words})"] = table.loc[(table != "").any(axis=1), (table != "").any()]
     return made
 
 
@@ -122,16 +125,15 @@ def present(rows: Rows) -> list[str]:
     return [name for name in SETS if (rows.frame["sweep"] == name).any()]
 
 
-def shown(values: pd.Series, sweep: str) -> str:
-    return f"{mean_ci(values, overlap=OVERLAP[sweep]):.1f}" if len(values) else ""
+def shown(values: pd.Series, of: str) -> str:
+    return f"{mean_ci(values, overlap=OVERLAP[of]):.1f}" if len(values) else ""
 
 
 def figure(rows: Rows):
     fig, axes = panels(len(present(rows)))
-    for ax, sweep in zip(axes, present(rows)):
+    for ax, of in zip(axes, present(rows)):
         given = at_columns(128)
-        dot_plot(ax, {name: average(rows, given[name], sweep) for name in SHOWN},
-                 overlap=OVERLAP[sweep], labels=LABELS)
-        ax.set(title=f"{len(SETS[sweep])} data sets, 128 columns ({sweep})", xlabel="average test accuracy, %")
+        dot_plot(ax, {name: average(rows, given[name], of) for name in SHOWN}, overlap=OVERLAP[of], labels=LABELS)
+        ax.set(title=f"{len(SETS[of])} data sets, 128 columns ({of})", xlabel="average test accuracy, %")
     fig.tight_layout()
     return fig
