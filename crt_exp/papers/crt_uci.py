@@ -11,8 +11,8 @@ DOUBLE = ["trig", "gerf", "hyp"]  # two columns of a projection
 PEERS = ["RBFSampler m=128", "RBFSampler m=256", "Nystroem m=128", "Nystroem m=256"]
 METHODS = ["exact", *MAPS, *(f"{name} m=64" for name in DOUBLE), *PEERS, "majority"]
 LABELS = {"majority": "majority class", "gerf": "GERF", "pois": "Pois", "geom": "Geom", "pos": "Pos",
-          "hyp": "hyperbolic", "pois_coord": "Pois, rate per coordinate", "oprf": "OPRF", "pois_plus": "Pois+", "geom_plus": "Geom+",
-          "gerf m=64": "GERF, m = 64", "hyp m=64": "hyperbolic, m = 64"}
+          "hyp": "hyperbolic", "pois_coord": "Pois, rate per coordinate", "oprf": "OPRF", "pois_plus": "Pois+",
+          "geom_plus": "Geom+", "gerf m=64": "GERF, m = 64", "hyp m=64": "hyperbolic, m = 64"}
 SETS = {"table1": ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "chess"],
         "demo": ["wine", "breast_cancer", "digits", "iris"]}
 CATEGORIES, LARGE = ["car", "cmc", "nursery", "chess"], ["nursery", "chess"]
@@ -58,8 +58,8 @@ page = Page(
               "3 sets of projections. demo: the sets that scikit-learn holds, 5 random 60/15/25 splits.",
               "Splits of a set overlap: intervals are Nadeau and Bengio's. An average is over all sets, split by "
               "split, of the splits that all have, with categories numbered in their documented order.",
-              "trig, GERF and hyperbolic make two columns of a projection, the others one. GERF takes the better of "
-              "two signs; where that is +1 it is OPRF, and half of its columns are 0.",
+              "trig, GERF and hyperbolic make two columns of a projection, the others one. GERF takes the better "
+              "of two signs; where that is +1 it is OPRF, and half of its columns are 0.",
               "RBFSampler and Nystroem are scikit-learn's. Left out: maps of other kernels, hybrids and dense features.",
               "The paper's trigonometric features fall below the majority class on six of its eight sets."])
 
