@@ -36,9 +36,10 @@ OF_MINILM = {"model": {"MiniLM": ""}}
 
 def tuned(options, sets, rates, seeds):
     """All methods of the main table, with each learning rate."""
-    axes = OF_MINILM | {"dataset": {name: DATA[name] for name in sets}, "trainer.lr": rates, "seed": range(seeds)}
+    axes = OF_MINILM | {"dataset": {name: DATA[name] for name in sets},
+                        "trainer.lr": rates, "seed": range(seeds)}
     begun = {name + AFTER: f"{start('transfer', name)} attention={words}" for name, words in
-             {HEDGEHOG: "hedgehog features.m=32", LEARNED: "favorpp features.m=256 attention.learn=projections"}.items()}
+             [(HEDGEHOG, "hedgehog features.m=32"), (LEARNED, "favorpp features.m=256 attention.learn=projections")]}
     return [*sweep(options, attention=[name for name in SST2 if AFTER not in name], **axes),
             *sweep(options, method=begun, **axes)]
 
@@ -64,31 +65,33 @@ def bert():
                  **{"task.dataset": [*GLUE], "trainer.lr": [2e-5, 3e-5, 4e-5, 5e-5]})
 
 
-# ---- small encoders: kind -> vocabulary and held-out text, heads, dropout, and the stages: block, batch, steps
-LETTERS = "task.vocabulary=outputs/texts/characters-88 task.validation_text=outputs/texts/validation-48.tokens"
-PIECES = "task.vocabulary_size=4096 task.validation_text=outputs/texts/validation-16.tokens"
+# ---- small encoders: kind -> vocabulary, part of the held-out text, heads, dropout, stages of block, batch, steps
+LETTERS, PIECES = "task.vocabulary=outputs/texts/characters-88", "task.vocabulary_size=4096"
 LATER = [(24, 96, 200), (32, 72, 200), (48, 48, 200), (64, 36, 200), (96, 24, 200), (128, 16, 400)]
-KINDS = {"characters d=8": (LETTERS, 16, 0.1, [(34, 128, 2500)]), "characters d=16": (LETTERS, 8, 0, [(34, 96, 2000)]),
-         "word pieces d=8": (PIECES, 16, 0, [(18, 128, 3500), *LATER]),
-         "word pieces d=16": (PIECES, 8, 0, [(18, 128, 3500), *LATER])}
+KINDS = {"characters d=8": (LETTERS, 48, 16, 0.1, [(34, 128, 2500)]),
+         "characters d=16": (LETTERS, 48, 8, 0, [(34, 96, 2000)]),
+         "word pieces d=8": (PIECES, 16, 16, 0, [(18, 128, 3500), *LATER]),
+         "word pieces d=16": (PIECES, 16, 8, 0, [(18, 128, 3500), *LATER])}
 SMALL = ["characters d=8", "word pieces d=8"]  # those that are swapped
-MLM = "task=mlm task.text=${oc.env:CRT_DATA}/wikitext2/wiki.train.tokens trainer.select=last"
+MLM = ("task=mlm task.text=${{oc.env:CRT_DATA}}/wikitext2/wiki.train.tokens trainer.select=last "
+       "task.validation_text=outputs/texts/validation-{}.tokens")
 RANDOM = [f"{name} m={m}" for m in (256, 64) for name in ("relu", "favorp", "favorpp", "favorsharp")]
 
 
 def encoder(option, kind, seed, stage=-1):
     """A stage of an encoder; seeds take turns with the two encoders of a kind."""
-    return start(f"encoder-{range(len(KINDS[kind][3]))[stage]}", f"{kind}_{seed % 2}", option)
+    return start(f"encoder-{range(len(KINDS[kind][-1]))[stage]}", f"{kind}_{seed % 2}", option)
 
 
 def stage_of_encoders(number):
     made = []
-    for kind, (words, heads, dropout, stages) in KINDS.items():
+    for kind, (words, every, heads, dropout, stages) in KINDS.items():
         for seed in range(2 if number < len(stages) else 0):
             block, batch, steps = stages[number]
             made += sweep(
-                f"{MLM} {words} attention=exact task.sizes.hidden_size=128 task.sizes.num_hidden_layers=3 "
-                f"task.sizes.intermediate_size=512 task.sizes.num_attention_heads={heads} task.block={block} "
+                f"{MLM.format(every)} {words} attention=exact task.sizes.hidden_size=128 "
+                "task.sizes.num_hidden_layers=3 task.sizes.intermediate_size=512 "
+                f"task.sizes.num_attention_heads={heads} task.block={block} "
                 f"+task.sizes.hidden_dropout_prob={dropout} +task.sizes.attention_probs_dropout_prob={dropout} "
                 f"trainer.batch={batch} trainer.steps={steps} trainer.lr={'1e-3' if number else '2e-3'} "
                 "trainer.eval_every=1000000 trainer.save_every=500 trainer.log_every=100"
@@ -99,9 +102,9 @@ def stage_of_encoders(number):
 def swapped(kind, methods, seeds, steps):
     """Other attention in encoders: without training, or fine-tuned after the swap."""
     return [run for seed in range(seeds) for run in sweep(
-        f"{MLM} {KINDS[kind][0]} task.init=uptrain {encoder('task.model', kind, seed)} "
-        f"task.block={KINDS[kind][3][-1][0]} trainer.batch={16 if kind == SMALL[0] else 4} trainer.eval_batch=64 trainer.schedule=constant "
-        "trainer.warmup=0 trainer.lr=3e-4 trainer.eval_every=100 trainer.save_every=1000000",
+        f"{MLM.format(KINDS[kind][1])} task.init=uptrain {encoder('task.model', kind, seed)} "
+        f"task.block={KINDS[kind][-1][-1][0]} trainer.batch={16 if kind == SMALL[0] else 4} trainer.eval_batch=64 "
+        "trainer.schedule=constant trainer.warmup=0 trainer.lr=3e-4 trainer.eval_every=100 trainer.save_every=1000000",
         attention=methods, model={kind: ""}, seed=[seed], **{"trainer.steps": [steps]})]
 
 
@@ -142,8 +145,8 @@ page = Page(
         "BERT-base. Its attention is swapped, a new head is put on, and all of it is fine-tuned. The paper has 3 "
         "epochs and the best of four learning rates: compare within a column.",
         "SST-2: 400 steps of 32 sentences, the better of the learning rates 5e-5 and 2e-4 by 500 held-out rows of "
-        "train (5e-5 for ELU and no attention, else 2e-4). Other data sets: 120 steps, 1e-4, frozen embeddings. One seed; at most 64 tokens. QNLI: half of the "
-        "questions of dev to train on, half to judge.",
+        "train (5e-5 for ELU and no attention, else 2e-4). Other data sets: 120 steps, 1e-4, frozen embeddings. One "
+        "seed; at most 64 tokens. QNLI: half of the questions of dev to train on, half to judge.",
         "Samples are 24ths of dev (jackknife), the same for all methods: intervals are over examples; what another "
         "seed of training would change is not in them. Dev is read once, at the end.",
         "Transferred: 300 steps of attention transfer on WikiText-2's validation text come first. Redrawn: every 10 "
