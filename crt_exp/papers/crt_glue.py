@@ -108,10 +108,11 @@ def swapped(kind, methods, seeds, steps):
         attention=methods, model={kind: ""}, seed=[seed], **{"trainer.steps": [steps]})]
 
 
-LAYERS = [run for kind in KINDS for seed in range(2)
+LAYERS = [run for kind in KINDS for number in range(2)
           for methods, draws in ((["favorp m=256", "favorpp m=256"], 3), (["exact", "uniform"], 1)) for run in sweep(
-              f"task=swap_error {encoder('task.start', kind, seed)} task.texts.split=valid task.texts.texts=32 "
-              f"task.draws={draws} task.window=[4,24]", attention=methods, model={kind: ""}, seed=[seed])]
+              f"task=swap_error {encoder('task.start', kind, number)} task.split=valid task.calibration=null "
+              f"task.texts=32 task.draws={draws} task.window=[4,24]", attention=methods, model={kind: ""},
+              encoder={number: ""})]
 BASELINES = sweep("task=glue_baselines", **OF_MINILM, dataset=DATA)
 page = Page(
     "crt_glue",
@@ -137,9 +138,9 @@ page = Page(
             "uptraining": sweep("experiment=crt_uptrain", attention=["favorpp m=256"]),
             **{f"encoder-{number}": stage_of_encoders(number) for number in range(1 + len(LATER))}},
     data="models/minilm, GLUE, WikiText-2",
-    columns=["model", "dataset", "method", "lr", "split", "step", "layer"],
+    columns=["model", "encoder", "dataset", "method", "lr", "split", "step", "layer"],
     metrics=["accuracy", "mcc", "spearman", "f1", "loss", "attention_error", "S", "S_least", "S_largest", "share",
-             "cost", "exact", "unigram"],
+             "cost", "unigram"],
     measured=[
         "MiniLM is all-MiniLM-L6-v2 (`python -m crt_exp.data fetch models/minilm`): 6 layers, 12 heads, d = 32, not "
         "BERT-base. Its attention is swapped, a new head is put on, and all of it is fine-tuned. The paper has 3 "
@@ -166,7 +167,8 @@ def claims(rows: Rows) -> list[Claim]:
              for name in sets}
     kinds = ["characters d=16", "word pieces d=16"]
     errors = [[rows.values("error_ratio", "favorp m=256", log=True, model=kind) for kind in kinds],
-              [rows.ratio("favorp m=256", "favorpp m=256", "attention_error", model=kind) for kind in kinds]]
+              [rows.ratio("favorp m=256", "favorpp m=256", "attention_error", model=kind, encoder=number)
+               for kind in kinds for number in range(2)]]
     return [
         Claim("FAVOR++ scores above FAVOR+", {sets[name]: 100 * rows.paired(
             "favorpp m=256", "favorp m=256", "accuracy", model="MiniLM", dataset=name, split="parts") for name in sets},
@@ -184,7 +186,8 @@ def claims(rows: Rows) -> list[Claim]:
 
 def lower(rows: Rows, step: int) -> pd.Series:
     """encoder -> loss of FAVOR+ less that of FAVOR++, the mean over its pairs."""
-    found = [rows.paired("favorp m=256", "favorpp m=256", "loss", model=kind, step=step) for kind in SMALL]
+    found = [rows.paired("favorp m=256", "favorpp m=256", "loss", sweep="encoders", model=kind, step=step)
+             for kind in SMALL]
     return pd.concat([each.groupby(each.index.astype(int) % 2).mean() for each in found])
 
 
@@ -207,9 +210,10 @@ def tables(rows: Rows):
             "BERT-base, %": glue(rows, "BERT-base", GLUE),
             **{f"Above {name} attention by, points": glue(rows, "MiniLM", DATA, name) for name in ("exact", "uniform")},
             **{f"Encoders of {kind}: loss increase over exact attention, nats, by steps after the swap": table_of(
-                {label(name, LABELS): [shown(rows.paired(name, "exact", "loss", model=kind, step=step), ".3f")
-                                       for step in (0, 100, 200, 300)] for name in rows.methods("loss", model=kind)
-                 if name != "exact"}, ["0", "100", "200", "300"]) for kind in SMALL},
+                {label(name, LABELS): [shown(rows.paired(name, "exact", "loss", sweep="encoders", model=kind, step=step),
+                                             ".3f") for step in (0, 100, 200, 300)]
+                 for name in rows.methods("loss", sweep="encoders", model=kind) if name != "exact"},
+                ["0", "100", "200", "300"]) for kind in SMALL},
             "Exact encoders": exact_encoders(rows),
             "Relative error of attention in encoders, m = 256": table_of(
                 {f"{kind}, {label(name)}": [shown(rows.values("attention_error", name, model=kind, layer=layer), ".3f")
@@ -246,16 +250,16 @@ def glue(rows: Rows, model: str, sets, less: str = "") -> pd.DataFrame:
 
 def exact_encoders(rows: Rows) -> pd.DataFrame:
     def of(metric, kind, method="exact", **at):
-        values = rows.values(metric, method, model=kind, **at)
+        values = rows.values(metric, method, sweep="encoders-layers", model=kind, **at)
         return values.mean() if len(values) else float("nan")
 
-    made = {kind: {"held-out loss, nats": f"{of('exact', kind):.3f}",
+    made = {kind: {"held-out loss, nats": f"{of('loss', kind):.3f}",
                    "by token frequencies": f"{of('unigram', kind):.3f}",
                    "cost of uniform attention": f"{of('cost', kind, 'uniform'):.3g}",
                    "heads with |x + y|^2 in 4 to 24": f"{of('share', kind):.0%}",
                    **{f"|x + y|^2, layer {i + 1}": "{:.1f} ({:.1f} to {:.1f})".format(*(
                        of(metric, kind, layer=i) for metric in ("S", "S_least", "S_largest"))) for i in range(3)}}
-            for kind in KINDS if rows.select("exact", model=kind).size}
+            for kind in KINDS if rows.select("unigram", model=kind).size}
     return pd.DataFrame.from_dict(made, orient="index").rename_axis("encoders")
 
 
@@ -267,7 +271,8 @@ def figure(rows: Rows):
     axes[0].set(title="MiniLM, SST-2", xlabel="dev accuracy, %")
     for ax, kind, own in zip(axes[1:], SMALL, (["relu m=256", "favorsharp m=256", SHORT], [LONGER])):
         methods = ["exact", "uniform", "elu", "favorp m=256", "favorpp m=256", *own]
-        line_plot(ax, rows, "step", "loss", {name: label(name, LABELS) for name in methods}, less="exact", model=kind)
+        line_plot(ax, rows, "step", "loss", {name: label(name, LABELS) for name in methods}, less="exact", model=kind,
+                  sweep="encoders")
         ax.set(title=f"encoders of {kind.replace(' d=', ', d = ')}", xlabel="steps of fine-tuning after the swap",
                ylabel="loss increase over exact attention, nats")
     fig.tight_layout()
