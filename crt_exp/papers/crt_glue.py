@@ -210,8 +210,9 @@ def tables(rows: Rows):
             "BERT-base, %": glue(rows, "BERT-base", GLUE),
             **{f"Above {name} attention by, points": glue(rows, "MiniLM", DATA, name) for name in ("exact", "uniform")},
             **{f"Encoders of {kind}: loss increase over exact attention, nats, by steps after the swap": table_of(
-                {label(name, LABELS): [shown(rows.paired(name, "exact", "loss", sweep="encoders", model=kind, step=step),
-                                             ".3f") for step in (0, 100, 200, 300)]
+                {label(name, LABELS): [
+                    shown(rows.paired(name, "exact", "loss", sweep="encoders", model=kind, step=step), ".3f")
+                    for step in (0, 100, 200, 300)]
                  for name in rows.methods("loss", sweep="encoders", model=kind) if name != "exact"},
                 ["0", "100", "200", "300"]) for kind in SMALL},
             "Exact encoders": exact_encoders(rows),
