@@ -25,7 +25,7 @@ from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
 from crt_exp.schema import checked
 from crt_exp.measure.base import Measurement, Series, check_estimates
-from crt_exp.measure.uci import scaler
+from crt_exp.tasks.uci import scaler
 
 AT_ONCE = 2**24     # numbers of features that are held for a block of draws
 SIDES = 2           # clusters of queries, and of keys

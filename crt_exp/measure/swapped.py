@@ -1,5 +1,5 @@
 """A trained model with other attention and without training: its losses, and how far its layers are from exact
-attention; on texts, and on heads that are drawn from its moments; and what answers without a model.
+attention; on texts, and on heads that are drawn from its moments.
 
 Models are kept runs with exact attention; their weights are put into the other as task.init does it.
 """
@@ -16,14 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.data import glue, images
+from crt_exp.data import images
 from crt_exp.features import SDERF
 from crt_exp.hints import Count, NotNegative, Several, Whole
 from crt_exp.mechanism import Mechanism
-from crt_exp.metrics import METRICS
 from crt_exp.advice.bench import looked_at
 from crt_exp.measure.base import Measurement, check_estimates
-from crt_exp.measure.texts import prepare
 from crt_exp.measure.variance import predicted_errors
 from crt_exp.runner.configuration import kept_task
 from crt_exp.schema import checked
@@ -151,45 +149,3 @@ class SwapImages(Measurement):
         yield {"accuracy": (scores.argmax(-1) == labels).double().mean().item(),
                "loss": F.cross_entropy(scores, labels).item(), "ms_image": float(np.median(times[1:] or times)),
                "mib": mib}
-
-
-# ---- answers to the tasks of GLUE without a model
-
-
-CUTS = 101         # quantiles of the overlap among which a class task chooses its cut
-
-
-def scores(arm: str, data: str, seed: int, data_dir: str | None = None) -> Iterator[dict[str, Any]]:
-    """Of each way to answer (`arm`), the task's metric, as a fraction, under its name. data_dir: as in task=glue."""
-    prepare([f"task.data_dir={data_dir}"])
-    metric = glue.TASKS[data].metrics[0]
-    for name, (answers, labels) in answers_of(data, data_dir).items():
-        yield {"arm": name, metric: float(METRICS[metric](answers, labels))}
-
-
-def answers_of(data: str, data_dir: str | None = None) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
-    """Control -> its answers on the dev split, and the right ones."""
-    train, dev = (glue.load(data, split, data_dir) for split in ("train", "dev"))
-    classes = bool(glue.TASKS[data].names)
-    usual = int(np.bincount(train.labels).argmax()) if classes else float(np.mean(train.labels))
-    made = {"majority class": ([usual] * len(dev), list(dev.labels))}
-    if dev.sentence2 is not None:
-        shared = overlaps(dev)
-        answers = cut(data, overlaps(train), train.labels, shared) if classes else shared.tolist()
-        made["word overlap"] = (answers, list(dev.labels))
-    return made
-
-
-def overlaps(examples: glue.Examples) -> np.ndarray:
-    """Words of both sentences over words of either, (n,)."""
-    words = [[set(text.lower().split()) for text in texts] for texts in (examples.sentence1, examples.sentence2)]
-    return np.array([len(a & b) / max(1, len(a | b)) for a, b in zip(*words)])
-
-
-def cut(data: str, shared: np.ndarray, labels: Sequence[int], dev: np.ndarray) -> list[int]:
-    """Classes of the dev split by whether the overlap lies above the cut, and in the sense, that are best in training;
-    of three classes the first two alone."""
-    metric, cuts = METRICS[glue.TASKS[data].metrics[0]], np.quantile(shared, np.linspace(0, 1, CUTS))
-    tried = [(metric((shared > at) == high, labels), at, high) for at in cuts for high in (True, False)]
-    _, at, high = max(tried)
-    return ((dev > at) == high).astype(int).tolist()

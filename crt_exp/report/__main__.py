@@ -46,7 +46,7 @@ def make(args: argparse.Namespace) -> None:
         page.run(args.size, wanted, [each.strip() for each in args.methods.split(",") if each.strip()], args.seeds,
                  args.launcher, args.out)
     text.render(module, folder, args.size, part)
-    print(f"written: {folder / page.name}.md")
+    print(f"{text.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
 
 
 def render_all(folder: Path) -> None:

@@ -14,6 +14,7 @@ from crt_exp.report import rows as files
 from crt_exp.report.rows import Rows
 from crt_exp.report.statistics import NOT_MEASURED, WORDS, Tested, judge, mean_ci
 from crt_exp.runner.run import write_atomic
+from crt_exp.runner.sweep import aligned
 
 LONG = 40  # rows of a folded table; a longer one is linked as csv
 INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
@@ -35,6 +36,12 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
     write_atomic(folder / f"{page.name}.md", page_text(page, rows, tested, module.tables(rows), picture is not None,
                                                        folder, size, part))
     return tested
+
+
+def first_table(module: ModuleType, folder: Path = files.FOLDER) -> str:
+    """The main table of a page, for the terminal."""
+    title, table = next(iter(module.tables(files.read_rows(module.page.name, folder)).items()))
+    return "\n".join([title, *aligned([list(map(str, row)) for row in _cells(table)])])
 
 
 def page_text(page: Any, rows: Rows, tested: Sequence[Tested], tables: Mapping[str, pd.DataFrame], picture: bool,
@@ -136,9 +143,15 @@ def details(summary: str, text: str) -> str:
 
 def to_markdown(table: pd.DataFrame) -> str:
     """The index is the first column."""
-    return markdown([table.index.name or "", *map(str, table.columns)],
-                    [[name, *("" if value is None or value != value else value for value in values)]
-                     for name, values in zip(table.index, table.to_numpy(object))])
+    header, *rows = _cells(table)
+    return markdown(header, rows)
+
+
+def _cells(table: pd.DataFrame) -> list[list]:
+    """The names of columns, then the rows."""
+    return [[table.index.name or "", *map(str, table.columns)],
+            *([name, *("" if value is None or value != value else value for value in values)]
+              for name, values in zip(table.index, table.to_numpy(object)))]
 
 
 def label(method: str, labels: Mapping[str, str] | None = None) -> str:

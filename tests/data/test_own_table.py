@@ -15,7 +15,7 @@ from crt_exp.data import DataError
 from crt_exp.data.own_table import read
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import blocks
-from crt_exp.measure import uci
+from crt_exp.tasks import uci
 
 
 def write(path, rows, header="area,rooms,city,id,price"):

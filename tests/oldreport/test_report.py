@@ -16,7 +16,7 @@ from crt_exp.features import GERF, OPRF, PosRF, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
 from crt_exp.measure.attention_errors import ProjectionErrors
-from crt_exp.measure.uci import UCI
+from crt_exp.tasks.uci import UCI
 from crt_exp.measure.variance import REGIMES, Variance, log_variances
 from crt_exp.oldreport import __main__ as command_line
 from crt_exp.oldreport.draws import FOLDER

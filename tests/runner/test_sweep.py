@@ -16,7 +16,7 @@ from crt_exp.config import ConfigError
 from crt_exp.runner import sweep
 from crt_exp.runner.sweep import Done, check_direction, check_plugin, finished_runs, table, write_csv
 from crt_exp.measure.attention_errors import ProjectionErrors
-from crt_exp.measure.uci import UCI
+from crt_exp.tasks.uci import UCI
 
 HERE = Path(__file__).parents[1]
 WINE = ("-m", "task=uci", "task.repeats=1", "task.sigmas=[0.3]", "logger=none")

@@ -58,8 +58,8 @@ def test_values_are_refused_before_torch_is_imported(tmp_path):
 
 
 def test_what_lies_elsewhere_is_left_to_the_other_check():
-    for target in ("mine.tasks.Task", "crt_exp.nowhere.Task", "crt_exp.measure.uci.Nothing", "json.JSONDecoder"):
+    for target in ("mine.tasks.Task", "crt_exp.nowhere.Task", "crt_exp.tasks.uci.Nothing", "json.JSONDecoder"):
         assert written_hints(target) == {}
     check_values({"task": {"_target_": "mine.tasks.Task", "n": "x"}, "attention": None, "seed": 0})
     with pytest.raises(ConfigError, match="task.draws = x"):
-        check_values({"task": {"_target_": "crt_exp.measure.uci.UCI", "draws": "x"}})
+        check_values({"task": {"_target_": "crt_exp.tasks.uci.UCI", "draws": "x"}})

@@ -1,14 +1,13 @@
 """Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables.
 
 For each random split the bandwidth sigma is tuned on the validation part; the test part is read once, with the best
-one. A unit of Table 1 is a split, whose value is the mean over draws of the noise.
+one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +15,8 @@ from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from tqdm import tqdm
 
-from crt_exp.config import choices
+from crt_exp import mechanism_text
+from crt_exp.config import unknown
 from crt_exp.data import own_table
 from crt_exp.data.own_table import Kind
 from crt_exp.data.tabular import file_of, load
@@ -24,7 +24,6 @@ from crt_exp.features import Statistics
 from crt_exp.hints import Count, Positive, Several, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
-from crt_exp.measure.cells import Draw
 from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
@@ -34,8 +33,7 @@ CONSTANT = "constant"  # the key of records for the score without a fit
 Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """One random split, encoded and scaled by the training part."""
 
     x: tuple[np.ndarray, np.ndarray, np.ndarray]  # training, validation, test: (n, d) float32
@@ -48,7 +46,7 @@ class UCI:
 
     coding, scaling: see `conf/task/uci.yaml`; split: fractions of training, validation and test rows; sigmas: the
     bandwidths tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number
-    (boston).
+    (boston). The final record also has that of each split in percent, the mean over draws of the random numbers.
     """
 
     of_rows = True  # kernels of rows: maps with a kernel of their own too
@@ -56,8 +54,8 @@ class UCI:
     def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"],
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
                  repeats: Count, sigmas: Several[Sigma], draws: Count = 1, data_dir: str | None = None,
-                 csv: str | None = None, target: str | None = None,
-                 kind: Kind | None = None):
+                 csv: str | None = None, target: str | None = None, kind: Kind | None = None,
+                 peer: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
         self.table, self.note = self.read(dataset, data_dir, csv, target, kind)
@@ -71,6 +69,10 @@ class UCI:
         self.sigmas = list(sigmas)
         self.drawn = DrawnOnce()
         self.metric = "accuracy" if self.table.classes is not None else "r2"
+        self.peer, options = mechanism_text.read(peer) if peer else (None, {})
+        self.columns = options.get("m")
+        if peer and (self.peer not in PEERS or self.metric == "r2"):
+            raise unknown("task.peer, of a table with classes,", self.peer, [*PEERS])
         if len(self.table) < 20:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
@@ -101,14 +103,17 @@ class UCI:
             scores = self.evaluate(mechanism, self.divide(seed, repeat), noise_seed)
             tests.append({"step": step, "epoch": 0, "split": "split", "repeat": repeat, "draw": draw, **scores})
             yield tests[-1]
-        by_split = np.reshape([r[self.metric] for r in tests], (self.repeats, draws)).mean(1)
+        by_split, tested, validation = (np.reshape([factor * r[key] for r in tests], (self.repeats, draws)).mean(1) for
+                                        key, factor in ((self.metric, 1), (self.metric, 100),
+                                                        (f"validation_{self.metric}", 100)))
         yield {"step": len(tests), "epoch": 0, "split": "test", **interval(by_split, self.metric), "draws": draws,
+               f"{self.metric}_percent": tested.tolist(), "validation_percent": validation.tolist(),
                "rows": len(self.table), "columns": self.features.shape[1],
                **self.bias(mechanism, seed, tests[-1]["sigma"]), "final": True}
 
     def draws_of(self, mechanism: Mechanism) -> int:
         """Of each split."""
-        return 1 if mechanism.is_exact else self.draws
+        return 1 if mechanism.is_exact and not self.peer else self.draws
 
     def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> dict[str, float]:
         """The bias of an approximate sampler on training rows, at the bandwidth that was chosen last."""
@@ -161,6 +166,8 @@ class UCI:
     def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         gamma = sigma**2 / 2
+        if self.peer:
+            return PEERS[self.peer](gamma=gamma, n_components=self.columns, random_state=seed)
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
         sampler = partial(self.drawn, mechanism.sampler)
@@ -204,46 +211,11 @@ def _filled(x: np.ndarray, means: np.ndarray | None) -> np.ndarray:
     return x if means is None else np.where(np.isnan(x), means, x)
 
 
-# ---- Table 1: every map, scikit-learn's, and controls
-
-
-PEERS = {"RBFSampler": RBFSampler, "Nystroem": Nystroem}
-CHOICE, AVERAGE = "the choice of validation", "average"
-
-
-class Accuracies(UCI):
-    """Accuracy and validation, in percent, of each split, and sigma of each draw.
-
-    peer: a name of PEERS, or "majority", in the place of the mechanism's map; columns: of a peer.
-    """
-
-    def __init__(self, dataset: str, coding: str, split: Sequence[float], sigmas: Sequence[float], repeats: int,
-                 draws: int = 1, peer: str | None = None, columns: int = 0):
-        super().__init__(dataset, coding, "standard", split, repeats, sigmas, draws)
-        self.peer, self.columns = peer, columns
-
-    def records(self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()) -> Iterator[dict[str, Any]]:
-        found = [record for record in super().records(mechanism, seed, done) if record["split"] == "split"]
-        means = {ours: np.reshape([100 * record[theirs] for record in found], (self.repeats, -1)).mean(1).tolist()
-                 for ours, theirs in (("accuracy", "accuracy"), ("validation", "validation_accuracy"))}
-        yield means | {"sigma": [record["sigma"] for record in found]}
-
-    def draws_of(self, mechanism: Mechanism) -> int:
-        return super().draws_of(mechanism) if self.peer is None else self.draws
-
-    def estimator(self, mechanism: Mechanism, sigma: float, seed: int) -> Any:
-        if self.peer is None:
-            return super().estimator(mechanism, sigma, seed)
-        if self.peer == "majority":
-            return DummyClassifier(strategy="most_frequent")
-        return PeerClassifier(PEERS[self.peer](gamma=sigma**2 / 2, n_components=self.columns, random_state=seed))
-
-
 class PeerClassifier:
-    """The largest kernel sum, as KernelRegressionClassifier, with features Z of a scikit-learn transformer."""
+    """The largest kernel sum, as KernelRegressionClassifier, with features of a transformer of scikit-learn."""
 
-    def __init__(self, transformer):
-        self.transformer = transformer
+    def __init__(self, kind: type, **options: Any):
+        self.transformer = kind(**options)
 
     def fit(self, X, y):
         self.classes = np.unique(y)
@@ -257,29 +229,5 @@ class PeerClassifier:
         return float((self.classes[best] == y).mean())
 
 
-# ---- what follows of all draws
-
-
-def chosen(draws: Sequence[Draw]) -> Iterator[Draw]:
-    """The test accuracy of each split's own choice of map and coding ("car", or "car, onehot"), which its validation
-    part makes; of the first of equals."""
-    valid: dict[tuple[str, Any], list[Draw]] = {}
-    tested = {(draw.setting, draw.arm, draw.unit): draw for draw in draws if draw.metric == "accuracy"}
-    for draw in draws:
-        if draw.metric == "validation" and draw.arm in choices("features"):
-            valid.setdefault((draw.setting.partition(", ")[0], draw.unit), []).append(draw)
-    for (dataset, unit), each in valid.items():
-        best = max(each, key=lambda draw: draw.value)
-        yield replace(tested[best.setting, best.arm, unit], setting=dataset, arm=CHOICE, seconds="")
-
-
-def averages(draws: Sequence[Draw]) -> Iterator[Draw]:
-    """Over all data sets, with categories in documented order, of the splits that all have."""
-    of: dict[tuple[str, Any], list[Draw]] = {}
-    for draw in draws:
-        if draw.metric == "accuracy" and ", " not in draw.setting:
-            of.setdefault((draw.arm, draw.unit), []).append(draw)
-    most = max(map(len, of.values()))
-    for each in of.values():
-        if len(each) == most:
-            yield replace(each[0], setting=AVERAGE, value=float(np.mean([draw.value for draw in each])), seconds="")
+PEERS = {"RBFSampler": partial(PeerClassifier, RBFSampler), "Nystroem": partial(PeerClassifier, Nystroem),
+         "majority": lambda **_: DummyClassifier()}
