@@ -40,7 +40,7 @@ ROOMS = [
     ["train", "infer"],
     ["measure"],
     ["evolution"],
-    ["report"],
+    ["report", "papers"],
     ["__main__", "predict", "transcribe", "sample"],
 ]
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms

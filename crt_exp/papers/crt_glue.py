@@ -123,7 +123,7 @@ page = Page(
     small={"table2": [*tuned(f"{SHORT_RUNS} task.held_out=500 trainer.steps=400", ["sst2"], [5e-5, 2e-4], 1),
                       *untuned(["qnli", "cola", "rte", "stsb", "mrpc"], ["exact", "uniform"]),
                       *untuned(["qnli", "rte", "stsb", "mrpc"], ["favorpp m=256", "favorp m=256", NEAR])],
-           "table2-baselines": BASELINES, "encoders-layers": LAYERS, "encoders": [
+           "table2/baselines": BASELINES, "encoders/layers": LAYERS, "encoders": [
                *(run for kind, own in zip(SMALL, (SHORT, LONGER)) for run in
                  swapped(kind, ["exact", "uniform", "elu", *RANDOM, own], 12, 0)),
                *swapped(SMALL[0], ["exact", *(name for name in RANDOM if "favorp" in name)], 12, 300),
@@ -131,7 +131,7 @@ page = Page(
                *swapped(SMALL[1], ["exact", "favorp m=256", "favorpp m=256"], 12, 300),
                *swapped(SMALL[1], ["uniform", "elu", LONGER], 4, 300)]},
     full={"table2": [*tuned(f"{MINILM} task.held_out=500 trainer.epochs=3", [*DATA], [5e-5, 1e-4, 2e-4, 4e-4], 4),
-                     *bert()], "table2-baselines": BASELINES},
+                     *bert()], "table2/baselines": BASELINES},
     models={"transfer": sweep("task=transfer task.model=models/minilm task.block=64 trainer.eval_every=1000000 "
                               "task.text=outputs/texts/validation-1.tokens", attention=[HEDGEHOG, LEARNED]),
             "pretraining": sweep("experiment=crt_bert_pretrain", attention=[*IN_PAPER[:4], "uniform"]),
@@ -251,7 +251,7 @@ def glue(rows: Rows, model: str, sets, less: str = "") -> pd.DataFrame:
 
 def exact_encoders(rows: Rows) -> pd.DataFrame:
     def of(metric, kind, method="exact", **at):
-        values = rows.values(metric, method, sweep="encoders-layers", model=kind, **at)
+        values = rows.values(metric, method, sweep="encoders/layers", model=kind, **at)
         return values.mean() if len(values) else float("nan")
 
     made = {kind: {"held-out loss, nats": f"{of('loss', kind):.3f}",

@@ -29,8 +29,8 @@ def turns(names: Iterable[str]) -> str:
 small = {
     "hadamard": sweep("task=projections task.samples=20", **{"task.scale": SCALES},
                       features=[method for name in MAPS for method in methods(name)]),
-    "hadamard-bias": sweep("task=kernel_bias task.draws=20000", **{"task.d": [16, 64]}, features=methods("pos")),
-    "hadamard-time": sweep("task=speed task.what=one_head task.rounds=3", alone=True, seed=range(5),
+    "hadamard/bias": sweep("task=kernel_bias task.draws=20000", **{"task.d": [16, 64]}, features=methods("pos")),
+    "hadamard/time": sweep("task=speed task.what=one_head task.rounds=3", alone=True, seed=range(5),
                            tokens={length: f"task.lengths=[{length}]" for length in LENGTHS},
                            map={name: turns(timed) for name, timed in TIMED.items()})}
 

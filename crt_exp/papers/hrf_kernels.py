@@ -53,7 +53,7 @@ def sweeps(lengths: str, draws: str, qmc: str, pairs: int, of_flops: int):
         "hrf-qmc": [run for equal in EQUAL for run in sweep(
             f"task=qmc {qmc}", equal={equal: ""}, features=[method(name, equal, of) for name, of in ROWS],
             **{"task.dataset": TABLES, "task.length": [0.5, 1.0]})],
-        "hrf-clusters": of_sets(20), "hrf-clusters-sets": of_sets(1, seed=range(20)),
+        "hrf-clusters": of_sets(20), "hrf-clusters/sets": of_sets(1, seed=range(20)),
         "hrf-flops": sweep(f"task=flops task.draws={of_flops}", features=COUNTED.keys(), equal={
             name: f"task.counted={name.split()[-1]} task.budgets={of}".replace(", ", ",")
             for name, of in BUDGETS.items()}, **{"task.length": [1.0, 1.5]})}
@@ -120,7 +120,7 @@ def claims(rows: Rows) -> list[Claim]:
                 dataset=dataset) for name, (of, sampler) in PEERS.items() for equal in EQUAL for dataset in TABLES},
               **common, paper="HRFs outperform all other methods"),
         Claim("the MSE of hybrid-cluster is below those of FAVOR+ and trigonometric", {
-            f"{CLUSTERED[other]}, {name}": rows.ratio(HYBRID, other, "closed_form", sweep="hrf-clusters-sets",
+            f"{CLUSTERED[other]}, {name}": rows.ratio(HYBRID, other, "closed_form", sweep="hrf-clusters/sets",
                                                       equal="projections", dataset=name)
             for other in [POS, TRIG] for name in SETS}, **common, sign_test=True,
               paper="at most 0.0010 against 0.0205 and 0.0087"),
@@ -189,7 +189,7 @@ def shown(values: pd.Series) -> str:
 
 def over_hybrid(rows: Rows) -> pd.DataFrame:
     def of(each: str, equal: str, name: str) -> pd.Series:
-        return rows.values("closed_form", each, log=True, sweep="hrf-clusters-sets", equal=equal, dataset=name)
+        return rows.values("closed_form", each, log=True, sweep="hrf-clusters/sets", equal=equal, dataset=name)
     others = {label: (each, "projections") for each, label in CLUSTERED.items() if each != HYBRID}
     others |= {"FAVOR+, 4m": (POS, "columns"), "trigonometric, 2m": (TRIG, "columns")}
     table = pd.DataFrame({name: {label: f"{np.exp((of(*other, name) - of(HYBRID, 'projections', name)).median()):.3g}"

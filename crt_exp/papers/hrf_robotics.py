@@ -26,8 +26,8 @@ page = Page(
             "patches with the hybrid takes 0.41 of the FLOPs of FAVOR+ and four times those of exact attention.",
     small={"hrf-robotics": [*sweep(SHORT, world=WORLDS, method=EACH | BASELINES, seed=range(5)),
                             *sweep(SHORT, world={"sweep": "task=sweep"}, method=TWELVE, seed=range(5, 12))],
-           "ranking-cost": COST},
-    full={"hrf-robotics": sweep(LONG, world=WORLDS, method=EACH | BASELINES, seed=range(10)), "ranking-cost": COST},
+           "hrf-robotics/cost": COST},
+    full={"hrf-robotics": sweep(LONG, world=WORLDS, method=EACH | BASELINES, seed=range(10)), "hrf-robotics/cost": COST},
     columns=["world", "method", "split", "step", "d", "patches"], metrics=["return", "flops", "ms"],
     measured=[
         "locomotion: the body of gymnasium's Ant, on a fixed trot, is led over stones with gaps around them, by a "

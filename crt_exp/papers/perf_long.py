@@ -49,11 +49,11 @@ page = Page(
     finding="No ordering of FAVOR+, ReLU and SMREG shows on images at this size, where a window wins. On ListOps "
             "FAVOR+ is above Reformer.",
     small={"pixels": sweep(PIXELS, dataset=IMAGES, attention=OF_IMAGES, seed=range(5)),
-           "pixels-speed": sweep(PIXELS, alone=True, dataset={
+           "pixels/speed": sweep(PIXELS, alone=True, dataset={
                name: f"{options} {TIMED}" for name, options in IMAGES.items()}, attention=OF_IMAGES, seed=range(1)),
            "lra": [*sweep(ARENA, dataset=LISTOPS, attention=OF_ARENA, seed=range(5)),
                    *sweep(ARENA, dataset=OTHER_SETS, attention=["exact", "uniform"], seed=range(5))],
-           "lra-speed": sweep(ARENA, alone=True, dataset={
+           "lra/speed": sweep(ARENA, alone=True, dataset={
                name: f"{options} {TIMED}" for name, options in {**LISTOPS, **OTHER_SETS}.items()},
                attention=OF_ARENA, seed=range(1))},
     full={"pixels": [*sweep(IMAGENET, dataset={"ImageNet64": ""}, seed=range(1), attention=[
@@ -114,7 +114,7 @@ def claims(rows: Rows) -> list[Claim]:
     failed = fails(rows, "bits_per_dim", -1, 0.5, "bits per dimension")
     bits = {"unit": "bits per dimension", "fails": failed}
     speed = {case: rows.ratio(of("favorp", "bits_per_dim"), of("reformer", "bits_per_dim"), "steps_per_s",
-                              sweep="pixels-speed", dataset=case) for case in places(rows, "bits_per_dim")}
+                              sweep="pixels/speed", dataset=case) for case in places(rows, "bits_per_dim")}
     peers = ["linformer", "reformer", "elu"]
     return [
         Claim("ReLU and SMREG end below FAVOR+", each_of(["relu", "smreg"], lambda name: lower(name, "favorp")),
@@ -158,7 +158,7 @@ def tables(rows: Rows):
     of_right = {"accuracy": ("majority_accuracy", 100, ".1f")}
     shown = table(rows, {**of_bits, **of_right})
     others = [column for column in shown if any(name in column for name in OTHER_SETS)]
-    timed = {"metric": "steps_per_s", "sweep": ("pixels-speed", "lra-speed")}
+    timed = {"metric": "steps_per_s", "sweep": ("pixels/speed", "lra/speed")}
     speeds = [mean_table(rows, {case: {"dataset": case, **timed}},
                          {method: label(method.split(" ")[0]) for method in rows.methods(dataset=case, **timed)},
                          spec=".2f") for case in rows.select(**timed)["dataset"].unique()]

@@ -26,7 +26,7 @@ page = Page(
                    seed: f"seed={seed} task.drawn={str(not seed).lower()}" for seed in range(8)}),
                *sweep(TASK, attention=["exact"], seed={seed: f"seed={seed} task.start={START}{seed} "
                                                        f"task.drawn={str(not seed).lower()}" for seed in range(3)})],
-           "maps-loss": sweep("task=swap_loss task.splits=[test]", attention=["exact", "uniform"], seed={
+           "attention-maps/loss": sweep("task=swap_loss task.splits=[test]", attention=["exact", "uniform"], seed={
                seed: f"seed={seed} task.start={START}{seed}" for seed in range(3)})},
     models={"maps-exact": trained(MODEL, PROTEOMES, "B", ["exact"], 3)},
     data="proteomes",

@@ -56,7 +56,7 @@ page = Page(
                         *trained(MODEL, PROTEOMES, "U", [*COMPARED, *OTHERS, REFORMER], 3),
                         *trained(MODEL, PROTEOMES, "B", [*COMPARED, *OTHERS, LINFORMER, REFORMER], 3)],
            "proteins-long": trained(CHAINS, {"chains of proteomes": ""}, "U", COMPARED, 3),
-           "proteins-long-speed": [*sweep("task=speed", alone=True, seed=range(5), part={
+           "proteins-long/speed": [*sweep("task=speed", alone=True, seed=range(5), part={
                "attention layer": "task.what=protein_layer 'task.methods=[exact,\"favorpp m=128\",uniform]'",
                "model": "task.what=protein_model 'task.methods=[exact,\"favorpp m=64\",uniform]'"}, rows={
                1024: "task.lengths=[1024] task.rounds=2", 8192: "task.lengths=[8192] task.rounds=1",
@@ -67,7 +67,7 @@ page = Page(
                                                  "task.rounds=2 'task.methods=[\"favorpp m=64\"]'",
                    "drawing letters": "task.what=protein_letter task.lengths=[100,1000,4000,8000] task.rounds=10 "
                                       "'task.methods=[exact,\"favorpp m=128\"]'"})],
-           "proteins-long-memory": [*sweep("task=memory task.what=protein_model", alone=True, part={"model": ""},
+           "proteins-long/memory": [*sweep("task=memory task.what=protein_model", alone=True, part={"model": ""},
                                            attention=["exact", "favorpp m=64", "uniform"],
                                            **{"task.length": [1024, 8192, 32768]}),
                                     *sweep("task=memory task.what=protein_model", alone=True, part={"model": ""},

@@ -49,20 +49,20 @@ small = {
         [(LONG, 8), (FEW, 3)] if models == 8 else [(BRIEF, 3)])
                for run in from_exact("task.init", f"{COMMON} {DIRECTIONS[mode]} {TUNED[name]}", name, mode, methods,
                                      seeds)],
-    "redraw-swap": [run for name, mode, models in STARTS for run in [
+    "redraw/swap": [run for name, mode, models in STARTS for run in [
         *from_exact("task.start", SWAP, name, mode, DRAWN, 24 if models == 8 else 3),
         *from_exact("task.start", SWAP, name, mode, FIXED, models),
         *from_exact("task.start", STEP_0, name, mode, [*LONG, *FEW] if models == 8 else BRIEF, models,
                     split={"validation": ""})]],
-    "redraw-layers": [run for name, mode, models in STARTS if (name, mode) != ("proteomes", "U") for run in from_exact(
+    "redraw/layers": [run for name, mode, models in STARTS if (name, mode) != ("proteomes", "U") for run in from_exact(
         "task.start", "task=swap_layers task.rows=8 task.batches=4 task.noise=0", name, mode,
         ["favorp m=256", "favorpp m=256"], models)],
     "redraw-scratch": trained(MODEL, {"generated families": FAMILIES["generated families"] + " trainer.eval_every=500"},
                               "U", SCRATCH, 3),
     "books": sweep(TRAINED, dataset=TEXT, mode={"U": ""}, attention=OF_TEXT, seed=range(5)),
-    "books-speed": sweep(f"{TRAINED} trainer.steps=10 trainer.log_every=1", alone=True, dataset=TEXT, mode={"U": ""},
+    "books/speed": sweep(f"{TRAINED} trainer.steps=10 trainer.log_every=1", alone=True, dataset=TEXT, mode={"U": ""},
                          attention=OF_TEXT, seed=range(1)),
-    "books-moved": sweep(f"{WORDS} trainer.steps=80 trainer.eval_every=40", dataset=TEXT, mode={"U": ""},
+    "books/moved": sweep(f"{WORDS} trainer.steps=80 trainer.eval_every=40", dataset=TEXT, mode={"U": ""},
                          attention=MOVED, seed={seed: f"seed={seed} task.init={HOME}/books/WikiText-2_U_exact_{seed}"
                                                 for seed in range(5)})}
 PG19 = ["favorp redraw_every=1000", "favorp redraw_every=0", "favor redraw_every=1000", "favor redraw_every=0",
@@ -82,7 +82,7 @@ page = Page(
                            attention=["linformer length=1024 rank=600 redraw_every=1000"], seed=range(1)),
                     *sweep(LM1B, dataset={"LM1B": ""}, mode={"U": ""}, attention=["uniform", "identity"],
                            seed=range(1))],
-          "books-moved": sweep(f"{LM1B} trainer.steps=50000 task.init={HOME}/lm1b/LM1B_U_exact_0", dataset={"LM1B": ""},
+          "books/moved": sweep(f"{LM1B} trainer.steps=50000 task.init={HOME}/lm1b/LM1B_U_exact_0", dataset={"LM1B": ""},
                                mode={"U": ""}, attention=["favorp", "favor", "uniform"], seed=range(1))},
     models={"redraw-exact": [run for name, mode, models in STARTS for run in trained(
                 MODEL, {name: {**FAMILIES, **PROTEOMES}[name]}, mode, ["exact"], models)],
@@ -112,14 +112,14 @@ page = Page(
 
 def claims(rows: Rows) -> list[Claim]:
     proteins = {"dataset": "generated families", "mode": "U", "split": "validation"}
-    words = {"dataset": "WikiText-2", "sweep": "books-moved", "split": "test"}
+    words = {"dataset": "WikiText-2", "sweep": "books/moved", "split": "test"}
     scratch = {"dataset": "generated families", "sweep": "redraw-scratch", "split": "test"}
 
     def fine(better: str, worse: str, step: int):
         return rows.paired(worse, better, "loss", sweep="redraw", step=step, **proteins)
 
     def accuracy(method: str, step: int):
-        return rows.values("accuracy", method, sweep=("redraw", "redraw-swap"), step=step, **proteins)
+        return rows.values("accuracy", method, sweep=("redraw", "redraw/swap"), step=step, **proteins)
 
     lost, back = accuracy("exact", 0) - accuracy("favorp m=256", 0), accuracy("favorp m=256", 100) - accuracy(
         "favorp m=256", 0)
@@ -168,7 +168,7 @@ def named(method: str) -> str:
 
 def increase(rows: Rows, steps: list[int], **where) -> pd.DataFrame:
     """Loss on validation above that of exact attention fine-tuned as long."""
-    where |= {"split": "validation", "sweep": ("redraw", "redraw-swap")}
+    where |= {"split": "validation", "sweep": ("redraw", "redraw/swap")}
     made = {named(method): {f"{step} steps" if step else "without training": shown(rows.paired(
         method, "exact", "loss", step=step, **where)) for step in steps}
         for method in rows.methods("loss", **where) if method != "exact"}
@@ -183,13 +183,13 @@ def shown(values: pd.Series) -> str:
 
 def tables(rows: Rows):
     families = {"dataset": "generated families", "mode": "U"}
-    swap, books = {"sweep": "redraw-swap", "split": "test"}, {"dataset": "WikiText-2", "split": "test"}
+    swap, books = {"sweep": "redraw/swap", "split": "test"}, {"dataset": "WikiText-2", "split": "test"}
     short = {method: named(method) for method in rows.methods("loss")}
     swapped = {method: name + f", m = {method[-2:]}" * method.endswith("m=32") for method, name in short.items()}
     layers = rows.select("output")[["dataset", "mode", "layer"]].drop_duplicates().itertuples(index=False)
     words = pd.DataFrame({f"{case}: {metric}": mean_table(rows, {"": {"metric": metric, "sweep": of, **books}}, short,
                                                           spec=spec)[""]
-                          for case, of in (("from scratch", "books"), ("fine-tuned", "books-moved"))
+                          for case, of in (("from scratch", "books"), ("fine-tuned", "books/moved"))
                           for metric, spec in [("loss", ".3f")]})
     return {
         "Loss increase over exact attention fine-tuned as long, nats: generated families": increase(
@@ -203,11 +203,11 @@ def tables(rows: Rows):
             name: {"metric": name, "sweep": "redraw-scratch", "split": "test"} for name in ("loss", "accuracy")}, short,
             spec=".4f"),
         f"WikiText-2: loss on test, nats (token frequencies: {rows.values('unigram_loss', 'exact').mean():.3f})": words,
-        "WikiText-2, steps a second": mean_table(rows, {"steps/s": {"metric": "steps_per_s", "sweep": "books-speed"}},
+        "WikiText-2, steps a second": mean_table(rows, {"steps/s": {"metric": "steps_per_s", "sweep": "books/speed"}},
                                                  short, spec=".2f"),
         **{f"WikiText-2, read on, {case}: nats a token in each row of 64": mean_table(rows, {
             f"row {row}": {"metric": f"loss_at_{row}", "sweep": of} for row in range(1, 9)}, short, spec=".3f")
-           for case, of in (("from scratch", "books"), ("fine-tuned", "books-moved"))},
+           for case, of in (("from scratch", "books"), ("fine-tuned", "books/moved"))},
         "Layers of the exact models: relative errors, and mean |x + y|^2": pd.DataFrame({
             f"{name}, {mode}, layer {layer:.0f}": {title + named(method) * (metric in ("output", "entry")): format(
                 mean_ci(rows.values(metric, method, dataset=name, mode=mode, layer=layer)), ".3g")
@@ -219,7 +219,7 @@ def tables(rows: Rows):
 def figure(rows: Rows):
     fig, (left, right) = panels(2)
     line_plot(left, rows, "step", "loss", {method: named(method) for method in LONG[1:]}, less="exact",
-              dataset="generated families", split="validation", sweep=("redraw", "redraw-swap"),
+              dataset="generated families", split="validation", sweep=("redraw", "redraw/swap"),
               dotted=[EVERY("favorp")])
     left.set(title="Generated families, fine-tuned from exact weights", xlabel="steps",
              ylabel="loss above exact attention, nats")
@@ -231,7 +231,7 @@ def figure(rows: Rows):
             *((f"{named(method)}: from scratch", method.rpartition(" ")[0], method,
                {"sweep": "redraw-scratch", "split": "test"}) for method in SCRATCH if "redraw" in method),
             ("FAVOR+, every 20 steps: WikiText-2, fine-tuned", "favorp m=32", "favorp m=32 redraw_every=20",
-             {"sweep": "books-moved", "split": "test"})]:
+             {"sweep": "books/moved", "split": "test"})]:
         effects[title] = rows.paired(second, first, "loss", **where)
     dot_plot(right, effects, zero=True)
     right.set(title="What redraws cost", xlabel="loss with redraws less loss without, nats")

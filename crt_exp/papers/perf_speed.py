@@ -48,18 +48,18 @@ def peaks(what: str, methods: Sequence[str], lengths: Sequence[int], **seed):
 LEAN = [name for name in LINEAR if not name.startswith(("nearfar", "performer"))]
 FIG4 = {"fig4-right": [*times("vit_ti", {64: 6, 196: 6, 784: 4, 1024: 3, 3136: 1}, 5, VIT),
                        *times("vit_ti", {4096: 1, 12544: 1, 16384: 1}, 5, VIT[:-1])],
-        "fig4-right-memory": [*peaks("vit_ti", VIT, [784, 1024, 3136]), *peaks("vit_ti", VIT[:-1], [4096, 16384])]}
+        "fig4-right/memory": [*peaks("vit_ti", VIT, [784, 1024, 3136]), *peaks("vit_ti", VIT[:-1], [4096, 16384])]}
 page = Page(
     "perf_speed",
     title="Performers Figure 3 and CRT Figure 4 (right): speed and memory of attention",
     finding="Near-far attention and FAVOR++ take less time than exact attention from 1024 tokens on, causal near-far "
             "from 4096 on. In a ViT, a training step with FAVOR++ takes as long as one with FAVOR+.",
-    small={"speed": all_times(5, {}), "speed-memory": [
+    small={"speed": all_times(5, {}), "speed/memory": [
         *peaks("attention", [*LEAN, "performer-pytorch"], [65536], seed=[0]),
         *peaks("attention", ["nearfar", "nearfar causal"], [65536], seed=range(5)),
         *peaks("attention", ["exact", "exact causal", "favorpp", "favorpp causal"], [4096], seed=[0]),
         *peaks("attention", ["favorp causal", "chunked causal", "performer-pytorch causal"], [1024], seed=[0])]} | FIG4,
-    full={"speed": all_times(10, LONG), "speed-memory": peaks(
+    full={"speed": all_times(10, LONG), "speed/memory": peaks(
         "attention", [*LEAN, "nearfar", "nearfar causal"], [4096, 16384, 65536, 131072], seed=[0])} | FIG4,
     columns=["what", "method", "length"], metrics=["training", "backward", "inference", "ms", "mib"],
     measured=[

@@ -61,18 +61,18 @@ KEYS = {"iid": "", "in 32 clusters": "task.clusters=32"}
 NAMES = {"iid": "iid keys", "in 32 clusters": "keys in 32 clusters"}
 SWAP = "task=swap_copying task.start={runs}/copying-model/2048_0"
 small = {
-    "around": sweep(f"task=far_key task.both=true {written(AROUND)}", keys=KEYS, **{"task.length": [512, 2048]},
+    "recall/around": sweep(f"task=far_key task.both=true {written(AROUND)}", keys=KEYS, **{"task.length": [512, 2048]},
                     seed=range(5)),
     "recall": sweep(f"task=far_key {written(BEHIND)}", keys=KEYS, **{"task.length": [512, 2048, 8192, 16384]},
                     seed=range(10)),
-    "pairs": [run for length, pairs, rows in [(2048, 64, 4), (8192, 64, 2), (2048, 1, 16), (8192, 1, 8)]
+    "recall/pairs": [run for length, pairs, rows in [(2048, 64, 4), (8192, 64, 2), (2048, 1, 16), (8192, 1, 8)]
               for run in sweep(f"task=swap_recall task.start={{runs}}/pairs/8192_0 task.evaluated={rows}", attention=[
                   "exact", "uniform", WINDOW, "favorpp m=256", NEARFAR, "nearfar exact_until=1024"], seed=range(8),
                   **{"task.pairs": [pairs], "task.length": [length]})],
     "copying": [*sweep(SWAP, **{"task.length": [2048]}, attention=COPYING, seed=range(5)),
                 *sweep(SWAP, **{"task.length": [2048]}, method={
                     name: f"attention=exact 'task.baseline=\"{name} first=16\"'" for name in DENSE}, seed=range(5))],
-    "copying-times": sweep("task=swap_times task.model={runs}/copying-model/2048_0/model task.rounds=5 "
+    "copying/times": sweep("task=swap_times task.model={runs}/copying-model/2048_0/model task.rounds=5 "
                            f"{written(COPYING)}", alone=True, **{"task.length": [2048]}),
 }
 page = Page(
@@ -98,8 +98,8 @@ page = Page(
 
 def found(rows: Rows, sweep: str, keys: str) -> pd.DataFrame:
     return mean_table(rows, {f"{n} tokens": {"metric": "error", "sweep": sweep, "keys": keys, "length": n}
-                             for n in ([512, 2048] if sweep == "around" else [512, 2048, 8192, 16384])},
-                      {each: LABELS[each] for each in (AROUND if sweep == "around" else BEHIND)}, spec=".3f")
+                             for n in ([512, 2048] if sweep == "recall/around" else [512, 2048, 8192, 16384])},
+                      {each: LABELS[each] for each in (AROUND if sweep == "recall/around" else BEHIND)}, spec=".3f")
 
 
 def copied(rows: Rows) -> pd.DataFrame:
@@ -114,7 +114,7 @@ def copied(rows: Rows) -> pd.DataFrame:
     made = {LABELS[method]: {
         "loss increase over exact, new text": increase("new", method), "loss increase, copied text":
         increase("copied", method), "of the copying kept, %": kept(method),
-        "time, ms": f"{mean_ci(times):.0f}" if len(times := rows.values("ms", method, sweep="copying-times")) else ""}
+        "time, ms": f"{mean_ci(times):.0f}" if len(times := rows.values("ms", method, sweep="copying/times")) else ""}
         for method in [*COPYING, *DENSE]}
     table = pd.DataFrame.from_dict(made, orient="index")
     table.index.name = "method"
@@ -124,14 +124,14 @@ def copied(rows: Rows) -> pd.DataFrame:
 def tables(rows: Rows):
     return {"A model that copies, without training: nats, and ms of a pass of 2048 tokens": copied(rows),
             **{f"Causal heads, {NAMES[keys]}: relative error": found(rows, "recall", keys) for keys in KEYS},
-            **{f"Heads in both directions, {NAMES[keys]}: relative error": found(rows, "around", keys)
+            **{f"Heads in both directions, {NAMES[keys]}: relative error": found(rows, "recall/around", keys)
                for keys in KEYS},
             "A model of pairs, without training: values that are right, %": mean_table(rows, {
                 f"{'a needle' if pairs == 1 else '64 pairs'}, {n} tokens": {
-                    "metric": "accuracy", "sweep": "pairs", "pairs": pairs, "length": n}
+                    "metric": "accuracy", "sweep": "recall/pairs", "pairs": pairs, "length": n}
                 for pairs in (64, 1) for n in (2048, 8192)}, LABELS, 100, ".1f"),
             "A model of pairs: ms of a row": mean_table(rows, {f"{n} tokens": {
-                "metric": "ms", "sweep": "pairs", "pairs": 1, "length": n} for n in (2048, 8192)}, LABELS, spec=".0f")}
+                "metric": "ms", "sweep": "recall/pairs", "pairs": 1, "length": n} for n in (2048, 8192)}, LABELS, spec=".0f")}
 
 
 def figure(rows: Rows):

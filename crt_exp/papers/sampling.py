@@ -25,13 +25,13 @@ LENGTHS = [4, 8]
 def sweeps(seeds: int):
     listed = ",".join(f'"{name}"' for name in METHODS)
     return {
-        "sampling-draws": sweep("task=sampling_times task.what=draw", alone=True, classes=SIZES, m={
+        "sampling/draws": sweep("task=sampling_times task.what=draw", alone=True, classes=SIZES, m={
             64: "task.m=64 task.methods=[dense,tree,signed_tree]", **{
                 m: f"task.m={m} task.methods=[dense,tree]" for m in [256, 1024]}}),
-        "sampling-steps": sweep(
+        "sampling/steps": sweep(
             "task=sampling_times task.what=step task.methods=[full,adaptive,tree,uniform,log_uniform,dense]",
             alone=True, classes={**SIZES, **LONGEST}),
-        "sampling-gradients": sweep("task=sampled_gradients task.classes=10000 task.queries=64 task.repeats=200", of={
+        "sampling/gradients": sweep("task=sampled_gradients task.classes=10000 task.queries=64 task.repeats=200", of={
             "all": f"'task.methods=[{listed}]'", "quadratic": "task.methods=[quadratic]"},
             **{"task.length": LENGTHS}, seed=range(seeds))}
 
@@ -64,20 +64,20 @@ page = Page(
 def tables(rows: Rows):
     def of_classes(sweep: str, metric: str, methods: dict[str, str]):
         return mean_table(rows, {f"{classes:,}": {"metric": metric, "sweep": sweep, "classes": classes}
-                                 for classes in [*SIZES, *(LONGEST if sweep == "sampling-steps" else [])]}, methods,
+                                 for classes in [*SIZES, *(LONGEST if sweep == "sampling/steps" else [])]}, methods,
                           format=lambda values: "{:.1f} ({:.1f} to {:.1f})".format(*geometric_mean_ci(values)))
     return {
         "Gradients over the squared length of the full softmax's": mean_table(rows, {
             f"{name}, queries of length {length}": {"metric": metric, "length": length} for length in LENGTHS
             for metric, name in [("bias_sq", "squared bias"), ("variance", "variance")]}, LABELS, spec=".4f"),
-        "Time of a step, ms, by classes": of_classes("sampling-steps", "ms", STEPS),
-        "Time of a draw, ms, by classes": of_classes("sampling-draws", "ms", DRAWS),
-        "Time of an update of the classes drawn, ms, by classes": of_classes("sampling-draws", "update_ms", DRAWS)}
+        "Time of a step, ms, by classes": of_classes("sampling/steps", "ms", STEPS),
+        "Time of a draw, ms, by classes": of_classes("sampling/draws", "ms", DRAWS),
+        "Time of an update of the classes drawn, ms, by classes": of_classes("sampling/draws", "update_ms", DRAWS)}
 
 
 def figure(rows: Rows):
     fig, (left, right) = panels(2)
-    line_plot(left, rows, "classes", "ms", STEPS, log="xy", sweep="sampling-steps")
+    line_plot(left, rows, "classes", "ms", STEPS, log="xy", sweep="sampling/steps")
     left.set(title="Time of a training step", xlabel="classes", ylabel="ms")
     dot_plot(right, {name: rows.values("variance", name, length=8) for name in LABELS}, labels=LABELS)
     right.set(title="Variance of the gradient, queries of length 8", xlabel="over the squared full gradient")

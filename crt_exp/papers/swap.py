@@ -80,23 +80,23 @@ small = {
     "fidelity": [*fixed_and_random(ERROR + "/BERT/512_0", [*METHODS, *NEAR], model={"BERT": ""}, **{
                     "task.length": [512]}),
                  *fixed_and_random(ERROR + "/causal/512_0", METHODS, model={"causal": ""}, **{"task.length": [512]})],
-    "shorter": fixed_and_random(ERROR + "/causal/512_0", ["uniform", WINDOW, "favorp m=256", "favorpp m=256"],
+    "fidelity/shorter": fixed_and_random(ERROR + "/causal/512_0", ["uniform", WINDOW, "favorp m=256", "favorpp m=256"],
                                 model={"causal": ""}, **{"task.length": [128, 256]}),
-    "heads": [*sweep("task=matched_heads task.start={runs}/BERT/512_0", model={"BERT": ""}, length={
+    "fidelity/heads": [*sweep("task=matched_heads task.start={runs}/BERT/512_0", model={"BERT": ""}, length={
                   n: f"task.tokens={n}" for n in (128, 256, 512, 1024, 2048)},
                   attention=["uniform", WINDOW, "favorp m=256", "favorpp m=256"], seed=range(3)),
               *(run for n, cells in {128: 32, 256: 48, 512: 64, 1024: 88, 2048: 128}.items() for run in sweep(
                   "task=matched_heads task.start={runs}/BERT/512_0", model={"BERT": ""},
                   length={n: f"task.tokens={n}"}, method={f"{NEARFAR}, cells grow": "attention=nearfar "
                           f"attention.exact_until=0 attention.cells={cells}"}, seed=range(3)))],
-    "fine-tuned": sweep(TUNE, model={"causal": ""}, length={512: "trainer.steps=0", "512, trained": "trainer.steps=430 "
+    "fidelity/fine-tuned": sweep(TUNE, model={"causal": ""}, length={512: "trainer.steps=0", "512, trained": "trainer.steps=430 "
                         "trainer.eval_every=43"}, attention=["exact", "favorpp m=256", "favorp m=256"], seed=range(4)),
-    "sts-b": sweep("task.kind=pairs", **MINI, attention=["exact", "uniform", "window block=8 first=4", NEARFAR,
+    "pretrained/sts-b": sweep("task.kind=pairs", **MINI, attention=["exact", "uniform", "window block=8 first=4", NEARFAR,
                    f"{NEARFAR} block=8 heavy=4 cells=8", *RANDOM], seed=[0]),
-    "embeddings": [run for axis in ({"attention": ["uniform", FAR, *NEAR, *RANDOM]}, {"method": AROUND})
+    "pretrained/embeddings": [run for axis in ({"attention": ["uniform", FAR, *NEAR, *RANDOM]}, {"method": AROUND})
                    for run in sweep("task.kind=texts", **MINI, text={"new text": ""}, **{
                        "task.length": [128, 256, 512]}, **axis, seed=[0])],
-    "neighbours": [run for axis in ({"attention": ["uniform", FAR, *NEAR, *RANDOM]}, {"method": AROUND})
+    "pretrained/neighbours": [run for axis in ({"attention": ["uniform", FAR, *NEAR, *RANDOM]}, {"method": AROUND})
                    for run in sweep("task.kind=paragraphs task.texts=80", **MINI, text={"paragraphs": ""}, **{
                        "task.length": [256]}, **axis, seed=[0])],
     "pretrained": [*read(KINDS, 1024, 3, ["exact", "uniform", SPLIT, FAR], BFLOAT),
@@ -110,7 +110,7 @@ small = {
                    *read(KEY, 2048, 2, ["exact", SPLIT, FAR]),
                    *read({"distances": "task.kind=distances"}, 2048, 1, ["uniform", SPLIT, FAR]),
                    *read({"answer": "task.kind=answer"}, 1024, 4, [SPLIT, FAR], BFLOAT)],
-    "speech": [*(run for seeds, methods in {8: ["exact", "nearfar"], 3: ["uniform", FAR, "favorpp m=256", NEAR[2]],
+    "pretrained/speech": [*(run for seeds, methods in {8: ["exact", "nearfar"], 3: ["uniform", FAR, "favorpp m=256", NEAR[2]],
                                             2: ["favorp m=256", "favorsharp m=256", "relu m=256"]}.items()
                  for run in sweep("", **HEAR, text={"utterances": ""}, attention=methods, seed=range(seeds))),
                *sweep("", **HEAR, text={"utterances": ""}, method=BFLOAT, seed=range(8)),
@@ -118,11 +118,11 @@ small = {
                                   {"method": BFLOAT})
                  for run in sweep("task.count=2 task.seconds=28", **HEAR, text={"clips of 28 s": ""}, **axis,
                                   seed=range(2)))],
-    "encoder-times": sweep("task=swap_times task.model=models/whisper-tiny.en task.subset=train-clean-100 "
+    "pretrained/encoder-times": sweep("task=swap_times task.model=models/whisper-tiny.en task.subset=train-clean-100 "
                            "task.rounds=5 'task.methods=[" + ",".join(f'"{each}"' for each in [
                                "exact", "uniform", FAR, "nearfar", NEAR[2], *RANDOM]) + "]'", alone=True,
                            model={"Whisper tiny.en": ""}, length={1500: ""}),
-    "pretrained-times": sweep("task=swap_times", alone=True, **SMOL, **{"task.length": [2048, 4096, 8192]}),
+    "pretrained/times": sweep("task=swap_times", alone=True, **SMOL, **{"task.length": [2048, 4096, 8192]}),
 }
 
 page = Page(
@@ -167,7 +167,7 @@ def claims(rows: Rows) -> list[Claim]:
                     reason="uniform attention is nearer than both in BERT; in the causal model the difference is a "
                            "twenty-fifth of what either costs" if m == 256 else "") for m in (256, 64)),
             Claim("fine-tuned after the swap for 430 steps FAVOR++ ends below FAVOR+, m = 256", {
-                "causal": rows.paired("favorp m=256", "favorpp m=256", "loss", sweep="fine-tuned", step=430,
+                "causal": rows.paired("favorp m=256", "favorpp m=256", "loss", sweep="fidelity/fine-tuned", step=430,
                                       split="validation")},
                 paper="uptrained 92.20, from scratch 92.00 (SST-2)", unit="nats", fails=fails)]
 
@@ -208,12 +208,12 @@ def tables(rows: Rows):
                 "metric": metrics[0], "sweep": "fidelity", "model": model, "layer": i} for i in range(4)})
     made |= {
         "Causal model, fine-tuned after the swap: loss, nats": mean_table(rows, {f"step {step}": {
-            "metric": "loss", "sweep": "fine-tuned", "step": step, "split": "validation"}
+            "metric": "loss", "sweep": "fidelity/fine-tuned", "step": step, "split": "validation"}
             for step in (0, 43, 129, 430)}, spec=".4f"),
         "Causal model, shorter texts: error of the last hidden states": mean_table(rows, {f"{n} tokens": {
-            "metric": "hidden_error", "sweep": "shorter", "length": n} for n in (128, 256)}),
+            "metric": "hidden_error", "sweep": "fidelity/shorter", "length": n} for n in (128, 256)}),
         "Heads with the moments of BERT's: error of attention, by tokens": mean_table(rows, {str(n): {
-            "metric": "attention_error", "sweep": "heads", "length": n} for n in (128, 256, 512, 1024, 2048)}),
+            "metric": "attention_error", "sweep": "fidelity/heads", "length": n} for n in (128, 256, 512, 1024, 2048)}),
         "SmolLM2: loss increase over exact attention, nats": mean_table(rows, texts("above", BOTH), spec=".4f"),
         "SmolLM2: loss increase on repeated passages, by distance in tokens, nats": mean_table(rows, {f"up to {n}": {
             "metric": "above", "text": "distances", "distance": n} for n in (64, 256, 512, 1024, 2048)}, spec=".3f"),
@@ -227,9 +227,9 @@ def tables(rows: Rows):
         "MiniLM: Spearman's correlation on STS-B, dev": mean_table(rows, {
             "all pairs": {"metric": "all_pairs"}, "mean over tenths": {"metric": "spearman"}}),
         "MiniLM: cosine of the mean state to exact attention's": mean_table(rows, texts("cosine", {
-            "new text": [128, 256, 512]}, "embeddings"), spec=".4f"),
+            "new text": [128, 256, 512]}, "pretrained/embeddings"), spec=".4f"),
         "MiniLM: exact attention's nearest ten paragraphs kept, %": mean_table(rows, texts("nearest", {
-            "paragraphs": [256]}, "neighbours"), scale=100, spec=".1f"),
+            "paragraphs": [256]}, "pretrained/neighbours"), scale=100, spec=".1f"),
         "Whisper tiny.en, another attention in its encoder: word error rate, %": mean_table(rows, {kind: {
             "metric": "wer", "text": kind} for kind in ("utterances", "clips of 28 s")}, scale=100, spec=".1f"),
         "Time, ms, and memory, MiB, of a pass on two CPU cores": mean_table(rows, {
