@@ -90,7 +90,7 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 data: $(STAMP)  ## fetch the data and models that the small pages need
-	@$(PY) -m crt_exp.data fetch
+	@for name in uci glue wikitext2 ptb mnist speech/free-spoken-digit-dataset models/smollm2-135m models/minilm models/whisper-tiny.en; done
 
 $(TARGETS): $(STAMP)
 	@$(PY) -m crt_exp.report $@ --run --size $(SIZE) $(if $(METHODS),--methods "$(METHODS)") $(if $(SEEDS),--seeds $(SEEDS))

@@ -24,7 +24,7 @@ from crt_exp.data import cache, images
 from crt_exp.data.plan import Plan
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import greedy
-from crt_exp.measure import runs
+from crt_exp.report.sweeps import run_missing, sweep
 from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.trembl import VOCABULARY, TrEMBL
 
@@ -48,9 +48,8 @@ def root(tmp_path_factory):
     """The runs `exact` and `favorpp`, two steps on the embedded digits, and `proteins`; `digits` with three images and
     `a.wav`."""
     root = tmp_path_factory.mktemp("infer")
-    for name, more in {"exact": [], "favorpp": ["features.m=16"]}.items():
-        runs.run(["task=imagenet", f"attention={name}", *more, "trainer.steps=2", "task.sizes.depth=2",
-                  "task.sizes.width=32"], root / name)
+    run_missing(sweep("task=imagenet trainer.steps=2 task.sizes.depth=2 task.sizes.width=32", model={
+        "exact": "attention=exact", "favorpp": "attention=favorpp features.m=16"}), root, root)
     (root / "digits").mkdir()
     found = images.load()["val"]
     for i in range(3):

@@ -1,12 +1,10 @@
 """An attention in text: one reader, and what is written is read to the same."""
 
 import functools
-import re
 from dataclasses import dataclass
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from crt_exp import mechanism_text, swap_attention
@@ -18,10 +16,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.runner.command_line import compose
 from crt_exp.samplers import iid
 from crt_exp.measure.fidelity import arms_of as fidelity_arms
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-OF_PAGES = re.compile(rf"\"?((?:{'|'.join(map(re.escape, sorted(choices('attention'), key=len, reverse=True)))})"
-                      r"(?: [a-z_.]+=(?:\[[^\]]*\]|[\w.]+))*)\"?")
 
 
 def same(text, **given):
@@ -77,29 +71,6 @@ def test_what_the_command_line_composes_is_written_too(typed, text):
     made = Mechanism.composed(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
     assert str(made) == text and same(text) == made
     assert Mechanism.of_saved(made.saved(), "run") == made
-
-
-def attentions_of_pages():
-    """Every string of conf/report that stands where attention is named: alone, as a key or in a list."""
-    every = set()
-    for path in sorted((CONF / "report").glob("*.yaml")):
-        every |= {word for leaf in leaves(yaml.load(path.read_text(), LOADER)) for word in OF_PAGES.findall(leaf)
-                  if word == leaf.strip() or f"'{word}'" in leaf}
-    return sorted(every)
-
-
-def leaves(node):
-    if isinstance(node, dict):
-        node = [*node, *node.values()]
-    return [leaf for each in node for leaf in leaves(each)] if isinstance(node, list) else [str(node)]
-
-
-def test_the_attention_of_all_pages_is_read():
-    every = attentions_of_pages()
-    assert len(every) > 40 and {"window block=32 first=16", "nearfar preset=cheap", "favorpp m=64"} <= set(every)
-    for text in every:
-        if not text.startswith("exact dtype="):     # of the whole model: page pretrained
-            same(text)
 
 
 @dataclass(frozen=True)
