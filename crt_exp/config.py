@@ -7,7 +7,7 @@ command line. Folders of one's own (`own_names`) add to it.
 import difflib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -59,16 +59,6 @@ def check_free(folder: Path) -> None:
 def own_folders() -> tuple[Path, ...]:
     """Those of `own_names`."""
     return _OWN.get()
-
-
-def carried(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call as another process is to make it: within the `own_names` of this one."""
-    return partial(_within, _OWN.get(), call) if _OWN.get() else call
-
-
-def _within(folders: tuple[Path, ...], call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    with own_names(folders):
-        return call(*arguments, **options)
 
 
 def known(group: str) -> list[str]:

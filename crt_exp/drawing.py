@@ -15,7 +15,6 @@ import torch
 
 from crt_exp.config import choices, unknown
 from crt_exp.features import FeatureMap, GeomRFPlus, PoisRFPlus
-from crt_exp.features.discrete import DiscreteRF
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
 from crt_exp.whole_files import whole
@@ -43,11 +42,6 @@ LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu
           "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog", "smreg": "SMREG", "linformer": "Linformer",
           "reformer": "Reformer"}  # of attention, as papers call it
 NONE: Mapping[str, str] = {}  # left out
-HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered"), "a hybrid has many times the features of the others at "
-                        "equal projections; these have reports of their own")
-DENSE = {"auto": "it is one of the others, for each head its own",
-         "sderf": "the laws of dense features depend on more than lengths and angles"}
-APART = {**HYBRIDS, **DENSE}  # of most reports
 POSITIVE = (PositiveExponential, PoisRFPlus, GeomRFPlus)
 
 
@@ -93,16 +87,6 @@ def label(name: str) -> str:
 def is_positive(name: str) -> bool:
     """Whether the map is known to have positive features only; others may estimate negative kernels."""
     return isinstance(feature_map(name), POSITIVE)
-
-
-def go_together(features: str, sampler: str) -> bool:
-    """Whether the map takes the sampler's rows: discrete maps need exactly Gaussian ones."""
-    return not isinstance(feature_map(features), DiscreteRF) or is_gaussian(sampler)
-
-
-def is_gaussian(sampler: str) -> bool:
-    """Whether its rows are exactly Gaussian."""
-    return Mechanism.of(features="pos", sampler=sampler, m=1).noise(2, torch.Generator().manual_seed(0)).gaussian
 
 
 def feature_map(name: str) -> FeatureMap:

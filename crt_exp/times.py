@@ -8,7 +8,6 @@ call, in a process that has done nothing else (`in_new_process`): an allocator k
 
 import ctypes
 import gc
-import math
 import resource
 import signal
 import statistics
@@ -123,11 +122,6 @@ def by_part(rounds: Sequence[Mapping[Name, Value]]) -> dict[Name, list[Value]]:
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
     """The median over rounds of the ratio to another arm within the round, in which both saw the same load."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
-
-
-def geometric_mean(times: Sequence[float]) -> float:
-    """Of the rounds of a process, which are not independent."""
-    return math.exp(sum(map(math.log, times)) / len(times))
 
 
 # ---- processes and threads

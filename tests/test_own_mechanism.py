@@ -15,11 +15,10 @@ from torch import nn
 
 from crt_exp import Mechanism, advise, swap_attention
 from crt_exp.attention import Baseline
-from crt_exp.config import ConfigError, carried, is_known, known, own_names
+from crt_exp.config import ConfigError, is_known, own_names
 from crt_exp.features import FeatureMap
 from crt_exp.report import __main__ as report
 from crt_exp.report import pages
-from crt_exp.times import in_new_process
 
 FILES = {
     "mine/sizes.py": """
@@ -96,14 +95,6 @@ def test_command_lines_take_it(words, folder, typed):
     code, out, err = typed(*words, *TINY[task_of(words)])
     assert code == 0, err
     assert task_of(words) not in ("advise", "fidelity") or all(name in out for name in ("topk k=4", "shifted"))
-
-
-def test_another_process_has_the_same_names(folder):
-    """And none in a call that is not carried there: a new process knows nothing of this one."""
-    with own_names(["conf"]):
-        assert "topk" in in_new_process(carried(known), group="attention")
-        assert "topk" not in in_new_process(known, group="attention")
-    assert carried(known) is known
 
 
 @pytest.mark.slow

@@ -2,10 +2,7 @@
 
 import numpy as np
 import pytest
-from small_bert import write_glue, write_text
 
-from crt_exp.data import DataError, glue
-from crt_exp.measure import swapped, texts
 from crt_exp.runner.run import read_records
 
 MODEL = ["task.dataset=digits", "task.size=8", "task.workers=0", "task.sizes.patch=2", "task.sizes.width=32",
