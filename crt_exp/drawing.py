@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 
 from crt_exp.config import choices, unknown
 from crt_exp.features import FeatureMap, GeomRFPlus, PoisRFPlus
