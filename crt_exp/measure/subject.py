@@ -1,7 +1,6 @@
-"""A pretrained model and the texts that it reads, for `fidelity`: what it makes of them with its own attention, and
-what it makes of them with another one in its place.
+"""A pretrained model and documents, for task=fidelity: its states and losses with exact and with another attention.
 
-Legend: L tokens of a text, H query heads, d their dimension, D the width of the model. One text is read at a time.
+Notation: L tokens of a document, H query heads, d their dimension, D the width of the model.
 """
 
 from collections.abc import Sequence
@@ -23,28 +22,27 @@ from crt_exp.swap.calibration import learns
 
 
 class Pass(NamedTuple):
-    """What a model makes of one text: hidden states behind each layer, and the mean loss of the predicted tokens, nats;
-    None where it predicts nothing."""
+    """Hidden states of one document after each layer, and the mean loss of its predicted tokens in nats; None for a
+    bare encoder."""
 
     states: list[Tensor]         # (1, L, D) each
     loss: float | None
 
     @property
     def embedding(self) -> Tensor:
-        """The mean of the last states over tokens, (D,) float64."""
+        """The last states, mean over tokens, (D,) float64."""
         return self.states[-1][0].double().mean(0)
 
 
 class Subject(TextBench):
-    """A Hugging Face model that was trained with exact attention, and `texts` pieces of `length` tokens of a text.
+    """A Hugging Face model that was trained with exact attention, and `texts` pieces of `length` tokens.
 
-    model: a hub name, a folder or a run of task=mlm. text: files or folders, which the model was not trained on;
-    calibration: others, to which causal layers with fitted parameters are fitted, as `calibrate_attention` does.
-    Pieces are spread over the text, whose tokens are kept in `cache_dir`; the places of masks are those of `seed`, the
-    same for every attention.
+    model: a hub name, a folder or a run of task=mlm. text: held-out files or folders. calibration: others, to which
+    causal layers with fitted parameters are fitted, as by `calibrate_attention`. Pieces are spread over the text, whose
+    tokens are stored in `cache_dir`. `seed` sets the masked positions, the same for every attention.
 
-    Raises DataError where model, tokenizer or text cannot be had, ValueError for a model that was not trained with
-    exact attention or reads no text, for texts of too few tokens, and where text and calibration share a file.
+    Raises DataError for a missing model, tokenizer or text. Raises ValueError for a model that was not trained with
+    exact attention or reads no text, for too few tokens, and for a file in both text and calibration.
     """
 
     def __init__(self, model: str, text: str | Sequence[str], calibration: str | Sequence[str] | None,
@@ -63,14 +61,11 @@ class Subject(TextBench):
         self.calls: list[list[LayerCall]] = []
         self.exact = [self.captured(i) for i in range(texts)]
 
-    def __str__(self) -> str:
-        return f"{self.name}, {len(self.rows)} texts of {self.length} tokens"
-
     # ---- reading
 
     @torch.no_grad()
     def read(self, i: int) -> Pass:
-        """The model as it now stands, on text i."""
+        """The model with its present attention on document i."""
         out = self.run(self.rows[i:i + 1])
         states = list(out.hidden_states[1:])
         if self.predicts is None:
@@ -83,7 +78,7 @@ class Subject(TextBench):
         return super().run(ids, output_hidden_states=True)
 
     def asked(self, i: int) -> tuple[Tensor, Tensor]:
-        """Of masked models with BERT's corruption."""
+        """Inputs and labels of document i; masked models get BERT's corruption."""
         if self.causal:
             return super().asked(i)
         draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
@@ -91,7 +86,7 @@ class Subject(TextBench):
         return batch["input_ids"], batch["labels"]
 
     def captured(self, i: int) -> Pass:
-        """The exact model on text i; the calls of its attention layers are kept in `calls`."""
+        """The exact model on document i; `calls` stores the calls of its attention layers."""
         exact = self.read(i)
         self.calls.append(self.watched(self.rows[i:i + 1], LayerCall.of)[0])
         return exact
@@ -100,10 +95,10 @@ class Subject(TextBench):
 
     @torch.no_grad()
     def measured(self, mechanism: Mechanism) -> dict[str, np.ndarray]:
-        """Directly after the swap, of each text: `attention` (texts, calls), the relative error of every layer's output
-        for the exact model's own queries, keys and values; `hidden` (texts, layers), that of the hidden states behind
-        every layer, all layers swapped; `cosine` (texts,) of the mean-pooled embeddings; `above` (texts,), the loss
-        above that of the exact model in nats, where it predicts something."""
+        """Without training, of each document: `attention` (texts, calls), the relative error of every layer's output
+        for the exact model's queries, keys and values; `hidden` (texts, layers), that of the hidden states with all
+        layers swapped; `cosine` (texts,) of the mean states; `above` (texts,), the loss increase over exact attention
+        in nats, where the model predicts tokens."""
         with self.swapped(mechanism) as states:
             of_texts = [self.of_text(i, states) for i in range(len(self.rows))]
         return {key: np.array([each[key] for each in of_texts]) for key in of_texts[0]}
@@ -125,7 +120,7 @@ class Subject(TextBench):
 
 
 def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
-    """So many of the rows, spread over the text. Raises ValueError for too few."""
+    """`count` of the rows, spread over the text. Raises ValueError for too few."""
     if len(rows) < count:
         raise ValueError(f"{option} = {count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; give more "
                          "text, fewer pieces or a smaller task.length")
@@ -133,7 +128,7 @@ def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -
 
 
 def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:
-    """Raises ValueError where the same contents are to be fitted to and judged on."""
+    """Raises ValueError where text and calibration share a file."""
     if calibration is None:
         return
     seen = {data.content(file): file for file in data.text_files(text)}

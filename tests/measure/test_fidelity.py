@@ -13,10 +13,10 @@ from refusals import check_refused
 from small_bert import VOCABULARY, write_text
 
 from crt_exp import calibrate_attention, swap_attention
-from crt_exp.attention import exact_attention, uniform_attention
+from crt_exp.attention import uniform_attention
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.fidelity import Fidelity, MatchedHeads, SwapError, arms_of, mean_and_root, mean_of, normal
+from crt_exp.measure.fidelity import Fidelity, SwapError, mean_of, methods_of
 from crt_exp.measure.subject import Subject
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -58,7 +58,7 @@ def test_exact_attention_has_no_error(folder, name):
     assert source.predicts == {"gpt2": "next", "llama": "next", "bare": None}.get(name, "masked")
     assert all(len(calls) == 2 for calls in source.calls)
     for text, true in {"exact": True, "window block=32": True, "uniform": False}.items():
-        found = source.measured(arms_of([text], [8])[0].mechanism())
+        found = source.measured(methods_of([text], [8])[0].mechanism())
         assert found["hidden"].shape == found["attention"].shape == (3, 2)
         assert ((found["hidden"] < 1e-4).all() and (found["attention"] < 1e-4).all()) == true
         assert np.allclose(found["cosine"], 1, atol=1e-6) == true and ("above" in found) == (name != "bare")
@@ -124,10 +124,10 @@ def test_texts_and_masks_are_the_same_for_all(folder):
     assert not torch.equal(one.asked(2)[1], other.asked(2)[1])
 
 
-def test_arms():
-    arms = arms_of(["exact", "window block=8 first=2", "favorp"], [4, 16])
-    assert [arm.label for arm in arms] == ["exact", "window block=8 first=2", "favorp m=4", "favorp m=16"]
-    assert arms[1].mechanism().options["first"] == 2 and arms[3].mechanism(seed=7).seed == 7
+def test_methods():
+    methods = methods_of(["exact", "window block=8 first=2", "favorp"], [4, 16])
+    assert [each.label for each in methods] == ["exact", "window block=8 first=2", "favorp m=4", "favorp m=16"]
+    assert methods[1].mechanism().options["first"] == 2 and methods[3].mechanism(seed=7).seed == 7
     for texts, words in ((["window 8"], "is no option"), (["favour"], "favor"), (["favorp size=3"], "size"),
                          (["exact", "exact"], "twice"), ([" "], "it takes a name"),
                          (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset = foo: it takes cheap, "),
@@ -136,13 +136,13 @@ def test_arms():
                          (["favorp m=4", "favorp"], "twice"),
                          (["favorp seed=3"], "seed = 0 is given beside it")):
         with pytest.raises(ConfigError, match=words):
-            arms_of(texts, [4])
+            methods_of(texts, [4])
 
 
 def test_means_are_paired_over_texts():
     rows = [{"attention_error_texts": [1.0, 3.0], "hidden_error_texts": [0.0, 2.0], "cosine_texts": [1.0, 1.0],
              "above_texts": values} for values in ([0.1, 0.3], [0.3, 0.5])]
-    found = mean_of(arms_of(["favorp"], [4])[0], rows)
+    found = mean_of(methods_of(["favorp"], [4])[0], rows)
     assert found["above"] == pytest.approx(0.3) and found["draws"] == 2 and found["cosine_ci95"] == 0
     assert found["above_ci95"] == pytest.approx(12.7062 * np.std([0.2, 0.4], ddof=1) / 2**0.5, rel=1e-4)
 
@@ -173,7 +173,7 @@ def test_cost_against_the_length(folder):
     probe = Fidelity(model=str(folder / "bert"), text=str(folder / "text.txt"), **GIVEN | {"lengths": [16, 64]})
     found = [r for r in probe.records(None, 0) if r["split"] == "cost"]
     assert [r["length"] for r in found] == [16, 64]
-    assert all(r["ms"][arm] > 0 and r["mib"][arm] >= 0 for r in found for arm in ("exact", "favorpp m=8"))
+    assert all(r["ms"][name] > 0 and r["mib"][name] >= 0 for r in found for name in ("exact", "favorpp m=8"))
 
 
 @pytest.mark.parametrize("args, words", [
@@ -209,25 +209,9 @@ def test_a_model_of_other_attention_is_refused(folder, tmp_path):
 # ---- a run's model on WikiText-2
 
 
-def test_matched_heads_have_the_moments_of_the_model():
-    t = torch.randn(1, 2, 500, 3) @ torch.randn(1, 2, 3, 3) + torch.randn(1, 2, 1, 3)
-    drawn = normal(*mean_and_root(t), 200_000, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(drawn.mean(2), t.mean(2), atol=0.05, rtol=0.05)
-    centred = [u - u.mean(2, keepdim=True) for u in (drawn, t)]
-    covariances = [u.mT @ u / u.shape[2] for u in centred]
-    torch.testing.assert_close(*covariances, atol=0.05, rtol=0.05)
-
-
-def test_exact_attention_of_matched_heads():
-    """The layer is given unscaled queries, the reference scaled ones."""
-    q, k, v = torch.randn(3, 1, 2, 9, 4)
-    layer = Mechanism.parse("exact").layer(2, 4)
-    torch.testing.assert_close(layer(q, k, v), exact_attention(q / 4**0.25, k / 4**0.25, v))
-
-
 @pytest.mark.slow
 def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
-    """Rows of texts, of layers and of the model itself; and of heads with its moments."""
+    """Rows of documents, of layers and of the model itself."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
     for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
@@ -244,5 +228,3 @@ def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
     texts, *layers, last = probe.rows(Mechanism.parse("favorpp m=8"), 1)
     assert last["cost"] == pytest.approx(np.mean(texts["above"])) and {*last} == {"sample", "cost"}
     assert [row["layer"] for row in layers] == [0, 1]
-    rows = [*MatchedHeads("run", "test", 16, 2, 24).rows(Mechanism.parse("favorpp m=8"), 0)]
-    assert [row["layer"] for row in rows] == [0, 1] and all(row["attention_error"] > 0.01 for row in rows)
