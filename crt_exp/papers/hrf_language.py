@@ -34,7 +34,7 @@ page = Page(
     "hrf_language",
     title="HRF Figures 3, 8 and 10, Tables 4 and 5: random features for the softmax of a language model",
     finding="On Penn Treebank, hybrids estimate the softmax with a smaller KS distance than trigonometric features and "
-            "a larger one than FAVOR+. Models trained with negatives from features have a higher loss than word frequencies.",
+            "a larger one than FAVOR+. Training with feature negatives has a higher loss than word frequencies.",
     small={"hrf-lm": estimates("hrf-lm-models", 32), "hrf-sampled": sampled(SAMPLED, 64, 8, 8, 3)},
     full={"hrf-lm": estimates("hrf-lm-models-full", 1),
           "hrf-sampled": sampled("experiment=hrf_ptb_softmax", 1024, 16, 64, 25)},
@@ -45,7 +45,7 @@ page = Page(
         "Estimates: one LSTM per setting, every 32nd word of the test split, 10 seeds; hybrids have m / 8 per base.",
         "The paper's length costs and the numbers of Tables 4 and 5 are not known. Only full size has WikiText-2.",
         "Lengths near 1 (temperature 0.2, costs 1 and 100) were selected after trials. Distances use word ranks.",
-        "Negative estimates are set to 0. Word frequencies alone (unigram) have a smaller KS distance than all features.",
+        "Negative estimates are set to 0. Word frequencies alone (unigram) have a smaller KS than all features.",
         "Sampled training: one epoch, width 64, 3 seeds, 40 negatives, m = 64. The kernel ignores word frequencies."])
 
 
