@@ -1,11 +1,10 @@
-"""What features cost and what they are worth: columns for a FLOP, and the error at equal FLOPs (HRF Appendix L).
+"""FLOPs of features and attention, and errors at equal FLOPs (HRF Appendix L).
 
-FLOPs of one token are counted by torch.utils.flop_counter while the features are made, and here also those that it
-leaves out: one for each number of an elementwise operation (multiply, add, exp, cos, ...) or sum, besides the two of
-each multiply-add of a product. Of "attention" the two products with values of width d are counted too, that of a query
-and that of a key.
+torch.utils.flop_counter counts two FLOPs per multiply-add of a matrix product. This module adds one per value of an
+elementwise operation and one per term of a sum.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,17 +32,17 @@ aten = torch.ops.aten
 ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,
                aten.sqrt, aten.rsqrt, aten.pow, aten.square, aten.abs, aten.reciprocal, aten.where, aten.lt, aten.eq)
 SUMS = (aten.sum, aten.mean)
-TOKENS = 8          # on which FLOPs are counted, and on twice as many: the difference is that of tokens alone
+TOKENS = 8          # the count of 2 * TOKENS minus that of TOKENS leaves out what is computed once
 MOST = 2**20        # projections
 
 
 @checked("task")
 class Flops(Series):
-    """task=flops: for each budget, FLOPs a token, the most projections within it, and their error.
+    """task=flops: for each budget in FLOPs per token, the largest number of projections within it, and their error.
 
-    The error is the root of the mean squared relative error over pairs of vectors of one length at angles from 0 to pi,
-    as in task=pointwise. counted: "features" of a token, or its "attention". Where one projection costs more than the
-    budget, the record has m = 0, the FLOPs of one, and no error.
+    The error is the root mean squared relative error over pairs of one length at angles from 0 to pi, as in
+    task=pointwise. counted: "features" of a token, or its "attention", with the products of a query and a key with
+    values of width d. If one projection exceeds the budget, m = 0 and there is no error.
     """
 
     metric, lower_is_better, over = "error", True, "budget"
@@ -55,7 +54,7 @@ class Flops(Series):
         self.angles, self.groups, self.draws = angles, groups, draws
 
     def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """m, columns, FLOPs and error of the most projections whose FLOPs a token are within the budget."""
+        """m, columns, FLOPs and errors of the most projections within the budget."""
         phi = mechanism.map("softmax")
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
@@ -68,33 +67,34 @@ class Flops(Series):
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
         squared = squared_errors(phi, replace(mechanism, m=m), x, y, params, self.groups, self.draws, seed).mean(-1)
         closed = log_relative_mse(phi, x, y, params, m).exp().mean().sqrt()
-        return {"m": m, "columns": phi.width(m), "flops": cost(m), "columns_per_flop": phi.width(m) / cost(m),
-                "error": squared.mean().sqrt().item(), "closed_form": closed.item(), "squared_error": squared.tolist()}
+        return {"m": m, "columns": phi.width(m), "flops": cost(m), "error": squared.mean().sqrt().item(),
+                "closed_form": closed.item(), "squared_error": squared.tolist()}
 
 
 def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
-    """Of one token; what is done once for all tokens is left out. Attention: a query and a key of each token, and their
-    products with values and with ones."""
+    """FLOPs per token. Attention: features of a query and a key, and their products with values and with ones."""
     bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
 
     def run(x: Tensor) -> Tensor:
-        if counted == "features":
-            return columns(bound.phi_q(x))
-        return columns(bound.phi_q(x)) @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
-    x = torch.randn(2 * TOKENS, d, generator=generator(1))
-    run(x)                                                         # what the noise computes once and keeps
-    first, both = (count(lambda rows=rows: run(rows)) for rows in (x[:TOKENS], x))
-    return round((both - first) / TOKENS)
+        queries = columns(bound.phi_q(x))
+        return queries if counted == "features" else queries @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
+    return round(per_token(run, torch.randn(2 * TOKENS, d, generator=generator(1))))
+
+
+def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
+    """FLOPs of run(x) per row of x (2 * TOKENS, d), without what is computed once."""
+    run(x)  # the projections compute some tables once and store them
+    return (count(partial(run, x)) - count(partial(run, x[:TOKENS]))) / TOKENS
 
 
 def columns(f: Features | Blocks) -> Tensor:
-    """The features, (L, M); of hybrids as attention puts them together, after the exponential."""
+    """The features, (L, M); those of hybrids are combined after the exponential, as in attention."""
     return together(f.parts, [part.base.exp() for part in f.parts]) if isinstance(f, Blocks) else f.exp()
 
 
 @torch.no_grad()
 def count(run: Callable[[], Any]) -> int:
-    """One for each number of an elementwise operation, one for each term of a sum."""
+    """FLOPs of a call."""
     of_numbers, of_terms = (lambda *shapes, out_shape=None, **_: prod(out_shape)), (lambda shape, *_, **__: prod(shape))
     formulas = dict.fromkeys(ELEMENTWISE, of_numbers) | dict.fromkeys(SUMS, of_terms)
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
@@ -103,24 +103,22 @@ def count(run: Callable[[], Any]) -> int:
 
 
 def most_within(cost: Callable[[int], float], budget: float) -> int:
-    """The largest m that costs at most the budget; 0 where none does."""
-    low, high = 0, 1
+    """The largest m that costs at most the budget; 0 if there is none."""
+    high = 1
     while high <= MOST and cost(high) <= budget:
-        low, high = high, 2 * high
-    while low and high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle) <= budget else (low, middle)
-    return low
+        high *= 2
+    return bisect_right(range(1, high), budget, key=cost)
 
 
-# ---- ranking the patches of an image by the attention that they get (HRF 4.4)
+# ---- ranking the patches of an image by their attention (HRF 4.4)
 
 
 @checked("task")
 class RankingCost(Measurement):
-    """task=ranking_cost: `flops`, and `ms` of each round, of ranking the patches of one image from queries and keys on
-    the unit sphere. FLOPs are counted as in task=flops, with exact attention by its matrix; ms are of the processor, on
-    one thread, all methods in turns."""
+    """task=ranking_cost: FLOPs and processor time (ms, one thread, each round) of ranking the patches of one image.
+
+    Queries and keys lie on the unit sphere. Exact attention forms its matrix. Methods take turns.
+    """
 
     metric = "flops"
 
@@ -145,7 +143,7 @@ def on_sphere(rows: int, d: int) -> Tensor:
 
 
 def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
-    """The mean of some calls."""
+    """Mean time of `calls` calls."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
     with Watch(PROCESSOR) as watch:
@@ -155,18 +153,14 @@ def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
 
 
 def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
-    """With features in time linear in the patches, what is done once for a noise left out."""
+    """FLOPs, linear in the patches with features; what is computed once is left out."""
     if not mechanism.estimates:
         return length**2 * (2 * d + 4) if mechanism.is_exact else 0  # products, exp, two sums, one division
     phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
     params = phi.fit(Statistics.of(x, x))
     bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
-    ranked(bound, x)
-    first, both = (count(lambda rows=rows: ranked(bound, rows)) for rows in (x[:TOKENS], x))
-    return round((both - first) / TOKENS * length)
 
-
-def ranked(bound: Any, x: Tensor) -> Tensor:
-    """Column sums of normalised linear attention of x to itself."""
-    f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
-    return g @ ((1 / (f @ g.sum(0))) @ f)
+    def ranked(x: Tensor) -> Tensor:  # column sums of normalised linear attention of x to itself
+        f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
+        return g @ ((1 / (f @ g.sum(0))) @ f)
+    return round(per_token(ranked, x) * length)

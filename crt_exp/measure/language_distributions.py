@@ -1,20 +1,17 @@
-"""The distribution over all words of a language model, estimated by random features: how far it is from the softmax.
+"""Distances between the softmax over the words of a language model and its random-feature estimates (HRF 4.2).
 
-A model is a run of task=ptb. Its queries x are the outputs at every word of the test split, its keys y the embeddings
-of all words; both are divided by the square root of the temperature, so that the kernel is exp(x.y).
+A model is a run of task=ptb. Queries x are its outputs at the words of the test split, keys y the embeddings of all
+words; both are divided by the square root of the temperature, so that the kernel is exp(x.y).
 
-Distances are those of the two distributions over the class numbers 0 .. V - 1, W1 = sum_c |F_c - F^_c| and
-KS = max_c |F_c - F^_c|; the text of HRF (4.2) does not say of which one-dimensional distributions its own are.
-Estimates below 0 count as a fraction, are set to 0, and rows are divided by their sum before the distances are taken.
-
-Queries go through in blocks: n x V numbers are never held. Legend: n queries x, V classes with keys y, d dimension, M
-features, B queries of a block.
+Distances compare the distributions over class numbers: W1 = sum_c |F_c - F^_c| and KS = max_c |F_c - F^_c|; the paper
+does not state its one-dimensional distributions. Negative estimates are set to 0 and rows normalised before that.
+Notation: n queries x, V classes with keys y, d dimension, B queries of a block.
 """
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +19,7 @@ from torch import Tensor
 from crt_exp.data.text import IGNORED
 from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
-from crt_exp.features.blocks import Blocks, Selected
+from crt_exp.features.blocks import Blocks
 from crt_exp.hints import Count, Several
 from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
@@ -34,17 +31,18 @@ from crt_exp.schema import checked
 from crt_exp.tasks.base import Reader
 
 SPLIT, FITTED = "test", 16  # parameters are fitted to every sixteenth query
-BLOCK = 64                  # queries of a block, which then stays in the cache of a core
+BLOCK = 64                  # queries of a block, which fits the cache of a core
 
 
 @checked("task")
 class ClassDistributions(Measurement):
-    """task=class_distributions: distances between the softmax over words of a run of task=ptb and its estimate, for
-    each m (HRF Figures 3 and 8, Tables 4 and 5). With attention=exact those of the uniform distribution and of the
-    words' shares in the training text, which know no query, and what the model has learned.
+    """task=class_distributions: distances between the softmax of a run of task=ptb and its estimate, for each m (HRF
+    Figures 3 and 8, Tables 4 and 5).
 
-    start: the run directory. every: of the words of the test split, each one so far from the last. ms: projections;
-    hybrids, which multiply features, take as many fewer for each base.
+    With attention=exact: loss of the model, and distances of the uniform distribution and of word frequencies.
+
+    start: the run directory. every: use every n-th word of the test split. ms: projections; hybrids with n coefficient
+    features take m / n per base.
     """
 
     metric = "ks"
@@ -60,26 +58,18 @@ class ClassDistributions(Measurement):
             for m in self.ms:
                 made = mechanism.projecting(m // mechanism.features.content.get("n", 1))
                 noise = made.noise(y.shape[1], torch.Generator().manual_seed(seed))
-                found = distances(queries, y, Estimate(phi, noise, phi.fit(stats), y))
-                yield {"m": m, **found._asdict()}
+                yield {"m": m, **distances(queries, y, estimator(phi, noise, phi.fit(stats), y))}
             return
-        yield learned(self.start) | {"query_length": float(stats.x.mean_norm)**0.5,
-                                     "key_length": float(stats.y.mean_norm)**0.5,
-                                     "squared_norm": float(stats.mean_sq_sum)}
+        last = read_records(Path(self.start) / "metrics.jsonl")[-1]
+        yield {metric: last[metric] for metric in ("loss", "unigram_loss")}
         for name, shares in [("uniform", torch.ones(len(y))), ("unigram", torch.from_numpy(task.unigram).float())]:
             found = distances(queries, y, lambda part, shares=shares: shares.expand(len(part), -1))
-            yield from ({"method": name, "m": m, **found._asdict()} for m in self.ms)
-
-
-def learned(start: str) -> dict[str, float]:
-    records = read_records(Path(start) / "metrics.jsonl")
-    return {"validation_perplexity": min(each["perplexity"] for each in records if each["split"] == "validation"),
-            "loss": records[-1]["loss"], "unigram_loss": records[-1]["unigram_loss"]}
+            yield from ({"method": name, "m": m, **found} for m in self.ms)
 
 
 @lru_cache(maxsize=1)
 def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
-    """The task of a run, x (n, d) at all words of the test split in their order, and y (V, d)."""
+    """The task of a run, x (n, d) at the words of the test split, and y (V, d)."""
     task, kept = kept_task(start), lstm.load(start, "the model")
     return (task, outputs(kept.body, task) / kept.temperature**0.5,
             kept.body.embedding.weight.detach() / kept.temperature**0.5)
@@ -87,7 +77,7 @@ def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
 
 @torch.no_grad()
 def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
-    """(n, d) float32: column after column, as the text goes."""
+    """(n, d) float32, in the order of the text."""
     state, parts, kept = None, [], []
     for batch in Reader(task).batches(SPLIT):
         part, state = body(batch["tokens"], None if batch["first"] else state)
@@ -99,67 +89,31 @@ def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
 # ---- distances
 
 
-class Distances(NamedTuple):
-    """Means over queries of W1 and KS over the class numbers; negative: share of the estimates below 0."""
+def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> Callable[[Tensor], Tensor]:
+    """The function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c) of each query x. keys (V, d).
 
-    w1: float
-    ks: float
-    negative: float
-
-
-class Estimate:
-    """In proportion to phi_q(x).phi_k(y_c) for all classes c, of queries as they come; without overflow.
-
-    Features are divided by the largest of all keys and queries multiplied by it; what then scales a row is left out.
-    Of a hybrid, whose features are products, the two factors are multiplied over and not put together: R + D
-    operations a pair in place of R D.
+    Against overflow, key features are divided by the largest of each column, and a common factor of a row is left out.
     """
+    bound = phi.bind(noise, params)
+    values, logs = dense(bound.phi_k(keys))
+    largest = logs.amax(-2, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)  # also of a cluster without a class
+    table = (values * (logs - largest).exp()).mT
 
-    def __init__(self, phi: FeatureMap, noise: Nested, params: Params, keys: Tensor):
-        """keys (V, d)."""
-        self.bound = phi.bind(noise, params)
-        blocks = blocks_of(self.bound.phi_k(keys))
-        self.largest = [largest(base.log_scale) for _, base in blocks]     # (1, D), or (1, 1)
-        self.keys = [(weight, scaled(base, base.log_scale - top)) for (weight, base), top in zip(blocks, self.largest)]
-
-    def __call__(self, queries: Tensor) -> Tensor:
-        """(B, d) -> (B, V)."""
-        blocks = blocks_of(self.bound.phi_q(queries))
-        logs = [base.log_scale + top for (_, base), top in zip(blocks, self.largest)]
-        row = torch.stack([log.amax(-1, keepdim=True) for log in logs]).amax(0)
-        parts = [product(weight, scaled(base, log - row), *keys)
-                 for (weight, base), log, keys in zip(blocks, logs, self.keys)]
-        return sum(parts[1:], start=parts[0])
+    def estimate(queries: Tensor) -> Tensor:
+        values, logs = dense(bound.phi_q(queries))
+        logs = logs + largest
+        return (values * (logs - logs.amax(-1, keepdim=True)).exp()) @ table
+    return estimate
 
 
-def largest(log: Tensor) -> Tensor:
-    """(..., V, D) -> (..., 1, D): over classes; finite, also of a cluster that no class belongs to."""
-    return log.amax(-2, keepdim=True).clamp(min=torch.finfo(log.dtype).min)
+def dense(features: Features | Blocks) -> Features:
+    return features if isinstance(features, Features) else features.dense()
 
 
-def blocks_of(features: Features | Blocks) -> list[tuple[Tensor | None, Features]]:
-    """Weights (L, R) and bases (L, D) whose products are the features; None: there is no weight. Features of clusters,
-    most of which are 0, are written out."""
-    if isinstance(features, Blocks) and not any(isinstance(block, Selected) for block in features.parts):
-        return [(block.weight, block.base) for block in features.parts]
-    return [(None, features if isinstance(features, Features) else features.dense())]
+def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK) -> dict:
+    """Between softmax(x . y_c) and estimate(queries (B, d)) (B, V): means of W1 and KS, share of negative estimates.
 
-
-def scaled(features: Features, log_scale: Tensor) -> Tensor:
-    """value * exp(log_scale), (L, D)."""
-    return (features.value * log_scale.exp()).contiguous()
-
-
-def product(weight: Tensor | None, base: Tensor, key_weight: Tensor | None, key_base: Tensor) -> Tensor:
-    """(B, V): inner products of rows of weight (B, R) times base (B, D) with those of the keys."""
-    dots = base @ key_base.mT
-    return dots if weight is None else dots * (weight @ key_weight.mT)
-
-
-def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK) -> Distances:
-    """Between softmax(x . y_c) and the estimate, which gives (B, V) for queries (B, d). queries (n, d), keys (V, d).
-
-    Raises ValueError where an estimate is not finite, and where a query has none above 0.
+    Raises ValueError if an estimate is not finite, or if a query has no positive estimate.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for part in queries.split(block):
@@ -167,8 +121,8 @@ def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor
         positive = found.clamp(min=0)
         total = positive.sum(-1, keepdim=True)
         if not bool(found.isfinite().all() and (total > 0).all()):
-            raise ValueError("an estimate of the softmax is not finite, or a query has none above 0")
+            raise ValueError("estimates of the softmax: expected finite values and a positive one for each query")
         apart = (exact - positive / total).cumsum(-1)[:, :-1].abs()
         sums += torch.stack([apart.sum(dtype=torch.float64), apart.amax(-1).sum(dtype=torch.float64),
                              (found < 0).sum() / len(keys)])
-    return Distances(*(sums / len(queries)).tolist())
+    return dict(zip(("w1", "ks", "negative"), (sums / len(queries)).tolist()))

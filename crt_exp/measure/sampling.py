@@ -1,7 +1,7 @@
-"""Sampled softmax on synthetic classes: what a draw and a step cost, how far the gradient is from the full softmax's.
+"""Sampled softmax on synthetic classes: time of a draw and a step, bias and variance of the gradient.
 
-Legend: V classes, d dimension, B queries, k negatives, m projections. Targets follow Zipf's law, for classes numbered
-from the most frequent on.
+Notation: V classes, d dimension, B queries, k negatives, m projections. Targets follow Zipf's law; class 0 is the most
+frequent.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from crt_exp import mechanism_text
 from crt_exp.config import unknown
-from crt_exp.features import OPRF, TrigRF
+from crt_exp.features import OPRF
 from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
@@ -25,12 +25,10 @@ from crt_exp.times import LONG, again, in_turns
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB
-RATE = 1e-3         # of the optimisers of timed steps: it moves the classes, and nothing is learnt
-GROUPS = 32         # of classes: a query's likely classes are mostly those of one
-WITHIN = 0.3        # share of a class vector's square that is its own
-NOISE = 1.0         # length of what is added to the unit vector of a query's target: their cosine is about 0.7
-WARMED = partial(again, below=LONG)  # where the tables are read all the time, as in a step
-REPEATED = 2**23    # numbers of the class vectors that repeated draws gather at once
+RATE = 1e-3         # learning rate of timed steps
+GROUPS = 32         # of classes: the likely classes of a query are mostly in one group
+WITHIN = 0.3        # share of the squared length of a class vector that is its own, not that of its group
+REPEATED = 2**23    # values of class vectors that repeated samples gather at once
 
 
 def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
@@ -51,17 +49,17 @@ def zipf(classes: int) -> Tensor:
     return LogUniform(classes).log_probability(torch.arange(classes)).exp().float()
 
 
-def batch_of(head: nn.Linear, spread: float, count: int) -> tuple[Tensor, Tensor]:
-    """Queries of length `spread`, each near its target's class vector, and the targets."""
+def batch_of(head: nn.Linear, length: float, count: int) -> tuple[Tensor, Tensor]:
+    """Queries of a length, with a cosine of about 0.7 to the class vectors of their targets; and the targets."""
     targets = LogUniform(head.out_features).draw(torch.empty(1), None, count).ids[0]
-    noise = F.normalize(torch.randn(count, head.in_features), dim=-1) * NOISE
-    vectors = F.normalize(head.weight.detach()[targets], dim=-1)
-    return spread * F.normalize(vectors + noise, dim=-1), targets
+    noise = F.normalize(torch.randn(count, head.in_features), dim=-1)
+    return length * F.normalize(F.normalize(head.weight.detach()[targets], dim=-1) + noise, dim=-1), targets
 
 
 KNOWN: dict[str, Callable[[nn.Linear], ClassSampler]] = {
     "uniform": lambda head: Uniform(head.out_features), "log_uniform": lambda head: LogUniform(head.out_features),
     "unigram": lambda head: Unigram(zipf(head.out_features) ** 0.75), "exact": ExactSoftmax, "quadratic": Quadratic}
+FEATURES = {"tree": TreeFeatures, "dense": DenseFeatures}
 
 
 # ---- cost
@@ -69,13 +67,11 @@ KNOWN: dict[str, Callable[[nn.Linear], ClassSampler]] = {
 
 @checked("task")
 class SamplingTimes(Measurement):
-    """task=sampling_times: what sampled softmax costs with `classes` classes, milliseconds of each of `rounds` rounds
-    in which all methods take turns. Every call is warm, as in training, where the tables are read all the time.
+    """task=sampling_times: time of sampled softmax, ms of each of `rounds` rounds, in which methods take turns.
 
-    draw: negatives for a batch by dense or tree, which hold the same table, or signed_tree, that of a trigonometric map
-    with as many features; update_ms: of the classes drawn. step: forward, backward, the optimiser's step and the update
-    of the tables, by full, adaptive (torch's), tree, dense, or the methods of task=sampled_gradients
-    without features.
+    what=draw: sample negatives for a batch. what=step: forward, backward, the optimiser's step and the update of the
+    tables. methods: FAVOR++ with m features in a tree or dense, and those of task=sampled_gradients without features;
+    for steps also full and adaptive (torch's). Each call is warm, as in training.
     """
 
     metric = "ms"
@@ -86,73 +82,53 @@ class SamplingTimes(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
-        found = (self.draws if self.what == "draw" else self.steps)(head, hidden, targets)
-        for name in self.methods:
-            yield {"method": f"{name} m={self.m}" if name in ("dense", "tree", "signed_tree") else name,
-                   **{metric: values[name] for metric, values in found.items()}}
+        calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
+        spent = in_turns(calls, self.rounds, partial(again, below=LONG))
+        yield from ({"method": f"{name} m={self.m}" if name in FEATURES else name, "ms": spent[name]}
+                    for name in self.methods)
 
-    def draws(self, head: nn.Linear, hidden: Tensor, targets: Tensor) -> dict[str, dict[str, list[float]]]:
-        tree, dense = (kind(OPRF(), self.classes, D, m=self.m) for kind in (TreeFeatures, DenseFeatures))
-        tree.rebuild(head.weight, head.bias, hidden)
-        dense.load_state_dict({name: value for name, value in tree.state_dict().items() if not name.startswith("tree.")}
-                              | {"leaves": tree.tree.leaves}, assign=True)
-        kinds = {"dense": dense, "tree": tree}
-        if "signed_tree" in self.methods:
-            kinds["signed_tree"] = TreeFeatures(TrigRF(), self.classes, D, m=self.m // 2)
-            kinds["signed_tree"].rebuild(head.weight, head.bias, hidden)
-        ids = tree.draw(hidden, targets, NEGATIVES).ids
-        return {metric: in_turns({name: call(one_of(kinds, name)) for name in self.methods}, self.rounds, WARMED)
-                for metric, call in [("ms", lambda kind: partial(kind.draw, hidden, targets, NEGATIVES)),
-                                     ("update_ms", lambda kind: partial(kind.update, ids, head.weight, head.bias))]}
-
-    def steps(self, head: nn.Linear, hidden: Tensor, targets: Tensor) -> dict[str, dict[str, list[float]]]:
-        whole = {"full": lambda: partial(full_step, head, hidden, targets),
-                 "adaptive": lambda: adaptive_step(self.classes, hidden, targets)}
-        kinds = {"tree": lambda head: TreeFeatures(OPRF(), self.classes, D, m=self.m),
-                 "dense": lambda head: DenseFeatures(OPRF(), self.classes, D, m=self.m), **KNOWN}
-
-        def step(name: str) -> Callable[[], None]:
-            made = one_of({**whole, **kinds}, name)
-            if name in whole:
-                return made()
-            softmax = SampledSoftmax(made(head), head, NEGATIVES, sparse=True, rebuild_every=0)
-            return partial(sampled_step, softmax, torch.optim.SGD(head.parameters(), RATE), hidden, targets)
-        return {"ms": in_turns({name: step(name) for name in self.methods}, self.rounds, WARMED)}
+    def call(self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], Any]:
+        whole = {"full": full_step, "adaptive": adaptive_step} if self.what == "step" else {}
+        if name in whole:
+            return whole[name](head, hidden, targets)
+        if name not in {**FEATURES, **KNOWN}:
+            raise unknown("method", name, [*whole, *FEATURES, *KNOWN])
+        sampler = FEATURES[name](OPRF(), self.classes, D, m=self.m) if name in FEATURES else KNOWN[name](head)
+        if self.what == "draw":
+            sampler.rebuild(head.weight, head.bias, hidden)
+            return partial(sampler.draw, hidden, targets, NEGATIVES)
+        softmax = SampledSoftmax(sampler, head, NEGATIVES, sparse=True, rebuild_every=0)
+        return training_step(head, lambda: softmax(hidden.detach().requires_grad_(), targets), softmax.update)
 
 
-def one_of(kinds: dict[str, Any], name: str) -> Any:
-    if name not in kinds:
-        raise unknown("method", name, [*kinds])
-    return kinds[name]
-
-
-def sampled_step(softmax: SampledSoftmax, optimiser: torch.optim.Optimizer, hidden: Tensor, targets: Tensor) -> None:
-    optimiser.zero_grad(set_to_none=True)
-    softmax(hidden.detach().requires_grad_(), targets).backward()
-    optimiser.step()
-    softmax.update()
-
-
-def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> None:
-    """The queries in as many parts as the memory asks for."""
-    head.zero_grad(set_to_none=True)
-    step = max(1, FULL_PAIRS // head.out_features)
-    for h, t in zip(hidden.split(step), targets.split(step)):
-        (F.cross_entropy(head(h.detach().requires_grad_()), t, reduction="sum") / len(hidden)).backward()
-    torch.optim.SGD(head.parameters(), RATE).step()
-    head.zero_grad(set_to_none=True)  # so that the methods in turn do not find its gradient
-
-
-def adaptive_step(classes: int, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
-    """torch's adaptive softmax with clusters of a fiftieth, a fifth and the rest of the classes."""
-    model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
+def training_step(model: nn.Module, loss: Callable[[], Tensor], update: Callable[[], Any] = int) -> Callable[[], None]:
     optimiser = torch.optim.SGD(model.parameters(), RATE)
 
     def step() -> None:
         optimiser.zero_grad(set_to_none=True)
-        model(hidden.detach().requires_grad_(), targets).loss.backward()
+        loss().backward()
         optimiser.step()
+        update()
     return step
+
+
+def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+    optimiser, size = torch.optim.SGD(head.parameters(), RATE), max(1, FULL_PAIRS // head.out_features)
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        for h, t in zip(hidden.split(size), targets.split(size)):
+            (F.cross_entropy(head(h.detach().requires_grad_()), t, reduction="sum") / len(hidden)).backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)  # the other methods need a head without gradients
+    return step
+
+
+def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+    """torch's adaptive softmax with clusters of 2%, 18% and 80% of the classes."""
+    classes = head.out_features
+    model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
+    return training_step(model, lambda: model(hidden.detach().requires_grad_(), targets).loss)
 
 
 # ---- gradients
@@ -160,13 +136,12 @@ def adaptive_step(classes: int, hidden: Tensor, targets: Tensor) -> Callable[[],
 
 @checked("task")
 class SampledGradients(Measurement):
-    """task=sampled_gradients: squared bias and variance of the gradient by the queries, over the squared length of the
-    full softmax's gradient, for each of `methods` that draw negatives: uniform, log_uniform, unigram, exact, quadratic,
-    or features, "favorpp m=64".
+    """task=sampled_gradients: squared bias and variance of the gradient with respect to the queries, relative to the
+    squared length of the full softmax's gradient.
 
-    length: of queries. The kernel of features is the softmax of vectors of the mean lengths; "favorpp m=64 flatter=2"
-    has twice its temperature. One head, one batch and one noise a seed; the bias is from two halves of the repeats, so
-    that their noise cancels.
+    methods: samplers of negatives: uniform, log_uniform, unigram, exact, quadratic, or features, "favorpp m=64". The
+    kernel of features is the softmax at the mean lengths; "favorpp m=64 flatter=2" doubles the temperature. length: of
+    queries. A seed has one head and one batch. The bias compares two halves of the repeats, which removes the variance.
     """
 
     metric = "variance"
@@ -196,7 +171,7 @@ class SampledGradients(Measurement):
 
 
 def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:
-    """The gradient by the queries for `repeats` draws of negatives, (repeats, B, d)."""
+    """The gradient with respect to the queries for `repeats` sets of negatives, (repeats, B, d)."""
     part = max(1, REPEATED // (hidden.numel() * NEGATIVES))
     sizes = [min(part, repeats - start) for start in range(0, repeats, part)]
     return torch.cat([gradient(lambda h, n=n: softmax.losses(h, targets.expand(n, -1)).sum(),

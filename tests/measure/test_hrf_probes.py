@@ -55,18 +55,16 @@ def test_pairs_have_their_angle_and_length():
     x, y = at_angles(theta, 1.5, 6, generator(0))
     torch.testing.assert_close((x * y).sum(-1), 2.25 * theta.cos())
     torch.testing.assert_close(y.norm(dim=-1), torch.full_like(theta, 1.5))
-    with pytest.raises(ValueError, match="two dimensions"):
-        at_angles(theta, 1.0, 1, generator(0))
 
 
 def test_pointwise_errors_vanish_where_the_maps_are_exact():
     of = {name: next(Pointwise(8, [1.0], 5, 2, 20).records(mechanism(name), 0)) for name in ("trig", "hyp", "angular")}
     zero = {name: [error < 1e-12 for error in r["error"]] for name, r in of.items()}
     assert zero == {"trig": [True] + [False] * 4, "hyp": [False] * 4 + [True], "angular": [True, *[False] * 3, True]}
-    assert of["trig"]["largest_error"] == max(of["trig"]["error"]) and of["angular"]["columns"] == 36 * 4
+    assert of["trig"]["largest_error"] == max(of["trig"]["error"])
 
 
-def test_qmc_errors_and_their_controls():
+def test_qmc_errors():
     task = QMC("wine", "standard", 1.0, 200, 10, 20)
     assert torch.allclose(task.data.square().sum(-1).mean().sqrt(), torch.tensor(1.0).double())
     x, y = task.random_pairs(generator(0))
@@ -74,7 +72,7 @@ def test_qmc_errors_and_their_controls():
     iid, orthogonal = (next(task.records(mechanism("trig", 13, s), 0)) for s in ("iid", "orthogonal"))
     error = np.std(iid["mse_of_groups"], ddof=1) / 10**0.5
     assert abs(iid["mse"] - iid["closed_form"]) < 5 * error < 0.5 * iid["closed_form"]
-    assert orthogonal["mse"] < iid["mse"] and iid["mean"] < iid["zero"] and "sampler_bias" not in iid
+    assert orthogonal["mse"] < iid["mse"] and "sampler_bias" not in iid
     assert "sampler_bias" in next(QMC("iris", "none", 1.0, 5, 1, 2).records(mechanism("trig", 4, "hadamard"), 0))
 
 

@@ -499,12 +499,11 @@ def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are
     assert found["exact"]["variance"] < found["favorpp m=16"]["variance"] < found["uniform"]["variance"]
 
 
-@pytest.mark.parametrize("what, methods, metrics", [
-    ("draw", ["dense", "tree", "signed_tree"], ["ms", "update_ms"]),
-    ("step", ["full", "adaptive", "tree", "dense", "uniform", "log_uniform"], ["ms"])])
-def test_times_have_a_value_for_each_round(what, methods, metrics):
+@pytest.mark.parametrize("what, methods", [
+    ("draw", ["dense", "tree"]), ("step", ["full", "adaptive", "tree", "dense", "uniform", "log_uniform"])])
+def test_times_have_a_value_for_each_round(what, methods):
     rows = [*SamplingTimes(what, methods, 1000, 16, 2).rows(None, 0)]
     assert [row["method"].removesuffix(" m=16") for row in rows] == methods
-    assert all(len(row[metric]) == 2 and min(row[metric]) > 0 for row in rows for metric in metrics)
+    assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in rows)
     with pytest.raises(ValueError, match="method"):
         [*SamplingTimes(what, ["trees"], 1000, 16, 2).rows(None, 0)]
