@@ -86,11 +86,11 @@ FOREST = [  # FAVOR++ against FAVOR+: name, training, setting, methods, where un
     ("proteins, 200 steps, m = 256", TRAINED,
      Setting("perf_redraw", "loss", {"sweep": "redraw", "dataset": "generated families", "mode": "U", "step": 200}),
      " m=256", {"sweep": "redraw/swap", "step": 0}),
-    *((f"speech, m = {m}", WITHOUT, Setting("crt_speech", "loss", {"setting": "without training"}), f" m={m}", {})
+    *((f"speech, m = {m}", WITHOUT, Setting("crt_speech", "loss", {"sweep": "fig3", "setting": WITHOUT}), f" m={m}", {})
       for m in (16, 8)),
-    ("ViT, m = 64", WITHOUT, Setting("crt_vit", "loss", {"setting": "without training", "step": 0}), " m=64", {}),
-    ("ViT-S of DINOv2, m = 256", WITHOUT, Setting("crt_vit", "loss", {"sweep": "fig4-left-vit", "step": 0}), " m=256",
-     {}),
+    ("ViT, m = 64", WITHOUT, Setting("crt_vit", "loss", {"sweep": "fig4-left", "setting": WITHOUT}), " m=64", {}),
+    ("ViT-S of DINOv2, m = 256", WITHOUT, Setting("crt_vit", "loss", {"sweep": "fig4-left-vit", "setting": WITHOUT}),
+     " m=256", {}),
     ("MiniLM, SST-2, 400 steps, m = 256", TRAINED, TUNED[-1], " m=256", {})]
 
 
@@ -179,10 +179,10 @@ def forest_of(rows: Mapping[str, Rows]) -> dict[str, pd.Series]:
     for name, _, setting, options, uniform in FOREST:
         if setting.page in rows:
             whole = loss(rows[setting.page], setting._replace(where={**setting.where, **uniform}), "uniform").mean()
-            gain = loss(rows[setting.page], setting, f"favorp{options}") - loss(rows[setting.page], setting,
-                                                                                f"favorpp{options}")
-            if len(gain.dropna()) > 1:
-                made[name] = 100 * gain.dropna() / whole
+            gain = setting.sign * rows[setting.page].paired(f"favorp{options}", f"favorpp{options}", setting.metric,
+                                                            **setting.where)
+            if len(gain) > 1:
+                made[name] = 100 * gain / whole
     return made
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 
 from crt_exp.data.text import bert_tokenizer
-from crt_exp.measure import pretrained_encoders as encoders
+from crt_exp.measure import whisper
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +37,9 @@ def speaker(monkeypatch):
         decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)).eval()
     processor = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(f"w{int(i)}" for i in ids))
     said = [SimpleNamespace(text=f"w{i} w{i + 1}", name=f"{i}", number=i, seconds=1.0) for i in range(5)]
-    monkeypatch.setattr(encoders, "AT_MOST", 4)
-    monkeypatch.setattr(encoders, "hearer", lambda name: (model, processor))
-    monkeypatch.setattr(encoders, "utterances", lambda subset, seconds=0: said)
-    monkeypatch.setattr(encoders, "features", lambda processor, each: torch.randn(
+    monkeypatch.setattr(whisper, "AT_MOST", 4)
+    monkeypatch.setattr(whisper, "load", lambda name: (model, processor))
+    monkeypatch.setattr(whisper, "utterances", lambda subset, seconds=0: said)
+    monkeypatch.setattr(whisper, "features", lambda processor, each: torch.randn(
         1, 8, 128, generator=torch.Generator().manual_seed(each.number)))
     return model

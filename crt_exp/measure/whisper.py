@@ -1,0 +1,254 @@
+"""Pretrained Whisper with another attention in its encoder.
+
+task=swap_speech: word error rate without training. task=dictation: loss without training. task=whisper: fine-tuned
+after the swap. The loss is that of the transcript of exact attention: word error rates saturate near 100%, where losses
+still differ. task=swap_times: time and memory of pretrained models.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain, groupby
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
+from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
+
+from crt_exp.advice.bench import Bench, fitted, quiet
+from crt_exp.data import speech
+from crt_exp.data.text import generator_of
+from crt_exp.hints import Count, NotNegative, Positive, Several, Whole
+from crt_exp.measure.adapt import descent
+from crt_exp.measure.base import Measurement, SwapMeasurement
+from crt_exp.measure.pretrained import DTYPES, ROWS, arranged, bench_of, folder_of
+from crt_exp.measure.recall import attention_of
+from crt_exp.mechanism import Mechanism
+from crt_exp.metrics import error_rates
+from crt_exp.schema import checked
+
+RATE = 16_000                 # samples a second
+AT_MOST, A_SECOND = 16, 8     # largest transcript: tokens, and tokens a second of audio (speech has at most 5.3)
+
+
+@lru_cache(maxsize=1)
+def load(model: str) -> tuple[nn.Module, Any]:
+    """The model in eval mode, and its processor."""
+    folder = folder_of(model)
+    made = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).eval()
+    return made, AutoProcessor.from_pretrained(folder)
+
+
+@lru_cache(maxsize=4)
+def utterances(subset: str, seconds: float = 0) -> list[speech.Utterance]:
+    """In a fixed random order; with seconds, clips of consecutive utterances."""
+    found = speech.official([subset], None, speech.Faults("error", subset))
+    found = clips(found, seconds) if seconds else found
+    random.Random(0).shuffle(found)
+    return found
+
+
+def clips(found: Sequence[speech.Utterance], seconds: float) -> list[speech.Utterance]:
+    """Consecutive utterances of a chapter, joined while they fit; the rest at the end of a chapter is left out."""
+    made = []
+    for _, chapter in groupby(found, lambda each: each.name.rpartition("-")[0]):
+        clip: list[speech.Utterance] = []
+        for each in chapter:
+            if clip and sum(one.seconds for one in [*clip, each]) > seconds:
+                parts = tuple(part for one in clip for part in one.parts)
+                gaps = (0.0,) * (sum(len(one.parts) for one in clip) - 1)
+                made.append(speech.Utterance(clip[0].name, " ".join(one.text for one in clip), parts, gaps))
+                clip = []
+            clip.append(each)
+    return made
+
+
+def group(subset: str, count: int, number: int, seconds: float = 0) -> list[speech.Utterance]:
+    """Raises ValueError if the group is incomplete or holds the last utterance, to which attention is fitted."""
+    every = utterances(subset, seconds)
+    found = every[number * count:(number + 1) * count]
+    if len(found) < count or every[-1] in found:
+        raise ValueError(f"{subset} has {len(every)} utterances: group {number} of {count} is not there")
+    return found
+
+
+def features(processor: Any, utterance: speech.Utterance) -> Tensor:
+    """(1, bands, frames) of half a minute."""
+    return processor(speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt").input_features
+
+
+def encoder_bench(model: str, subset: str, seconds: float = 0) -> Bench:
+    """The encoder; attention is fitted to the last utterance or clip, which is not evaluated."""
+    made, processor = load(model)
+    last = utterances(subset, seconds)[-1]
+    return Bench(made.get_encoder(), training=[{"input_features": features(processor, last)}])
+
+
+def transcript(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tensor:
+    """The generated tokens; their number is limited, since an encoder without information never ends."""
+    return model.generate(features(processor, utterance).to(model.dtype),
+                          max_length=AT_MOST + int(A_SECOND * utterance.seconds))[0]
+
+
+def word_error_rate(processor: Any, spoken: Sequence[speech.Utterance], written: Sequence[Tensor]) -> float:
+    normal = EnglishTextNormalizer({})
+    return error_rates([normal(each.text) for each in spoken],
+                       [normal(processor.decode(each, skip_special_tokens=True)) or "-" for each in written])["wer"]
+
+
+def prompt(model: nn.Module) -> list[int]:
+    """The tokens before a transcript."""
+    plain = getattr(model.generation_config, "no_timestamps_token_id", None)
+    return [model.config.decoder_start_token_id, *([] if plain is None else [plain])]
+
+
+def token_losses(model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor
+                 ) -> tuple[Tensor, Tensor]:
+    """(L,) both: nats of each token after the prompt, and 1 where the token is the most likely one."""
+    logits = model(features(processor, utterance), decoder_input_ids=tokens[:, :-1]).logits[0].float()
+    first = len(prompt(model))
+    logits, asked = logits[first - 1:], tokens[0, first:]
+    return F.cross_entropy(logits, asked, reduction="none"), (logits.argmax(-1) == asked).float()
+
+
+@lru_cache(maxsize=256)
+@torch.no_grad()
+def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor]:
+    """The transcript of an utterance by exact attention: tokens (1, L) with prompt and end, and their nats."""
+    made, processor = load(model)
+    utterance = next(each for each in utterances(subset) if each.name == name)
+    tokens = [*prompt(made), *transcript(made, processor, utterance).tolist(), made.config.eos_token_id]
+    return torch.tensor([tokens]), token_losses(made, processor, utterance, torch.tensor([tokens]))[0]
+
+
+@checked("task")
+class SwapSpeech(SwapMeasurement):
+    """task=swap_speech: `wer` of the group number `seed` of `count` utterances, or clips of `seconds`. With dtype the
+    whole model computes in that type, with exact attention."""
+
+    metric = "wer"
+
+    def __init__(self, model: str, subset: str, count: Count, seconds: NotNegative, dtype: Literal[*DTYPES] | None):
+        self.model, self.subset, self.count, self.seconds, self.dtype = model, subset, count, seconds, dtype
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        made, processor = load(self.model)
+        spoken = group(self.subset, self.count, seed, self.seconds)
+        bench = encoder_bench(self.model, self.subset, self.seconds)
+        with arranged(mechanism, bench, made, seed, self.dtype) as model:
+            written = [transcript(model, processor, each) for each in spoken]
+        yield {"wer": word_error_rate(processor, spoken, written)}
+
+
+@checked("task")
+class Dictation(Measurement):
+    """task=dictation: without training, of the group number `seed` of `count` utterances: nats a token `above` those
+    of exact attention, and `agrees`, the share of tokens that are the most likely ones."""
+
+    metric = "above"
+
+    def __init__(self, model: str, subset: str, count: Count):
+        self.model, self.subset, self.count = model, subset, count
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        made, processor = load(self.model)
+        spoken = group(self.subset, self.count, seed)
+        exact = [exact_transcript(self.model, self.subset, each.name) for each in spoken]
+        bench = encoder_bench(self.model, self.subset)
+        with bench.swapped(None if mechanism.is_exact else replace(mechanism, seed=seed)), quiet():
+            found = [token_losses(made, processor, each, tokens) for each, (tokens, _) in zip(spoken, exact)]
+        nats, agrees = (torch.cat(parts).mean().item() for parts in zip(*found))
+        yield {"above": nats - torch.cat([each for _, each in exact]).mean().item(), "agrees": agrees}
+
+
+@checked("task")
+class Whisper(Measurement):
+    """task=whisper: the encoder fine-tuned after the swap, one utterance a step; evaluated on other speakers. After
+    each of `steps` one row with lists over the evaluated utterances: nats a token `above` those of exact attention
+    without fine-tuning, `agrees` (the share of tokens that are the most likely ones), and `wer`."""
+
+    metric = "mean_above"
+
+    def __init__(self, model: str, subset: str, speakers: Several[str], tested: Count, steps: Several[Whole],
+                 lr: Positive):
+        self.model, self.subset, self.speakers, self.tested = model, subset, speakers, tested
+        self.steps, self.lr = steps, lr
+
+    def utterances(self) -> tuple[list[speech.Utterance], list[speech.Utterance]]:
+        """For evaluation, and of other speakers, for training. Raises ValueError if there are too few."""
+        every = utterances(self.subset)
+        ours = [each for each in every if each.name.partition("-")[0] in self.speakers]
+        others = [each for each in every if each not in ours]
+        if len(ours) < self.tested or not others:
+            raise ValueError(f"{self.subset} has {len(ours)} utterances of {', '.join(self.speakers)} and "
+                             f"{len(others)} of others: {self.tested} are to be judged")
+        return ours[:self.tested], others
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        tested, read = self.utterances()
+        order = torch.randperm(len(read), generator=generator_of(seed)).tolist()
+        model = self.swapped(mechanism, seed, read[-1])
+        trained = descent(model, lambda i: self.loss(model, read[order[i % len(order)]]), self.steps[-1], self.lr)
+        for step in chain([0], trained):
+            if step in self.steps:
+                yield self.evaluated(model, tested, step)
+
+    def swapped(self, mechanism: Mechanism, seed: int, fit: speech.Utterance) -> nn.Module:
+        """A copy with the attention in its encoder, fitted to an utterance; only the encoder takes gradients."""
+        made, processor = load(self.model)
+        model = deepcopy(made)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and "encoder" in name.split("."))
+        if not mechanism.is_exact:
+            with quiet():
+                replace(mechanism, seed=seed).swap(model.get_encoder(), saved=False)
+                fitted(model.get_encoder(), [{"input_features": features(processor, fit)}])
+        return model
+
+    def loss(self, model: nn.Module, utterance: speech.Utterance) -> Tensor:
+        tokens, _ = exact_transcript(self.model, self.subset, utterance.name)
+        return token_losses(model.train(), load(self.model)[1], utterance, tokens)[0].mean()
+
+    @torch.no_grad()
+    def evaluated(self, model: nn.Module, tested: list[speech.Utterance], step: int) -> dict[str, Any]:
+        processor = load(self.model)[1]
+        model.eval()
+        row: dict[str, Any] = {"steps": step, "above": [], "agrees": [], "wer": []}
+        for each in tested:
+            tokens, exact = exact_transcript(self.model, self.subset, each.name)
+            nats, agrees = token_losses(model, processor, each, tokens)
+            row["above"].append(float(nats.mean() - exact.mean()))
+            row["agrees"].append(float(agrees.mean()))
+            row["wer"].append(word_error_rate(processor, [each], [transcript(model, processor, each)]))
+        return row | {"mean_above": sum(row["above"]) / len(tested)}
+
+
+@checked("task")
+class SwapTimes(Measurement):
+    """task=swap_times: `ms` of a pass without gradient in each of `rounds`, in which all `methods` take turns, and
+    `mib` at its peak: of the layers of a language model on `length` tokens, or, with `subset`, of the encoder of a
+    recogniser on one utterance."""
+
+    metric = "mib"
+    uses: frozenset[str] = frozenset()  # attention is named by task.methods
+
+    def __init__(self, model: str, length: Count, subset: str | None, methods: Several[str], rounds: Count):
+        self.model, self.length, self.subset, self.methods, self.rounds = model, length, subset, methods, rounds
+
+    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
+        if self.subset:
+            bench = encoder_bench(self.model, self.subset)
+            piece, body = bench.training[0], None
+        else:
+            row = ROWS["new"](self.model, self.length, seed)
+            bench = bench_of(self.model, row, self.length)
+            piece, body = row.ids, torch.no_grad()(bench.body)
+        attentions = {text: attention_of(text) for text in self.methods}
+        for text, ms in bench.times(attentions, piece, self.rounds, body).items():
+            yield {"method": text, "ms": ms, "mib": bench.memory(attentions[text], piece)}
