@@ -166,18 +166,20 @@ def label(method: str, labels: Mapping[str, str] | None = None) -> str:
 
 def mean_table(rows: Rows, columns: Mapping[str, Mapping[str, Any]], methods: Sequence[str] | Mapping[str, str] = (),
                scale: float = 1.0, spec: str = ".3g", overlap: float = 0.0,
-               format: Callable[[pd.Series], str] | None = None) -> pd.DataFrame:
+               format: Callable[[pd.Series], str] | None = None, less: str = "") -> pd.DataFrame:
     """Mean ± 95% CI of each method (rows) in each column: name -> what selects it, {"metric": ..., "dataset": ...}.
 
     methods: default those of the first column; with their labels, or without. scale: of all values, 100 for percent.
-    format: samples -> text, in place of the mean.
+    format: samples -> text, in place of the mean. less: a method whose values are subtracted, sample by sample.
     """
     methods = methods or rows.methods(**next(iter(columns.values())))
     made = {}
     for method in methods:
+        if method == less:
+            continue
         cells = []
         for where in columns.values():
-            values = scale * rows.values(method=method, **where)
+            values = scale * (rows.paired(method, less, **where) if less else rows.values(method=method, **where))
             cells.append("" if not len(values) else format(values) if format else
                          f"{mean_ci(values, overlap=overlap):{spec}}")
         if any(cells):
