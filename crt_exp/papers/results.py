@@ -13,7 +13,7 @@ from crt_exp import drawing
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.report import Rows, dot_plot, mean_ci, pages
 from crt_exp.report.rows import read_rows
-from crt_exp.report.statistics import DECIDED, NOT_MEASURED, UNDECIDED, Tested
+from crt_exp.report.statistics import CONFLICT, WORDS, Tested
 from crt_exp.report.text import claims_frame, to_markdown
 from crt_exp.runner.run import write_atomic
 
@@ -138,8 +138,8 @@ def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict
         f"loses, FAVOR++ {_share(tuned, 'FAVOR++')}. Where a time below is above 1, exact attention is faster.",
         "![Loss of SmolLM2 on a repeated passage, and time of attention](results.png)", to_markdown(table).rstrip(),
         "Loss: share of the loss increase of uniform attention, median over settings (range, number of settings); "
-        "lower is better. Time: training step relative to exact attention, bidirectional / causal; lower is faster. Numbers: "
-        "[swap](swap.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), [adapt](adapt.md), "
+        "lower is better. Time: training step relative to exact attention, bidirectional / causal; lower is faster. "
+        "Numbers: [swap](swap.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), [adapt](adapt.md), "
         "[perf_speed](perf_speed.md).",
         f"## FAVOR++ against FAVOR+\n\nFAVOR++ is closer to exact attention in {closer} of {len(forest)} settings, "
         f"further from it in {further}.\n\n![FAVOR++ against FAVOR+ in {len(forest)} settings](results-forest.png)",
@@ -155,9 +155,9 @@ def index(tested: Mapping[str, Sequence[Tested]]) -> str:
 
 def counts(tested: Mapping[str, Sequence[Tested]]) -> pd.DataFrame:
     """One row a page: how many cases of its claims have each verdict."""
-    words = (*DECIDED, UNDECIDED, NOT_MEASURED)
-    return pd.DataFrame([[sum(each.verdict.startswith(word) for each in cases) or "" for word in words]
-                         for cases in tested.values()], columns=words,
+    found = [[each.verdict.removesuffix(" (reduced scale)") for each in cases] for cases in tested.values()]
+    words = [word for word in WORDS if word != CONFLICT or any(word in each for each in found)]
+    return pd.DataFrame([[each.count(word) or "" for word in words] for each in found], columns=words,
                         index=pd.Index([f"[{pages.load(name).page.title}]({name}.md)" for name in tested], name="page"))
 
 

@@ -58,7 +58,7 @@ class Page:
         """Those of a size, or the one that is wanted. Raises ConfigError where there is none."""
         made = getattr(self, size)
         if not made:
-            raise ConfigError(f"SIZE={size}: the page {self.name} has only {', '.join(s for s in SIZES if s != size)}")
+            raise ConfigError(f"SIZE={size}: the page {self.name} has only {'small' if size == 'full' else 'full'}")
         found = {name: runs for name, runs in made.items() if _is_part(name, wanted)}
         if not found:
             raise unknown(f"sweep of the page {self.name}", wanted, [*made])
@@ -72,24 +72,21 @@ class Page:
         folder = out or folder_of(size, bool(methods or seeds))
         chosen = {name: [run for run in runs if _is_chosen(run, methods, seeds)]
                   for name, runs in self.sweeps(size, wanted).items()}
-        if methods and not any(chosen.values()):
-            known = sorted({str(run.columns.get("method")) for runs in self.sweeps(size, wanted).values()
-                            for run in runs})
-            raise unknown("method", " ".join(methods), known)
-        needed, begun = [run for given in chosen.values() for run in given], []
+        needed, models = [run for runs in chosen.values() for run in runs], {}
+        if methods and not needed:
+            raise unknown("method", " ".join(methods), sorted({
+                str(run.columns.get("method")) for runs in self.sweeps(size, wanted).values() for run in runs}))
         for name, runs in reversed(self.models.items()):  # a model may start from one before it
             if any(f"{HOME}/{name}/" in override for run in needed for override in run.overrides):
                 needed += runs
-                begun.append(name)
-        for name in reversed(begun):
-            sweeps.run_missing(self.models[name], home / name, home, launcher)
-        for name, runs in chosen.items():
+                models = {name: runs, **models}
+        for name, runs in {**models, **chosen}.items():
             sweeps.run_missing(runs, home / name, home, launcher)
         frames = [sweeps.rows_of_runs(runs, home / name, name, self.columns, self.metrics)
                   for name, runs in chosen.items()]
-        if folder == folder_of(size, False) and wanted:
-            kept = rows.read_rows(self.name, folder).frame if has_rows(self.name, folder) else frames[0][:0]
-            frames = [kept[[not _is_part(name, wanted) for name in kept["sweep"]]], *frames]
+        if wanted and not (methods or seeds) and has_rows(self.name, folder):
+            kept = rows.read_rows(self.name, folder).frame
+            frames.insert(0, kept[[not _is_part(name, wanted) for name in kept["sweep"]]])
         rows.write_rows(self.name, rows.concatenated(frames), folder)
         return folder
 
@@ -124,26 +121,25 @@ def load(name: str) -> ModuleType:
     """The module of a page, of the page that has a sweep of this name, or of a file of your own, "mine/page.py".
     Raises ConfigError."""
     if name.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
         if not Path(name).is_file():
             raise ConfigError(f"{name}: there is no such file")
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
     if name in names():
         return importlib.import_module(f"crt_exp.papers.{name}")
-    for each in names():
-        if name in load(each).page.targets:
-            return load(each)
-    raise unknown("page", name, [*names(), *(target for each in names() for target in load(each).page.targets)])
+    targets = {target: each for each in names() for target in load(each).page.targets}
+    if name not in targets:
+        raise unknown("page", name, [*names(), *targets])
+    return load(targets[name])
 
 
 def check(page: Page) -> None:
     """Raises ConfigError where two runs of a sweep would share a folder."""
-    for size in SIZES:
-        for name, runs in {**getattr(page, size), **page.models}.items():
-            seen: dict[str, tuple[str, ...]] = {}
-            for run in runs:
-                if seen.setdefault(run.name, run.overrides) != run.overrides:
-                    raise ConfigError(f"{page.name}, {name}: two runs are called {run.name}")
+    for name, runs in (*page.small.items(), *page.full.items(), *page.models.items()):
+        seen: dict[str, tuple[str, ...]] = {}
+        for run in runs:
+            if seen.setdefault(run.name, run.overrides) != run.overrides:
+                raise ConfigError(f"{page.name}, {name}: two runs are called {run.name}")
 

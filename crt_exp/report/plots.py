@@ -49,25 +49,20 @@ def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapp
         if method == less:
             continue
         frame = rows.select(metric, method, **where)
-        places = sorted({*pd.to_numeric(frame[x])})
-        found = [rows.paired(method, less, metric, geometric, **where, **{x: place}) if less else
-                 rows.values(metric, method, geometric, **where, **{x: place}) for place in places]
-        have = [(place, values if geometric else scale * values) for place, values in zip(places, found) if len(values)]
-        if not have:
+        found = {place: rows.paired(method, less, metric, geometric, **where, **{x: place}) if less else
+                 rows.values(metric, method, geometric, **where, **{x: place})
+                 for place in sorted({*pd.to_numeric(frame[x])})}
+        means = {place: mean_ci(values) for place, values in found.items() if len(values)}
+        if not means:
             continue
-        places, found = zip(*have)
-        means = [mean_ci(values) for values in found]
-        shown = (lambda logs: scale * np.exp(logs)) if geometric else np.asarray
-        mean = np.array([each.mean for each in means])
-        middle = shown(mean)
-        control = method in CONTROLS
-        ax.plot(places, middle, color=colour(method), lw=1.5, marker="o", ms=2.5,
-                ls=":" if method in dotted else "--" if control else "-")
-        if all(each.n > 1 for each in means):
-            half = np.array([each.half for each in means])
-            ax.fill_between(places, shown(mean - half), shown(mean + half), color=colour(method), alpha=0.12, lw=0)
-        ends.append((label(method, methods if isinstance(methods, Mapping) else None), places[-1], middle[-1],
-                     colour(method)))
+        mean, half, _, n = np.array([*means.values()]).T
+        places, shade = [*means], colour(method)
+        low, middle, high = (scale * (np.exp(each) if geometric else each) for each in (mean - half, mean, mean + half))
+        ax.plot(places, middle, color=shade, lw=1.5, marker="o", ms=2.5,
+                ls=":" if method in dotted else "--" if method in CONTROLS else "-")
+        if (n > 1).all():
+            ax.fill_between(places, low, high, color=shade, alpha=0.12, lw=0)
+        ends.append((label(method, methods if isinstance(methods, Mapping) else None), places[-1], middle[-1], shade))
     if less:
         ax.axhline(1 if geometric else 0, color=drawing.EXACT, lw=1)
     for axis in log:
@@ -84,8 +79,8 @@ def dot_plot(ax, values: Mapping[str, Sequence[float]], log: bool = False, zero:
     shown = [(method, np.asarray(each, float)) for method, each in values.items() if len(each)]
     for place, (method, each) in enumerate(reversed(shown)):
         found = mean_ci(np.log(each) if log else each, overlap=overlap)
-        half = found.half if found.n > 1 else 0.0
-        low, middle, high = (f(found.mean + sign * half) for sign in (-1, 0, 1) for f in [np.exp if log else float])
+        ends = found.mean + np.array([-1, 0, 1]) * (found.half if found.n > 1 else 0)
+        low, middle, high = np.exp(ends) if log else ends
         ax.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour(method), marker="o", ms=5,
                     capsize=2, lw=1)
     ax.set_yticks(range(len(shown)), [label(method, labels) for method, _ in reversed(shown)])

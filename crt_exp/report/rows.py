@@ -57,16 +57,13 @@ class Rows:
         return [*self.frame.iloc[self._places(metric, None, where)]["method"].unique()]
 
     def _places(self, metric: str, method: str | None, where: dict[str, Any]) -> np.ndarray:
-        if method is None:
-            places = np.flatnonzero(self._columns["metric"] == metric)
-        else:
-            places = self._groups.get((metric, method), np.empty(0, int))
+        places = (np.flatnonzero(self._columns["metric"] == metric) if method is None else
+                  self._groups.get((metric, method), np.empty(0, int)))
         for name, wanted in where.items():
             column = self._columns[name][places]
-            if isinstance(wanted, list | tuple | range):
-                places = places[np.isin(column, wanted)]
-            else:
-                places = places[pd.isna(column) if wanted == "" and column.dtype != object else column == wanted]
+            empty = isinstance(wanted, str) and wanted == "" and column.dtype != object
+            places = places[pd.isna(column) if empty else np.isin(column, wanted)
+                            if isinstance(wanted, list | tuple | range) else column == wanted]
         return places
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -49,11 +49,9 @@ def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected for their number (Holm, 1979)."""
-    order, corrected, largest = np.argsort(p_values), [0.0] * len(p_values), 0.0
-    for place, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    order = np.argsort(p_values)
+    raised = np.maximum.accumulate(np.arange(len(order), 0, -1) * np.asarray(p_values, float)[order])
+    return np.minimum(1, raised)[np.argsort(order)].tolist()
 
 
 Samples = pd.Series | Sequence[float] | float
@@ -90,35 +88,40 @@ class Claim:
 
     def of(self, case: str) -> "Tested":
         """The test of one case, before the correction."""
+        if self.not_measured:
+            return Tested(self, case, Mean(math.nan, math.nan, 1.0, 0))
         side, bound = (1, self.above) if self.below is None else (-1, self.below)
         threshold = float((bound.get(case, 0.0) if isinstance(bound, Mapping) else bound) or 0.0)
-        bar = math.log(threshold) if self.log and threshold else threshold
-        given = self.cases[case]
-        samples = np.atleast_1d(np.asarray(given, float))
-        exact = isinstance(given, float | int)
-        if exact:
-            found = Mean(float(given), 0.0, float(given == bar), 0)
+        limit = math.log(threshold) if self.log and threshold else threshold
+        samples = np.asarray(self.cases[case], float)
+        gains = side * (samples - limit)
+        wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
+        if isinstance(self.cases[case], float | int):
+            found = Mean(float(samples), 0.0, float(samples == limit), 0)
         elif self.sign_test:
-            wins, losses = int((side * (samples - bar) > 0).sum()), int((side * (samples - bar) < 0).sum())
             p = float(stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
             found = Mean(float(np.median(samples)), math.nan, p, len(samples))
-            side *= 1 if (wins > losses) == (side * (found.mean - bar) > 0) else -1
         else:
-            found = mean_ci(samples, bar, overlap=self.overlap)
-        return Tested(self, case, found, threshold, bar, side, samples)
+            found = mean_ci(samples, limit, overlap=self.overlap)
+        agrees = wins > losses if self.sign_test else side * (found.mean - limit) >= 0
+        return Tested(self, case, found, threshold, limit, agrees, wins)
 
 
 @dataclass(frozen=True)
 class Tested:
-    """A claim in one case: its mean, and after `judge` its corrected p-value and verdict."""
+    """A claim in one case: its mean, and after `judge` its corrected p-value and verdict.
+
+    limit: the threshold, of log claims its logarithm. agrees: whether the samples lie on the claim's side of it; wins:
+    how many do.
+    """
 
     claim: Claim
     case: str
     found: Mean
-    threshold: float
-    bar: float
-    side: int
-    samples: np.ndarray
+    threshold: float = 0.0
+    limit: float = 0.0
+    agrees: bool = True
+    wins: int = 0
     p: float = math.nan
     verdict: str = NOT_MEASURED
     level: float = LEVEL  # of the interval that is shown
@@ -131,9 +134,8 @@ class Tested:
     @property
     def ends(self) -> tuple[float, float]:
         """Of the interval of the corrected test, which excludes the threshold exactly where the verdict is decided."""
-        half = self.found.half
-        if self.found.n > 1 and half == half and half > 0:
-            n = self.found.n - 1
+        half, n = self.found.half, self.found.n - 1
+        if n > 0 and half > 0:
             half *= float(stats.t.isf(self.level / 2, n) / stats.t.isf(LEVEL / 2, n))
         ends = self.found.mean - half, self.found.mean + half
         return tuple(math.exp(end) for end in ends) if self.claim.log else ends
@@ -144,8 +146,7 @@ class Tested:
         text = f"{self.number:{sign}.3g}"
         low, high = self.ends
         if claim.sign_test:
-            wins = int((self.side_of_claim * (self.samples - self.bar) > 0).sum())
-            text = f"{text} (median; {wins} of {self.found.n} samples {self.word} the threshold)"
+            text = f"{text} (median; {self.wins} of {self.found.n} samples {self.word} the threshold)"
         elif claim.power:
             text = f"e^{text}" + (f" [e^{low:.3g}, e^{high:.3g}]" if self.found.n > 1 else "")
         elif self.found.n > 1:
@@ -153,12 +154,8 @@ class Tested:
         return f"{text} {claim.unit}".rstrip()
 
     @property
-    def side_of_claim(self) -> int:
-        return 1 if self.claim.below is None else -1
-
-    @property
     def word(self) -> str:
-        return "above" if self.side_of_claim > 0 else "below"
+        return "above" if self.claim.below is None else "below"
 
     @property
     def paper(self) -> str:
@@ -171,9 +168,7 @@ def judge(claims: Sequence[Claim], reduced: bool = False) -> list[Tested]:
 
     reduced: the runs are smaller than the paper's, which the words say.
     """
-    tested = [claim.of(case) if not claim.not_measured else Tested(claim, "", Mean(math.nan, math.nan, 1, 0), 0, 0, 1,
-                                                                  np.empty(0))
-              for claim in claims for case in (claim.cases if not claim.not_measured else [""])
+    tested = [claim.of(case) for claim in claims for case in ([""] if claim.not_measured else claim.cases)
               if claim.not_measured or np.size(claim.cases[case])]
     judged = [each for each in tested if not each.claim.not_measured and each.case not in each.claim.fails]
     corrected = dict(zip(map(id, judged), holm([each.found.p for each in judged])))
@@ -181,17 +176,13 @@ def judge(claims: Sequence[Claim], reduced: bool = False) -> list[Tested]:
 
 
 def _with_verdict(each: Tested, p: float, reduced: bool) -> Tested:
-    from dataclasses import replace
-
     if each.claim.not_measured:
         return each
-    if p != p or p > LEVEL:
+    word = DECIDED[not each.agrees]
+    if (each.claim.theory.get(each.case, each.limit) - each.limit) * (each.found.mean - each.limit) < 0:
+        word = CONFLICT
+    if not p <= LEVEL:
         word = UNDECIDED
-    else:
-        word = DECIDED[each.side * (each.found.mean - each.bar) < 0]
-        closed = each.claim.theory.get(each.case)
-        if closed is not None and (closed - each.bar) * (each.found.mean - each.bar) < 0:
-            word = CONFLICT
     note = " (reduced scale)" if reduced and word in DECIDED else ""
     level = LEVEL * each.found.p / p if p and p == p and each.found.p else LEVEL
     return replace(each, p=p, verdict=word + note, level=level)

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -59,27 +59,21 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
     {value: overrides in one string}. `attention` and `features` take methods in text; their column is `method`. The
     column of another key is its last part. Options that contain blanks are quoted as in a shell.
     """
-    names, choices = [], []
+    choices, names = [], ["method" if key in METHODS else key.rpartition(".")[2] for key in axes]
     for key, values in axes.items():
-        names.append("method" if key in METHODS else key.rpartition(".")[2])
         if key in METHODS:
             choices.append([(text, _method(key, text)) for text in values])
         elif isinstance(values, Mapping):
-            choices.append([(value, _split(text)) for value, text in values.items()])
+            choices.append([(value, shlex.split(text)) for value, text in values.items()])
         else:
-            choices.append([(value, [f"{key}={_written(value)}"]) for value in values])
-    common = _split(options)
-    return [Run(_last_of_each([*common, *itertools.chain(*(overrides for _, overrides in chosen))]),
-                dict(zip(names, (value for value, _ in chosen))), alone)
-            for chosen in itertools.product(*choices)]
-
-
-def _split(text: str) -> list[str]:
-    return shlex.split(text)
-
-
-def _written(value: Any) -> str:
-    return mechanism_text.written(value) if not isinstance(value, str) else value
+            choices.append([(value, [f"{key}={value if isinstance(value, str) else mechanism_text.written(value)}"])
+                            for value in values])
+    runs = []
+    for chosen in itertools.product(*choices):
+        overrides = itertools.chain(shlex.split(options), *(each for _, each in chosen))
+        last = {override.partition("=")[0]: override for override in overrides}
+        runs.append(Run(tuple(last.values()), dict(zip(names, (value for value, _ in chosen))), alone))
+    return runs
 
 
 def _method(group: str, text: str) -> list[str]:
@@ -88,11 +82,6 @@ def _method(group: str, text: str) -> list[str]:
     places = {"m": "features.m", "sampler": "sampler", "features": "features"}
     return [f"{group}={name}", *(f"{places.get(key, key if '.' in key else f'{group}.{key}')}="
                                  f"{mechanism_text.written(value)}" for key, value in options.items())]
-
-
-def _last_of_each(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Of overrides of one key the last."""
-    return tuple({override.partition("=")[0]: override for override in overrides}.values())
 
 
 # ---- running
@@ -153,18 +142,14 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
                 try:
                     _ = result.return_value  # raises what the run raised
                 except Exception as error:
-                    if getattr(error, "code", None) == DIVERGED_CODE:
-                        _note_divergence(folder / run.name)
-                    else:
+                    if getattr(error, "code", None) != DIVERGED_CODE:
                         yield run.name
-
-
-def _note_divergence(directory: Path) -> None:
-    """A run that diverged before its first record has left nothing."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / "versions.json").is_file():
-        write_atomic(directory / "versions.json", json.dumps(versions(0)))
-    (directory / DIVERGED).touch()
+                        continue
+                    directory = folder / run.name  # empty, where it diverged before its first record
+                    directory.mkdir(parents=True, exist_ok=True)
+                    if not (directory / "versions.json").is_file():
+                        write_atomic(directory / "versions.json", json.dumps(versions(0)))
+                    (directory / DIVERGED).touch()
 
 
 def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
@@ -205,7 +190,7 @@ def _rows_of_run(run: Run, directory: Path, sweep: str, columns: Sequence[str], 
     origin = {"seconds": records[-1].get("time_s", ""), "commit": (made["commit"] or "")[:12],
               "date": str(date.fromtimestamp(written.stat().st_mtime)),
               "versions": f"torch {made['packages']['torch']}, numpy {made['packages']['numpy']}; {made['machine']}"}
-    speed = _steps_per_second(records) if "steps_per_s" in metrics else None
+    speed = _steps_per_second(records)
     for record in records:
         if record.get("split") == "train" or record.get("split") in VALIDATION and "step" not in columns:
             continue
@@ -213,20 +198,17 @@ def _rows_of_run(run: Run, directory: Path, sweep: str, columns: Sequence[str], 
         if record.get("final") and speed:
             given["steps_per_s"] = speed
         for key, value in given.items():
-            part = PART.fullmatch(key)
+            part, many = PART.fullmatch(key), isinstance(value, list)
             metric, sample = (part[1], int(part[2])) if part else (key, given["sample"])
-            if metric not in metrics or value is None:
-                continue
-            split = {"split": "parts"} if part else {}
-            for i, each in enumerate(value if isinstance(value, list) else [value]):
-                if each is None:
+            for i, each in enumerate(value if many else [value]):
+                if metric not in metrics or each is None:
                     continue
-                of_list = isinstance(value, list)
-                along = {name: at[i] if of_list and len(at) == len(value) else "" for name in columns
-                         for at in [given.get(name)] if isinstance(at, list)}
-                place = {name: given.get(name, "") for name in columns} | split | along
-                place = {name: at for name, at in place.items() if name in columns}
-                numbered = of_list and not any(at != "" for at in along.values())
+                along = {name: given[name][i] if many and len(given[name]) == len(value) else ""
+                         for name in columns if isinstance(given.get(name), list)}
+                place = {name: given.get(name, "") for name in columns} | along
+                if part and "split" in columns:
+                    place["split"] = "parts"
+                numbered = many and not any(at != "" for at in along.values())
                 own = given["sample"][i] if isinstance(given["sample"], list) else i if numbered else sample
                 yield {"sweep": sweep, **place, "sample": own, "metric": metric, "value": each, **origin}
                 origin = origin | {"seconds": ""}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from crt_exp.report.statistics import NOT_MEASURED, WORDS, Tested, judge, mean_c
 from crt_exp.runner.run import write_atomic
 from crt_exp.runner.sweep import aligned
 
-LONG = 40  # rows of a folded table; a longer one is linked as csv
+LONG = 40  # rows of a folded table; a longer one is left out
 INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
             "threshold exactly where a claim is supported or contradicted.")
 
@@ -60,14 +61,13 @@ def page_text(page: Any, rows: Rows, tested: Sequence[Tested], tables: Mapping[s
 def measured(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
     frame = rows.frame
     days = sorted({*frame["date"]} - {""})
-    days = dict.fromkeys([days[0], days[-1]])
     commits = sorted({str(each).rstrip("+") for each in frame["commit"]} - {""})
     seconds = pd.to_numeric(frame["seconds"], errors="coerce").sum()
     command = f"python -m crt_exp.report {page.name} --run" + f" --size {size}" * (size != "small") + f" {part}" * bool(
         part)
     path = files.rows_path(page.name, folder).name
     return "\n".join(f"- {line}" for line in [
-        *page.measured, f"Rows: [{path}]({path}), {len(frame)} values, {' to '.join(days)}, "
+        *page.measured, f"Rows: [{path}]({path}), {len(frame)} values, {' to '.join(days[:1] + days[1:][-1:])}, "
         f"{seconds:.0f} s of computing.", "; ".join(frame["versions"].unique()) + ".",
         f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}."])
 
@@ -77,10 +77,7 @@ def measured(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
 
 def claim_lines(tested: Sequence[Tested]) -> list[str]:
     """One line a claim, which may have several cases."""
-    kinds: dict[int, list[Tested]] = {}
-    for each in tested:
-        kinds.setdefault(id(each.claim), []).append(each)
-    return [_line(each) for each in kinds.values()]
+    return [_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))]
 
 
 def _line(cases: Sequence[Tested]) -> str:
@@ -90,17 +87,14 @@ def _line(cases: Sequence[Tested]) -> str:
     if claim.not_measured:
         return f"- **{NOT_MEASURED}**: {claim.text}{paper}: {claim.not_measured}."
     if len(cases) == 1:
-        fails = claim.fails.get(first.case, "")
         case = f"{first.case}: " if first.case else ""
-        return f"- **{first.verdict}**: {case}{claim.text}: {first.shown()}{paper}" + f"; sanity check: {fails}" * bool(
-            fails)
+        check = f"; sanity check: {claim.fails[first.case]}" if claim.fails.get(first.case) else ""
+        return f"- **{first.verdict}**: {case}{claim.text}: {first.shown()}{paper}{check}"
     count = Counter(each.verdict for each in cases)
     words = ", ".join(f"{word} in {count[word]}" for word in sorted(
         count, key=lambda word: WORDS.index(word.removesuffix(" (reduced scale)"))))
-    values = sorted(cases, key=lambda each: each.number)
-    prefix = "e^" if claim.power else ""
-    ends = f"{prefix}{values[0].number:.3g} to {prefix}{values[-1].number:.3g} {claim.unit}".rstrip()
-    return f"- **{words}** of {len(cases)}: {claim.text}: {ends}{paper}"
+    ends = " to ".join("e^" * claim.power + f"{end(each.number for each in cases):.3g}" for end in (min, max))
+    return f"- **{words}** of {len(cases)}: {claim.text}: {f'{ends} {claim.unit}'.rstrip()}{paper}"
 
 
 def claims_table(tested: Sequence[Tested]) -> str:
@@ -166,22 +160,18 @@ def label(method: str, labels: Mapping[str, str] | None = None) -> str:
 
 def mean_table(rows: Rows, columns: Mapping[str, Mapping[str, Any]], methods: Sequence[str] | Mapping[str, str] = (),
                scale: float = 1.0, spec: str = ".3g", overlap: float = 0.0,
-               format: Callable[[pd.Series], str] | None = None) -> pd.DataFrame:
+               format: Callable[[pd.Series], str] | None = None, less: str = "") -> pd.DataFrame:
     """Mean ± 95% CI of each method (rows) in each column: name -> what selects it, {"metric": ..., "dataset": ...}.
 
     methods: default those of the first column; with their labels, or without. scale: of all values, 100 for percent.
-    format: samples -> text, in place of the mean.
+    format: samples -> text, in place of the mean. less: a method whose values are subtracted, sample by sample.
     """
     methods = methods or rows.methods(**next(iter(columns.values())))
-    made = {}
+    made, show = {}, format or (lambda values: f"{mean_ci(values, overlap=overlap):{spec}}")
     for method in methods:
-        cells = []
-        for where in columns.values():
-            values = scale * rows.values(method=method, **where)
-            cells.append("" if not len(values) else format(values) if format else
-                         f"{mean_ci(values, overlap=overlap):{spec}}")
-        if any(cells):
-            made[label(method, methods if isinstance(methods, Mapping) else None)] = cells
-    table = pd.DataFrame.from_dict(made, orient="index", columns=[*columns])
-    table.index.name = "method"
-    return table
+        found = [scale * (rows.paired(method, less, **where) if less else rows.values(method=method, **where))
+                 for where in columns.values()]
+        if method != less and any(map(len, found)):
+            made[label(method, methods if isinstance(methods, Mapping) else None)] = [
+                show(values) if len(values) else "" for values in found]
+    return pd.DataFrame.from_dict(made, orient="index", columns=[*columns]).rename_axis("method")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import torch
 from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.impute import SimpleImputer
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from tqdm import tqdm
 
@@ -45,8 +46,8 @@ class UCI:
     """Kernel regression on one table, with the Gaussian kernel, or that of a map with one of its own.
 
     coding, scaling: see `conf/task/uci.yaml`; split: fractions of training, validation and test rows; sigmas: the
-    bandwidths tried, kernel exp(-sigma^2 |x - y|^2 / 2). Metric: accuracy, or R^2 where the target is a number
-    (boston). The final record also has that of each split in percent, the mean over draws of the random numbers.
+    bandwidths tried, kernel exp(-sigma^2 |x - y|^2 / 2); draws: sets of projections for each split. Metric: accuracy,
+    or R^2 where the target is a number (boston). The final record also has the mean of each split in percent.
     """
 
     of_rows = True  # kernels of rows: maps with a kernel of their own too
@@ -57,8 +58,12 @@ class UCI:
                  csv: str | None = None, target: str | None = None, kind: Kind | None = None,
                  peer: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
-            raise ValueError(f"task.split = {list(split)}: the three fractions must sum to 1")
-        self.table, self.note = self.read(dataset, data_dir, csv, target, kind)
+            raise ValueError(f"task.split={list(split)}: the three fractions must sum to 1")
+        if csv is None and (target, kind) != (None, None):
+            raise ValueError("task.target and task.kind are of a table of your own: give task.csv=FILE")
+        if csv is not None and data_dir is not None:
+            raise ValueError("task.data_dir is the folder of official files; task.csv is read by itself")
+        self.table, self.note = own_table.read(csv, target, kind) if csv is not None else (load(dataset, data_dir), "")
         dataset = self.table.name
         self.features = self.table.encode(coding)  # float64: a date of 12 digits is no float32 before it is scaled
         if scaling == "none" and np.isnan(self.features).any():
@@ -81,21 +86,10 @@ class UCI:
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
-    @staticmethod
-    def read(dataset: str, data_dir: str | None, csv: str | None, target: str | None, kind: str | None):
-        """The table, and what is to be said of it."""
-        if csv is None:
-            if target is not None or kind is not None:
-                raise ValueError("task.target and task.kind are of a table of your own: give task.csv=FILE")
-            return load(dataset, data_dir), ""
-        if data_dir is not None:
-            raise ValueError("task.data_dir is the folder of official files; task.csv is read by itself")
-        return own_table.read(csv, target, kind)
-
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        """One record a split and draw, then the mean with its 95% interval over splits."""
+        """One record for each split and set of projections, then the mean with its 95% interval over splits."""
         tests = [r for r in done if r["split"] == "split"]
-        draws = self.draws_of(mechanism)
+        draws = 1 if mechanism.is_exact and not self.peer else self.draws
         steps = range(len(tests), self.repeats * draws)
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)
@@ -103,17 +97,10 @@ class UCI:
             scores = self.evaluate(mechanism, self.divide(seed, repeat), noise_seed)
             tests.append({"step": step, "epoch": 0, "split": "split", "repeat": repeat, "draw": draw, **scores})
             yield tests[-1]
-        by_split, tested, validation = (np.reshape([factor * r[key] for r in tests], (self.repeats, draws)).mean(1) for
-                                        key, factor in ((self.metric, 1), (self.metric, 100),
-                                                        (f"validation_{self.metric}", 100)))
-        yield {"step": len(tests), "epoch": 0, "split": "test", **interval(by_split, self.metric), "draws": draws,
-               f"{self.metric}_percent": tested.tolist(), "validation_percent": validation.tolist(),
-               "rows": len(self.table), "columns": self.features.shape[1],
-               **self.bias(mechanism, seed, tests[-1]["sigma"]), "final": True}
-
-    def draws_of(self, mechanism: Mechanism) -> int:
-        """Of each split."""
-        return 1 if mechanism.is_exact and not self.peer else self.draws
+        scores = np.reshape([record[self.metric] for record in tests], (self.repeats, draws))
+        yield {"step": len(tests), "epoch": 0, "split": "test", **interval(scores.mean(1), self.metric), "draws": draws,
+               f"{self.metric}_percent": (100 * scores).mean(1).tolist(), "rows": len(self.table),
+               "columns": self.features.shape[1], **self.bias(mechanism, seed, tests[-1]["sigma"]), "final": True}
 
     def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> dict[str, float]:
         """The bias of an approximate sampler on training rows, at the bandwidth that was chosen last."""
@@ -152,16 +139,13 @@ class UCI:
     def evaluate(self, mechanism: Mechanism, split: Split, seed: int) -> dict[str, float]:
         """Tunes sigma on validation and scores the test part once; ties go to the smaller sigma."""
         self.drawn = DrawnOnce()
+        constant = (DummyClassifier if self.metric == "accuracy" else DummyRegressor)().fit(split.x[0], split.y[0])
         fitted = [self.estimator(mechanism, sigma, seed).fit(split.x[0], split.y[0]) for sigma in self.sigmas]
         validation = [model.score(split.x[1], split.y[1]) for model in fitted]
         best = int(np.argmax(validation))
-        return {"sigma": self.sigmas[best], f"validation_{self.metric}": validation[best],
-                self.metric: fitted[best].score(split.x[2], split.y[2]), CONSTANT: self.constant(split)}
-
-    def constant(self, split: Split) -> float:
-        """What the best constant of the training part, its mean or its most frequent class, has on the test part."""
-        model = DummyClassifier() if self.metric == "accuracy" else DummyRegressor()
-        return float(model.fit(split.x[0], split.y[0]).score(split.x[2], split.y[2]))
+        tested, untrained = (float(model.score(split.x[2], split.y[2])) for model in (fitted[best], constant))
+        return {"sigma": self.sigmas[best], f"validation_{self.metric}": validation[best], self.metric: tested,
+                CONSTANT: untrained}
 
     def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
@@ -196,19 +180,14 @@ def scaler(train: np.ndarray, kind: str):
     a missing value the mean of the training part."""
     if kind == "none":
         return lambda x: x.astype(np.float32)
-    means = np.ma.masked_invalid(train).mean(0, dtype=np.float64).filled(0) if np.isnan(train).any() else None
-    train = _filled(train, means)
+    mean = SimpleImputer(keep_empty_features=True).fit(train)
+    train = mean.transform(train)
     if kind == "standard":
         centre, width = train.mean(0, dtype=np.float64), train.std(0, dtype=np.float64)
     else:
         centre, width = train.min(0), np.ptp(train, axis=0)
     width = np.where(np.ptp(train, axis=0) > 0, width, 1)  # the mean of equal numbers may be off by a rounding
-    return lambda x: np.nan_to_num((_filled(x, means) - centre) / width).astype(np.float32)
-
-
-def _filled(x: np.ndarray, means: np.ndarray | None) -> np.ndarray:
-    """With means in the place of missing values."""
-    return x if means is None else np.where(np.isnan(x), means, x)
+    return lambda x: ((mean.transform(x) - centre) / width).astype(np.float32)
 
 
 class PeerClassifier:
