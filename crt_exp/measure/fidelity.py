@@ -23,8 +23,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data.text import official_file
 from crt_exp.hints import Count, Several, Whole
 from crt_exp.measure.base import SwapMeasurement, planned
-from crt_exp.measure.captured import relative_error
-from crt_exp.measure.subject import Subject
+from crt_exp.measure.subject import Subject, relative_error
 from crt_exp.mechanism import Mechanism
 from crt_exp.metrics import interval
 from crt_exp.runner.configuration import kept_task
