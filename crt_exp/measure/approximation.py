@@ -1,38 +1,44 @@
-"""How well a mechanism approximates softmax attention, on a model's own tensors or on synthetic ones, and what that
-does to the hidden states behind 1, 2, ... layers; and which mechanism the closed forms predict best for each head.
+"""How well a mechanism approximates softmax attention, on the tensors of a pretrained model or on synthetic ones; how
+the errors change the hidden states; and which feature map the closed forms predict to be best for each head.
 
-Legend: H heads, m projections, M features. An error is relative, in the Frobenius norm of a head:
-|estimate - exact| / |exact|.
+Notation: H query heads, Hkv key heads, L queries, S keys, m projections, M features. x and y are scaled, so that x.y is
+the logit. An error is relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crt_exp.advice.bench import LayerCall
-from crt_exp.attention import DenominatorCount, attention
+from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
+from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
+from crt_exp.attention.statistics import for_query_heads, grouped_statistics
 from crt_exp.bounds import ensemble_log_variance
 from crt_exp.bounds.coupling import couples
 from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
+from crt_exp.features.base import Params
 from crt_exp.hints import Count, Positive, Several, Whole
-from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import check_estimates, planned
-from crt_exp.measure.captured import LayerInputs, Synthetic, relative_error
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
-from crt_exp.measure.subject import Subject
+from crt_exp.measure.subject import Subject, relative_error
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence
+from crt_exp.samplers.noise import cached
 from crt_exp.schema import checked
 
-DRAWS = 200      # of the noise, for sample variances
-PREDICTED = 256  # pairs of a head over which the closed forms of all mechanisms are averaged
+DRAWS = 200      # of the projections, for sample variances
+PREDICTED = 256  # pairs of a head over which the closed forms of all maps are averaged
 MEANS = ("output_error", "uniform_error", "matrix_error", "negative_denominators", "log_variance",
          "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
 SMALL = -60.0    # nats: a smaller relative MSE counts as this
@@ -42,8 +48,8 @@ SMALL = -60.0    # nats: a smaller relative MSE counts as this
 class Approximation:
     """task=approximation; see conf/task/approximation.yaml for the options.
 
-    Records of four kinds: `heads`, one a layer: mean |x + y|^2, and each mechanism's log relative MSE by the closed
-    forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error behind each layer; and a final
+    Records of four kinds: `heads`, one a layer: mean |x + y|^2, and the log relative MSE of each map by the closed
+    forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error after each layer; and a final
     one at the largest m. Attention without projections has no `heads`, no matrix and no m.
     """
 
@@ -76,31 +82,20 @@ class Approximation:
         plan += [("test", self.of_all, (mechanism, rows, seed))]
         yield from planned(plan, rows)
 
-    # ---- what the closed forms say
-
     def of_heads(self, i: int, seed: int) -> dict[str, Any]:
-        """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each mechanism's
-        log relative MSE (nats).
+        """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each map's log relative MSE (nats).
 
-        All mechanisms have M = the largest m features, independent projections and parameters fitted to the head;
-        `best` has the least, `best_unbiased` the least of those that estimate softmax itself (not SMREG, whose bias
-        counts as error).
+        All maps have M = the largest m features, independent projections and parameters fitted to the head; `best` has
+        the least. The bias of SMREG counts as error.
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
         maps = {name: by.map() for name in choices("features") if not (by := Mechanism.of(features=name)).own_kernel}
         of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed)
                    for name, phi in maps.items() if phi.estimates}
-        unbiased = [name for name in of_maps if estimates_softmax(maps[name])]
-
-        def best(names: Iterable[str]) -> list[str]:
-            return [min(names, key=lambda name: of_maps[name][h]) for h in range(layer.heads)]
-
         return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(),
-                "best": best(of_maps), "best_unbiased": best(unbiased),
+                "best": [min(of_maps, key=lambda name: of_maps[name][h]) for h in range(layer.heads)],
                 "log_relative_mse": {name: [_number(v) for v in values] for name, values in of_maps.items()}}
-
-    # ---- what is measured
 
     def of_layer(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> dict[str, Any]:
         """Mean errors of output and matrix over samples, and `_heads`, those of each head."""
@@ -108,9 +103,8 @@ class Approximation:
         layer = self.source.layers(0, seed)[i]
         record = {"layer": i, "path": layer.path} | ({"m": m, "negative_denominators": negative} if m else {})
         for name, values in errors.items():
-            record |= _spread(name, values.mean(-1)) | {f"{name}_heads": _numbers(values.mean(0))}
-        return record | (self.variances(mechanism.map("softmax"), mechanism, m, layer, i, seed) if m and self.pairs
-                         else {})
+            record |= {name: _number(values.mean()), f"{name}_heads": _numbers(values.mean(0))}
+        return record | (self.variances(mechanism, m, layer, i, seed) if m and self.pairs else {})
 
     @torch.no_grad()
     def measure(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> tuple[dict[str, Tensor], float]:
@@ -119,26 +113,26 @@ class Approximation:
         count, found = DenominatorCount(), []
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[i]
-            pairs = {"uniform": (layer.uniform, layer.output)}
+            x, y, v, causal = layer.x, layer.y, layer.v, layer.causal
+            pairs = {"uniform": (uniform_attention(x, y, v, causal=causal), layer.output)}
             if m is None:
                 pairs["output"] = (whole_output(mechanism, layer), layer.output)
             else:
-                phi, rows = mechanism.map("softmax"), torch.randperm(layer.x.shape[2], generator=generator(seed))
+                phi, rows = mechanism.map("softmax"), torch.randperm(x.shape[2], generator=generator(seed))
                 rows = rows[:self.of_rows].sort().values
                 noise = drawn(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
-                given = layer.x, layer.y, phi, noise, layer.fit(phi)
-                pairs["output"] = (attention(*given[:2], layer.v, *given[2:], causal=layer.causal, counter=count),
-                                   layer.output)
-                pairs["matrix"] = attention_matrix(*given, causal=layer.causal, rows=rows), layer.matrix(rows)
+                params = layer.fit(phi)
+                pairs["output"] = attention(x, y, v, phi, noise, params, causal=causal, counter=count), layer.output
+                pairs["matrix"] = [attention_matrix(x, y, *given, causal=causal, rows=rows)
+                                   for given in ((phi, noise, params), ())]
             found.append({f"{name}_error": relative_error(*pair, (-2, -1))[0] for name, pair in pairs.items()})
         return {name: torch.stack([each[name] for each in found]) for name in found[0]}, count.fraction
 
-    def variances(self, phi: FeatureMap, mechanism: Mechanism, m: int, layer: LayerInputs, i: int,
-                  seed: int) -> dict[str, Any]:
+    def variances(self, mechanism: Mechanism, m: int, layer: "LayerInputs", i: int, seed: int) -> dict[str, Any]:
         """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed
-        form for independent projections, by the exact one for coupled ones where there is one, and of DRAWS draws of
-        the noise."""
-        x, y = random_pairs(layer, self.pairs, generator(seed, i))
+        form for independent projections, by the exact one for coupled ones where there is one, and of DRAWS samples of
+        the projections."""
+        phi, (x, y) = mechanism.map("softmax"), random_pairs(layer, self.pairs, generator(seed, i))
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
         of_kinds = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
@@ -150,13 +144,12 @@ class Approximation:
         return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
     def of_depth(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
-        """Mean error over samples of the hidden states behind layers 1, 2, ..."""
-        errors = self.source.hidden_errors(replace(mechanism, m=m) if m else mechanism, self.samples, seed)
-        return ({"m": m} if m else {}) | _spread("hidden_error", errors[:, -1]) | {
-            "hidden_error_by_layer": _numbers(errors.mean(0))}
+        """Mean error over samples of the hidden states after layers 1, 2, ..."""
+        mean = self.source.hidden_errors(replace(mechanism, m=m) if m else mechanism, self.samples, seed).mean(0)
+        return ({"m": m} if m else {}) | {"hidden_error": _number(mean[-1]), "hidden_error_by_layer": _numbers(mean)}
 
     def of_all(self, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
-        """Means over layers at the largest m, and for how many heads each mechanism is predicted to be best."""
+        """Means over layers at the largest m, and for how many heads each map is predicted to be best."""
         last = [r for r in rows if r.get("m") in (None, max(self.ms))]
         top = [r for r in last if r["split"] == "layer"]
         columns = {name: [r[name] for r in top] for name in top[0] if name in MEANS}
@@ -164,12 +157,11 @@ class Approximation:
         for depth in (r for r in last if r["split"] == "depth"):
             record["hidden_error"] = depth["hidden_error"]
         if mechanism.estimates:
-            heads = [r for r in rows if r["split"] == "heads"]
-            for key in ("best", "best_unbiased"):
-                record[key] = dict(Counter(name for r in heads for name in r[key]).most_common())
+            best = Counter(name for r in rows if r["split"] == "heads" for name in r["best"])
             layer, phi = self.source.layers(0, seed)[0], mechanism.map("softmax")
             x, y = layer.x[0, 0], layer.y[0, 0]
-            record |= {"m": max(self.ms), **bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))}
+            record |= {"best": dict(best.most_common()), "m": max(self.ms),
+                       **bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))}
         return record | {"final": True}
 
     def summary(self, records: list[dict]) -> str:
@@ -177,15 +169,14 @@ class Approximation:
         errors = {"the output": "output_error", "uniform attention": "uniform_error", "the matrix": "matrix_error",
                   "the last hidden states": "hidden_error"}
         shown = ", ".join(f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last)
-        best = [", ".join(f"{name} {n}" for name, n in last[key].items()) for key in ("best", "best_unbiased")
-                if key in last]
-        predicted = ("heads by the mechanism that the closed forms predict best at equal M: {} (of the unbiased ones: "
-                     "{})".format(*best) + f"{bias_sentence(last)}\n" if best else "")
+        best = ", ".join(f"{name} {n}" for name, n in last.get("best", {}).items())
+        predicted = (f"heads by the map that the closed forms predict best at equal M: {best}{bias_sentence(last)}\n"
+                     if best else "")
         m = f"m = {last['m']}: " if "m" in last else ""
         return f"{self.table(records)}{self.warning(records)}\n{predicted}{m}relative error {shown}"
 
     def warning(self, records: list[dict]) -> str:
-        """Names the layers and m whose output is no nearer to exact attention than uniform attention is."""
+        """Names the layers and m whose output is further from exact attention than uniform attention is."""
         layer_rows = [r for r in records if r["split"] == "layer"]
         counts = Counter(r.get("m") for r in layer_rows
                          if r["output_error"] is None or r["output_error"] > r["uniform_error"])
@@ -209,6 +200,105 @@ class Approximation:
         return pd.DataFrame(lines).dropna(axis=1, how="all").to_string(index=False, na_rep="-", float_format=_shown)
 
 
+# ---- where the tensors come from
+
+
+@dataclass
+class LayerInputs:
+    """One call of an attention layer."""
+
+    path: str
+    x: Tensor  # (1, H, L, d)
+    y: Tensor  # (1, Hkv, S, d)
+    v: Tensor  # (1, Hkv, S, dv)
+    causal: bool = False
+
+    def __post_init__(self):
+        self.heads, self.d = self.x.shape[1], self.x.shape[3]
+
+    @cached
+    def y_of_heads(self) -> Tensor:
+        """The keys of each query head, (1, H, S, d)."""
+        return repeat_heads(self.y, self.heads)
+
+    @cached
+    def output(self) -> Tensor:
+        """Of exact attention, (1, H, L, dv)."""
+        return exact_attention(self.x, self.y, self.v, causal=self.causal)
+
+    def fit(self, phi: FeatureMap) -> Params:
+        """Parameters (1, H, 1, ...) for these tensors, the query heads of a group together."""
+        return for_query_heads(phi.fit(grouped_statistics(self.x, self.y)), self.heads // self.y.shape[1])
+
+
+class Synthetic:
+    """q, k ~ N(0, scale^2) and v ~ N(0, 1) for each sample; hidden states of a Transformer of random weights.
+
+    turn: radians between a query and the key at its position, in a random plane (q = cos(turn) k + sin(turn) g,
+    g ~ N(0, scale^2)). None: queries are independent of keys.
+
+    The Transformer has `depth` bidirectional pre-norm layers of width heads d with an FFN four times as wide. Its
+    weights are torch's initial ones; those of queries and keys are scaled to give a standard deviation of `scale`. It
+    reads tokens ~ N(0, 1).
+    """
+
+    def __init__(self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None):
+        self.length, self.heads, self.d, self.scale, self.depth, self.turn = length, heads, d, scale, depth, turn
+
+    def layers(self, sample: int, seed: int) -> list[LayerInputs]:
+        return [_normal(self.length, self.heads, self.d, self.scale, self.turn, 1000 * seed + sample)]
+
+    def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
+        """Relative error of the hidden states after each layer, (samples, depth); the same weights for all samples."""
+        return torch.tensor([self.errors_of(replace(mechanism, seed=seed), seed, 1000 * seed + sample, sample)
+                             for sample in range(samples)])
+
+    @torch.no_grad()
+    def errors_of(self, mechanism: Mechanism, weights: int, tokens: int, sample: int) -> list[float]:
+        """The same for one sample. weights, tokens: seeds; sample: the number of the projections."""
+        size = (self.heads, self.d, self.scale, self.depth, weights)
+        h, exact = _exact_states(*size, self.length, tokens)
+        layers = [mechanism.layer(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)]
+        return [relative_error(*pair).item() for pair in zip(states(_random_transformer(*size), h, layers), exact)]
+
+
+def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> list[Tensor]:
+    """The hidden states after each block, (1, L, width), with these attention layers in place of the first ones."""
+    result = []
+    for block, layer in zip_longest(model.blocks, layers):
+        own, block.attention = block.attention, layer or block.attention
+        h = block(h)
+        block.attention = own
+        result.append(h)
+    return result
+
+
+@lru_cache(maxsize=64)
+def _normal(length: int, heads: int, d: int, scale: float, turn: float | None, seed: int) -> LayerInputs:
+    q, k, v = torch.randn(3, 1, heads, length, d, generator=torch.Generator().manual_seed(seed))
+    if turn is not None:
+        q = math.cos(turn) * k + math.sin(turn) * q
+    return LayerInputs("synthetic", scale * q / d**0.25, scale * k / d**0.25, v)
+
+
+@lru_cache(maxsize=1)
+def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int) -> Transformer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(heads, depth, 4 * heads * d, heads * d, Mechanism.of("exact").layer)
+    for block in model.blocks:  # torch's uniform weights give normalised tokens the variance 1/3
+        block.qkv.weight.data[:2 * heads * d] *= 3**0.5 * scale
+    return model.eval()
+
+
+@lru_cache(maxsize=16)  # samples
+def _exact_states(heads: int, d: int, scale: float, depth: int, weights: int, length: int,
+                  tokens: int) -> tuple[Tensor, list[Tensor]]:
+    """The tokens, (1, L, heads d), and the hidden states after each layer."""
+    h = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(tokens))
+    return h, states(_random_transformer(heads, d, scale, depth, weights), h)
+
+
 class Pretrained(Subject):
     """A model that reads the first tokens of a text, to which causal layers are fitted too. layers: of its attention
     modules, as for `swap_attention`."""
@@ -217,14 +307,16 @@ class Pretrained(Subject):
                  layers: Sequence[int] | None = None):
         super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
         self.training, self.chosen = [self.rows], layers
-        self.inputs = [layer_of(call) for call in self.watched(self.rows, LayerCall.of, layers)[0]]
+        calls = self.watched(self.rows, LayerCall.of, layers)[0]
+        self.inputs = [LayerInputs(call.path, call.scaling**0.5 * call.q, call.scaling**0.5 * call.k, call.v,
+                                   call.causal and call.q.shape[2] > 1) for call in calls]
 
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return self.inputs
 
     @torch.no_grad()
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
-        """Relative error of the hidden states behind each layer, the chosen layers approximated: (samples, layers)."""
+        """Relative error of the hidden states after each layer, the chosen layers approximated: (samples, layers)."""
         errors = []
         for sample in range(samples):
             with self.swapped(replace(mechanism, seed=1000 * seed + sample), self.chosen):
@@ -233,13 +325,11 @@ class Pretrained(Subject):
         return torch.tensor(errors)
 
 
-def layer_of(call: LayerCall) -> LayerInputs:
-    root = call.scaling**0.5
-    return LayerInputs(call.path, root * call.q, root * call.k, call.v, call.causal and call.q.shape[2] > 1)
+# ---- what is computed of them
 
 
 def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
-    """Of attention without projections; what a causal layer fits is fitted to the same tensors."""
+    """Of attention without projections; a causal layer that is fitted is fitted to the same tensors."""
     state = mechanism.layer(layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0).eval()
     with state.calibration() if hasattr(state, "calibration") else nullcontext():
         state(layer.x, layer.y, layer.v)
@@ -247,17 +337,11 @@ def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
 
 
 def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: int) -> list[float]:
-    """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with so many features,
-    independent projections."""
+    """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with M = `features`, independent
+    projections."""
     x, y = random_pairs(layer, PREDICTED, generator(seed))
     m = max(1, features // phi.width(1))
     return log_relative_mse(phi, x, y, layer.fit(phi), m).clamp(min=SMALL)[0].mean(-1).tolist()
-
-
-def estimates_softmax(phi: FeatureMap) -> bool:
-    """Whether the mean of its estimates is the softmax kernel, judged at one pair: SMREG estimates another one."""
-    x, y = torch.tensor([[0.7, -0.4]], dtype=torch.float64), torch.tensor([[0.3, 0.9]], dtype=torch.float64)
-    return torch.allclose(phi.log_kernel(x, y), (x * y).sum(-1))
 
 
 def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -272,11 +356,6 @@ def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of these coupled rows is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
     return mechanism.sampler_part.name in ("orthogonal", "simplex") and exact and couples(phi)
-
-
-def _spread(name: str, values: Tensor) -> dict[str, float | None]:
-    """Mean and standard deviation over samples, None where it is not a number."""
-    return {name: _number(values.mean()), f"{name}_std": _number(values.std()) if len(values) > 1 else None}
 
 
 def _number(value: Tensor | float) -> float | None:

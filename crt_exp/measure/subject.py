@@ -17,7 +17,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.advice.bench import LayerCall, Swap
 from crt_exp.advice.bench_pieces import SHARE, TextBench, nats
 from crt_exp.advice.language import length_of, opened, positions, rows_of
-from crt_exp.measure.captured import relative_error
 from crt_exp.swap.calibration import learns
 
 
@@ -117,6 +116,12 @@ class Subject(TextBench):
             raise ValueError(f"attention {attention.name} of this model is fitted to training text: give "
                              "task.calibration=<file>, another than task.text")
         super().fit(attention)
+
+
+def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """|estimate - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
+    error, size = (t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected))
+    return error / size
 
 
 def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:

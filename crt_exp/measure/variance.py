@@ -1,12 +1,11 @@
 """Log variance of one projection by the closed forms: on synthetic pairs (CRT 5.1, Figure 2), by the length of x + y
 (CRT Figure 1), and against trigonometric features by angle and length (Performers Figure 2).
 
-Parameters are fitted to all pairs together (CRT 3.2.3), as one has them in use, or to each pair alone, an oracle.
+Parameters are fitted to all pairs together (CRT 3.2.3), as in use, or to each pair alone, an oracle.
 Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d-1); `heterogen` x ~ N(0, sigma^2 I),
 y ~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` the same with scikit-learn's.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -17,14 +16,11 @@ import torch
 from torch import Tensor
 
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
-from crt_exp.features.discrete import MIN_RATE, P_RANGE, DiscreteRF
 from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.kernels import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement, Series
 from crt_exp.schema import checked
-
-LEAST = 1e-12   # |x - y|^2 or |x + y|^2 below which two vectors are equal or opposite, but for rounding
 
 
 def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -68,31 +64,29 @@ REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]]
 
 @lru_cache(maxsize=1)
 def drawn(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> tuple[Tensor, Tensor]:
-    """The pairs of a regime with sigma = 1, read once for all sigmas."""
+    """The pairs of a regime with sigma = 1, sampled once for all sigmas."""
     return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
 
 
 def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     """log variance of one projection for pairs x, y (n, d), each with its own fitted parameters: (n,) float64, nats."""
-    x, y = x.unsqueeze(-2), y.unsqueeze(-2)  # n sets of one vector
-    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y))).squeeze(-1)
+    return of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2)).squeeze(-1)  # n sets of one vector
 
 
-def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
-    """The same with parameters fitted to all pairs together, as one has them in use (CRT 3.2.3)."""
+def of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """The same with parameters fitted to all pairs together, as in use (CRT 3.2.3)."""
     return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
 
 
-FITS = {"pair": log_variances, "set": log_variances_of_set}
+FITS = {"pair": log_variances, "set": of_set}
 
 
 @checked("task")
 class Variance(Series):
-    """task=variance: mean and standard deviation of the log variance over pairs, for each sigma.
+    """task=variance: mean and standard deviation of the log variance over pairs, for each sigma; `of_pairs`, in the
+    last record: the log variance of each pair.
 
-    fit: to each pair alone, or to the set of them. resize: options of the regime mnist. Records also have `zero`, the
-    log square of the kernel, and `hidden`: whether most pairs, fitted alone at the last sigma, show the end of the
-    range of a rate and not their variance. The last record has those `of_pairs`.
+    fit: to each pair alone, or to the set of them. resize: options of the regime mnist.
     """
 
     metric, lower_is_better, over = "log_variance", True, "sigma"
@@ -106,16 +100,9 @@ class Variance(Series):
 
     def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         x, y = drawn(self.regime, self.pairs, seed, tuple(self.resize.items()))
-        phi, last = mechanism.map(self.kernel), self.values[-1]
-        values = FITS[self.fit](phi, sigma * x, sigma * y)
-        zero, hidden = 2 * phi.log_kernel(sigma * x, sigma * y), self.hidden(phi, last * x, last * y)
-        record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item(),
-                  "zero": zero.mean().item(), "hidden": hidden}
-        return record if sigma != last else record | {"of_pairs": values.tolist(), "zero_of_pairs": zero.tolist(),
-                                                      "clamped": 1 if hidden else None}
-
-    def hidden(self, phi: FeatureMap, x: Tensor, y: Tensor) -> bool:
-        return self.fit == "pair" and clamped(phi, x, y) > 0.5
+        values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
+        record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
+        return record if sigma != self.values[-1] else record | {"of_pairs": values.tolist()}
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -123,19 +110,10 @@ class Variance(Series):
                 f"sigma = {last['sigma']} (mean and standard deviation of {self.pairs} pairs)")
 
 
-def clamped(phi: FeatureMap, x: Tensor, y: Tensor) -> float:
-    """The share of pairs of which a rate is at the end of its range."""
-    if not isinstance(phi, DiscreteRF):
-        return 0.0
-    x, y = x.unsqueeze(-2), y.unsqueeze(-2)
-    rate = phi.fit(Statistics.of(x, y)).rate.flatten(1)
-    return ((rate <= MIN_RATE) | (rate == P_RANGE[0]) | (rate == P_RANGE[1])).any(-1).double().mean().item()
-
-
 @checked("task")
 class VarianceByLength(Measurement):
     """task=variance_by_length: log variance of a map less that of FAVOR+ for x = y with |x + y|^2 = 1 to `most` (CRT
-    Figure 1); `zero`: the log square of the kernel less the same."""
+    Figure 1)."""
 
     metric = "gain"
 
@@ -145,49 +123,35 @@ class VarianceByLength(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         x = torch.zeros(self.most, self.d, dtype=torch.float64)
         x[:, 0] = torch.arange(1, self.most + 1).double().sqrt() / 2
-        of_pos = log_variances(PosRF(), x, x)
-        gain, zero = log_variances(mechanism.map(), x, x) - of_pos, 2 * x.square().sum(-1) - of_pos
-        for i in range(self.most):
-            yield {"sum": i + 1, "gain": gain[i].item(), "zero": zero[i].item()}
+        gain = log_variances(mechanism.map(), x, x) - log_variances(PosRF(), x, x)
+        for i, value in enumerate(gain.tolist(), 1):
+            yield {"sum": i, "gain": value}
 
 
 @checked("task")
 class VarianceByAngle(Measurement):
     """task=variance_by_angle: log of the MSE of trigonometric features over that of a map, for x and y (2,) of one
-    length at angles every so many degrees (Performers Figure 2); `zero`: with m projections, over the square of the
-    kernel.
+    length at angles in steps of `degrees` (Performers Figure 2).
 
-    None where an estimate has no variance: that of trig at x = y, that of a positive map at x = -y.
+    None where an estimate has no variance: trigonometric features at x = y, positive features at x = -y.
     """
 
     metric, lower_is_better = "log_ratio", False
 
-    def __init__(self, length: Positive, degrees: Count, m: Count):
-        self.length, self.degrees, self.m = length, degrees, m
+    def __init__(self, length: Positive, degrees: Count):
+        self.length, self.degrees = length, degrees
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float | None]]:
         degrees = torch.arange(-180, 181, self.degrees)
         angle = degrees.double().deg2rad()
         x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
         y = self.length * torch.stack([angle.cos(), angle.sin()], -1)
-        of_trig, of_map = (log_variances(phi, x, y) for phi in (TrigRF(), mechanism.map()))
-        same, opposite = ((v.square().sum(-1) < LEAST) for v in (x - y, x + y))
-        zero = of_trig - math.log(self.m) - 2 * (x * y).sum(-1)
-        ratios, zeros = numbers(of_trig - of_map, ~(same | opposite)), numbers(zero, ~same)
-        for each, ratio, of_zero in zip(degrees.tolist(), ratios, zeros):
-            yield {"angle": each, "log_ratio": ratio, "zero": of_zero}
+        ratios = log_variances(TrigRF(), x, y) - log_variances(mechanism.map(), x, y)
+        for each, ratio in zip(degrees.tolist(), ratios.tolist()):
+            yield {"angle": each, "log_ratio": ratio if each % 180 else None}
 
 
-def numbers(values: Tensor, defined: Tensor) -> list[float | None]:
-    return [value if known else None for value, known in zip(values.tolist(), defined.tolist())]
-
-
-# ---- what the closed forms predict at the queries and keys of a trained model
-
-
-def predicted_error(phi: FeatureMap, stats: Statistics, m: int) -> float:
-    """The root of the mean over heads of the squares of `predicted_errors`."""
-    return float(predicted_errors(phi, stats, m).square().mean().sqrt())
+# ---- closed forms at the queries and keys of a trained model
 
 
 def predicted_errors(phi: FeatureMap, stats: Statistics, m: int) -> Tensor:
