@@ -94,7 +94,7 @@ class FarKey(Measurement):
 
     def towards(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
         """Queries (H, R, d) in the direction of keys k (H, L, d) at `target` (H, R), scaled such that these get
-        `weight` among the keys that are not hidden (R, L); less where a longer key lies in that direction (clusters)."""
+        `weight` among the keys that are not hidden (R, L); less where a longer key lies in that direction."""
         unit = F.normalize(rows_at(k, target), dim=-1)
         logits = (unit @ k.mT).masked_fill(hidden, -torch.inf)
         low, high = torch.zeros(*target.shape, 1), torch.full((*target.shape, 1), 50.0)

@@ -16,7 +16,7 @@ MODEL, VIT = [*BOTH[:5], "identity"], ["exact", "favorp", "favorpp", "uniform", 
 ROUNDS = {"attention": {256: 4, 512: 4, 1024: 2, 2048: 2, 4096: 1, 16384: 1}, "large": {256: 4, 1024: 2, 2048: 2},
           "small": {256: 4, 1024: 2, 4096: 1}, "vit": {196: 4, 784: 2, 3136: 1}}  # of each length
 LONG = {"attention": {n: 1 for n in (8192, 32768, 65536, 131072)}, "large": {4096: 1}, "small": {16384: 1}}
-NAMES = {"attention": "", "vit_ti": "", "large": "large Transformer, ", "small": "small Transformer, ", "vit": "ViT, "}
+NAMES = {"large": "large Transformer, ", "small": "small Transformer, ", "vit": "ViT, "}
 
 
 def times(rounds: dict[str, dict[int, int]], seeds: int, methods: Sequence[str] = ()):
@@ -97,9 +97,9 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 def tables(rows: Rows):
     def of(metric: str, what: str, methods: Sequence[str], lengths: Sequence[int]):
-        return mean_table(rows, {f"{NAMES[what]}L = {n}": {"metric": metric, "what": what, "length": n}
+        return mean_table(rows, {f"{NAMES.get(what, '')}L = {n}": {"metric": metric, "what": what, "length": n}
                                  for n in lengths}, labels(methods), spec=".0f")
-    models = [of("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in ("large", "small", "vit")]
+    models = [of("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES]
     return {
         "Attention alone: milliseconds of a training step (lower is faster)": of(
             "training", "attention", [*BOTH, *CAUSAL], [1024, 4096, 16384]),
