@@ -19,9 +19,9 @@ LONG = {"attention": {n: 1 for n in (8192, 32768, 65536, 131072)}, "large": {409
 NAMES = {"large": "large Transformer, ", "small": "small Transformer, ", "vit": "ViT, "}
 
 
-def times(rounds: dict[str, dict[int, int]], seeds: int, methods: Sequence[str] = ()):
+def times(rounds: dict[str, dict[int, int]], seeds: int, names: Sequence[str] = ()):
     return [run for what, lengths in rounds.items() for length, count in lengths.items() for run in sweep(
-        f"task=speed task.what={what} task.rounds={count}" + f' "task.methods={[*methods]}"' * bool(methods), alone=True,
+        f"task=speed task.what={what} task.rounds={count}" + f' "task.methods={[*names]}"' * bool(names), alone=True,
         what={what: ""}, seed=range(seeds), length={length: f"task.lengths=[{length}]"})]
 
 
