@@ -1,16 +1,14 @@
 """Single far keys that matter: task=far_key, heads in which each query gives most of its weight to one of them;
-task=swap_recall, a model that was trained to recall pairs; task=swap_copying, one that copies passages. And dense
-baselines, which show what other attention gives, not what it costs.
+task=swap_recall, a model trained to recall pairs; task=swap_copying, a model that copies passages. Dense baselines show
+the output of other attention, not its cost.
 
-What a mean of many keys cannot give back: the hardest case for attention that does not look at each key.
-Legend: L tokens, H heads, R queries, d, dv.
+Notation: L tokens, H heads, R queries, d, dv.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +36,6 @@ from crt_exp.nearfar.recall import rows_at
 from crt_exp.schema import checked
 from crt_exp.tasks.objectives import repeated
 from crt_exp.tasks.recall import drawn
-from crt_exp.times import Watch
 
 OWN = ("uniform", "window", "nearfar")  # methods of task=far_key beside the baselines
 CALIBRATION = 4        # rows that statistics are made of
@@ -51,37 +48,29 @@ CELLS, AT = 64, 512    # clusters, as the root of the length: so many at that le
 # ---- heads
 
 
-class Heads(NamedTuple):
-    """q (1, H, R, d), of keys k and values v (1, H, L, d), to be scaled by 1."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
 @checked("task")
 class FarKey(Measurement):
-    """task=far_key: relative error of the output of several `methods` (uniform, window, nearfar or a baseline, with
-    options) on heads whose queries each give `weight` to a key at least `far` tokens away: the last `queries`, in their
-    past; both: one at every token, on either side. Keys are iid normal, or in normal `clusters` with 0.64 of the
-    variance between them. near-far has cells as the root of the length."""
+    """task=far_key: relative error of the output of several `methods` (uniform, window, nearfar or a dense baseline)
+    on causal heads. Each of the last `queries` gives `weight` to one key at least `far` tokens back. Keys are
+    iid normal, or in normal `clusters` with 0.64 of the variance between them. near-far has sqrt(length) clusters.
+    """
 
     metric = "error"
     uses: frozenset[str] = frozenset()  # attention is named by task.methods
 
-    def __init__(self, length: Count, heads: Count, d: Count, far: Count, weight: Positive, queries: Whole,
-                 clusters: Whole, both: bool, methods: Several[str]):
+    def __init__(self, length: Count, heads: Count, d: Count, far: Count, weight: Positive, queries: Count,
+                 clusters: Whole, methods: Several[str]):
         self.length, self.heads, self.d, self.far, self.weight = length, heads, d, far, weight
-        self.queries, self.clusters, self.both, self.methods = queries, clusters, both, methods
+        self.queries, self.clusters, self.methods = queries, clusters, methods
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
         heads = self.draw(seed)
-        exact = exact_attention(*heads, causal=not self.both)
+        exact = exact_attention(*heads, causal=True)
         for text in self.methods:
             yield {"method": text, "error": float((self.output(text, heads) - exact).norm() / exact.norm())}
 
-    def output(self, text: str, heads: Heads) -> Tensor:
+    def output(self, text: str, heads: Sequence[Tensor]) -> Tensor:
         name, options = mechanism_text.read(text)
         if name in BASELINES:
             return BASELINES[name](*heads, **options)
@@ -89,36 +78,25 @@ class FarKey(Measurement):
             raise unknown("method", name, [*OWN, *BASELINES])
         if name == "nearfar":
             sizes = Sizes(options.pop("block"), options.pop("heavy"), cells_at(self.length), **options)
-            return near_far_attention(*heads, sizes, causal=not self.both).out
-        return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=not self.both, **options)
+            return near_far_attention(*heads, sizes, causal=True).out
+        return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=True, **options)
 
-    def draw(self, seed: int) -> Heads:
-        g, L = torch.Generator().manual_seed(seed), self.length
-        k, hidden = self.keys(g), None
-        if self.both:
-            ahead = (torch.rand(self.heads, L, generator=g) * (L - 2 * self.far)).long() + self.far
-            target = (torch.arange(L) + ahead) % L       # as far on a circle, so at least `far` away or beyond an end
-        else:
-            places = torch.arange(L - self.queries, L)
-            target = (torch.rand(self.heads, self.queries, generator=g) * (places - self.far)).long()
-            hidden = torch.arange(L) > places.unsqueeze(1)
-        q = self.towards(k, target, hidden)
-        return Heads(*(t.unsqueeze(0) for t in (q, k, torch.randn(self.heads, L, self.d, generator=g))))
-
-    def keys(self, g: torch.Generator) -> Tensor:
-        """(H, L, d)."""
-        k = torch.randn(self.heads, self.length, self.d, generator=g)
+    def draw(self, seed: int) -> tuple[Tensor, ...]:
+        """q (1, H, R, d) for keys k and values v (1, H, L, d), to be scaled by 1."""
+        g, H, L = torch.Generator().manual_seed(seed), self.heads, self.length
+        k, places = torch.randn(H, L, self.d, generator=g), torch.arange(L - self.queries, L)
         if self.clusters:
-            at = torch.randint(self.clusters, (self.heads, self.length), generator=g)
-            k = 0.6 * k + 0.8 * rows_at(torch.randn(self.heads, self.clusters, self.d, generator=g), at)
-        return k
+            at = torch.randint(self.clusters, (H, L), generator=g)
+            k = 0.6 * k + 0.8 * rows_at(torch.randn(H, self.clusters, self.d, generator=g), at)
+        target = (torch.rand(H, self.queries, generator=g) * (places - self.far)).long()
+        q = self.towards(k, target, torch.arange(L) > places.unsqueeze(1))
+        return tuple(t.unsqueeze(0) for t in (q, k, torch.randn(H, L, self.d, generator=g)))
 
-    def towards(self, k: Tensor, target: Tensor, hidden: Tensor | None) -> Tensor:
-        """Queries (H, R, d) that point to keys k (H, L, d) at `target` (H, R), as long as gives these their weight
-        among the keys that are not hidden (R, L); less where a longer key lies in that direction, as in clusters."""
-        unit = torch.nn.functional.normalize(rows_at(k, target), dim=-1)
-        logits = unit @ k.mT
-        logits = logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
+    def towards(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+        """Queries (H, R, d) in the direction of keys k (H, L, d) at `target` (H, R), scaled such that these get
+        `weight` among the keys that are not hidden (R, L); less where a longer key lies in that direction."""
+        unit = F.normalize(rows_at(k, target), dim=-1)
+        logits = (unit @ k.mT).masked_fill(hidden, -torch.inf)
         low, high = torch.zeros(*target.shape, 1), torch.full((*target.shape, 1), 50.0)
         for _ in range(40):
             middle = (low + high) / 2
@@ -132,9 +110,8 @@ class FarKey(Measurement):
 
 @checked("task")
 class SwapRecall(SwapMeasurement):
-    """task=swap_recall: the share of the values that are right, of all pairs that were said in `evaluated` rows of
-    `length` tokens, and milliseconds of a row, by a run of task=recall with another attention, not trained. The seed
-    draws rows, not projections."""
+    """task=swap_recall: the share of correct values, `accuracy`, over all pairs in `evaluated` rows of `length` tokens,
+    by a run of task=recall with another attention, without training. The seed selects rows, not projections."""
 
     metric, lower_is_better = "accuracy", False
 
@@ -151,13 +128,12 @@ class SwapRecall(SwapMeasurement):
 
         given = (row("train", i)[0][None] for i in range(CALIBRATION))
         model = fitted(kept.build(replace(mechanism, seed=0)), given)
-        with Watch() as watch:
-            for i in range(self.evaluated):
-                tokens, labels = row("test", 1000 * seed + i)
-                asked = labels >= 0
-                chosen = model(tokens[None], chosen=asked[None])[:, :symbols].argmax(-1)
-                right, count = right + int((chosen == labels[asked]).sum()), count + int(asked.sum())
-        yield {"accuracy": right / count, "ms": watch.ms / self.evaluated}
+        for i in range(self.evaluated):
+            tokens, labels = row("test", 1000 * seed + i)
+            asked = labels >= 0
+            chosen = model(tokens[None], chosen=asked[None])[:, :symbols].argmax(-1)
+            right, count = right + int((chosen == labels[asked]).sum()), count + int(asked.sum())
+        yield {"accuracy": right / count}
 
 
 # ---- a model that copies: passages that are repeated
@@ -208,16 +184,13 @@ class SwapCopying(SwapMeasurement):
 # ---- dense baselines
 #
 # All take queries q (1, H, R, d), the last R of keys k (1, H, L, d), to be scaled by 1, and values v (1, H, L, dv).
-# keys: how many a query reads beyond those near it, the `near` last and the `first` ones; both: in both directions, the
-# `near` around it, where R = L.
+# keys: the number that a query retrieves in addition to the last `near` and the `first` ones.
 
 
-def seen(q: Tensor, k: Tensor, near: int, first: int, both: bool) -> tuple[Tensor, Tensor]:
-    """Which keys each query sees however they rank, and the others that it may see, (R, L) each."""
+def seen(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
+    """The keys that each query always reads, and the others in its past, (R, L) each."""
     places = torch.arange(k.shape[2])
     ago = places[len(places) - q.shape[2]:].unsqueeze(1) - places
-    if both:
-        return ago.abs() < near // 2, ago.abs() >= near // 2
     close = (ago >= 0) & ((ago < near) | (places < first))
     return close, (ago >= 0) & ~close
 
@@ -230,16 +203,16 @@ def reading(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Te
     return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
 
 
-def largest(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0, both: bool = False) -> Tensor:
+def largest(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
     """The largest weights, which no one knows without all of them, and no others."""
-    return reading(q, k, v, q @ k.mT, *seen(q, k, near, first, both), keys)
+    return reading(q, k, v, q @ k.mT, *seen(q, k, near, first), keys)
 
 
-def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0, both: bool = False) -> Tensor:
+def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
     """After Quest (Tang et al., 2024): pages of consecutive keys, by a bound on their best logit, and no others."""
     of_page = k.unflatten(2, (-1, PAGE))
     rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
-    return reading(q, k, v, rank.repeat_interleave(PAGE, -1), *seen(q, k, near, first, both), keys)
+    return reading(q, k, v, rank.repeat_interleave(PAGE, -1), *seen(q, k, near, first), keys)
 
 
 def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
@@ -249,7 +222,7 @@ def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first
     length, K = q.shape[2], cells_at(q.shape[2])
     centres, cell = kmeans(k, K)
     member = F.one_hot(cell, K).to(k)                                                        # (1, H, L, K)
-    close, far = seen(q, k, near, first, False)
+    close, far = seen(q, k, near, first)
     there = member.clone()
     there[:, :, :first] = 0
     there = torch.cat([torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2)        # the last are near
@@ -267,42 +240,6 @@ def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first
     return weights[..., :length] @ v + (weights[..., None, length:] @ V).squeeze(-2)
 
 
-def query_clusters(q: Tensor, k: Tensor, v: Tensor, keys: int) -> Tensor:
-    """Vyas et al. (2020), in both directions: queries in clusters, whose mean attends to all keys for all of them; on
-    the `keys` that it weighs most each query has its own softmax, as heavy in all as the mean's."""
-    centres, cell = kmeans(q, cells_at(q.shape[2]))
-    weights = (centres @ k.mT).softmax(-1)                                                   # (1, H, C, L)
-    mass, best = weights.topk(min(keys, k.shape[2]), -1)
-    rest = weights.scatter(-1, best, 0.0) @ v                                                # (1, H, C, dv)
-    at, mass, rest = (rows_at(t.flatten(0, 1), cell.flatten(0, 1)).unsqueeze(0)                  # (1, H, L, .)
-                      for t in (best, mass.sum(-1, keepdim=True), rest))
-    own = torch.empty_like(v)
-    for i in range(0, q.shape[2], NEAR):
-        part = slice(i, i + NEAR)
-        near_k, near_v = (rows_at(t.flatten(0, 1), at[0, :, part]).unsqueeze(0) for t in (k, v))    # (1, H, n, keys, .)
-        logits = (near_k @ q[:, :, part].unsqueeze(-1)).squeeze(-1)
-        own[:, :, part] = (logits.softmax(-1).unsqueeze(-2) @ near_v).squeeze(-2)
-    return mass * own + rest
-
-
-def monarch(q: Tensor, k: Tensor, v: Tensor, turns: int) -> Tensor:
-    """MonarchAttention (Yaras et al., 2025), in both directions: the weight of query (l, j) for key (m, i) is a product
-    A[j, l, m] B[m, j, i] of two softmaxes, each in turn the best for the other in the variational form of softmax,
-    <W, q.k> + entropy."""
-    width = next(w for w in range(math.isqrt(k.shape[2]), 0, -1) if k.shape[2] % w == 0)
-    q, k, v = (t.unflatten(2, (-1, width)) for t in (q, k, v))                               # (1, H, M, b, .)
-    M = k.shape[2]
-    left = torch.eye(M).expand(*q.shape[:2], width, M, M)                                    # (1, H, j, l, m)
-    for _ in range(turns):
-        mean = torch.einsum("zhjlm,zhljd->zhmjd", left, q) / left.sum(-2).mT.unsqueeze(-1).clamp(min=1e-9)
-        right = torch.einsum("zhmjd,zhmid->zhmji", mean, k).softmax(-1)
-        entropy = -torch.special.xlogy(right, right).sum(-1)                                 # (1, H, m, j)
-        keys = torch.einsum("zhmji,zhmid->zhmjd", right, k)
-        left = (torch.einsum("zhljd,zhmjd->zhjlm", q, keys) + entropy.mT.unsqueeze(-2)).softmax(-1)
-    values = torch.einsum("zhmji,zhmid->zhmjd", right, v)
-    return torch.einsum("zhjlm,zhmjd->zhljd", left, values).flatten(2, 3)
-
-
 def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """Centroids (1, H, K, d) of keys (1, H, L, d), and the cluster of each (1, H, L)."""
     centres = k[:, :, torch.linspace(0, k.shape[2] - 1, K).round().long()]
@@ -317,8 +254,7 @@ def cells_at(length: int) -> int:
     return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
 
 
-BASELINES: dict[str, Callable[..., Tensor]] = {"largest": largest, "pages": pages, "clusters": clusters,
-                                               "query_clusters": query_clusters, "monarch": monarch}
+BASELINES: dict[str, Callable[..., Tensor]] = {"largest": largest, "pages": pages, "clusters": clusters}
 
 
 def attention_of(method: str | Mechanism, **given: Any) -> Swap | None:

@@ -14,55 +14,25 @@ from crt_exp.measure import recall, texts
 from crt_exp.measure.recall import FarKey, SwapCopying
 from crt_exp.mechanism import Mechanism
 
-SIZES = {"heads": 4, "d": 32, "far": 96, "weight": 0.9, "clusters": 0, "methods": ["uniform"]}
-BEHIND, AROUND = (lambda length, **given: FarKey(length, **SIZES | {"queries": 256, "both": False} | given),
-                  lambda length, **given: FarKey(length, **SIZES | {"queries": 0, "both": True} | given))
-BOTH_WAYS = {"pages": partial(recall.pages, both=True), "clusters of queries": recall.query_clusters,
-             "monarch": lambda q, k, v, keys: recall.monarch(q, k, v, turns=3)}
+SIZES = {"heads": 4, "d": 32, "far": 96, "weight": 0.9, "clusters": 0, "queries": 256, "methods": ["uniform"]}
 
 
 def test_a_query_gives_its_far_key_the_weight_that_is_said():
-    q, k, _ = BEHIND(512).draw(0)
+    q, k, _ = FarKey(512, **SIZES).draw(0)
     places = torch.arange(512 - 256, 512)
     weights = (q @ k.mT).masked_fill(torch.arange(512) > places.unsqueeze(1), -torch.inf).softmax(-1)
     most, at = weights.max(-1)
     assert_close(most, torch.full_like(most, 0.9), rtol=1e-3, atol=0)
     assert (places - at >= 96).all()
-    q, k, _ = AROUND(512).draw(0)
-    most, at = (q @ k.mT).softmax(-1).max(-1)
-    assert_close(most, torch.full_like(most, 0.9), rtol=1e-3, atol=0)
-    assert ((torch.arange(512) - at).abs() >= 96).all()
-
-
-@pytest.mark.parametrize("baseline", BOTH_WAYS)
-def test_baselines_weigh_to_one(baseline):
-    q, k, v = AROUND(256, clusters=32).draw(0)
-    assert_close(BOTH_WAYS[baseline](q, k, torch.ones_like(v), 128), torch.ones_like(v))
-
-
-@pytest.mark.parametrize("baseline", ["pages", "clusters of queries"])
-def test_baselines_are_exact_where_they_read_all(baseline):
-    heads = AROUND(256).draw(0)
-    assert_close(BOTH_WAYS[baseline](*heads, 256), exact_attention(*heads), rtol=1e-4, atol=1e-5)
-
-
-def test_monarch_is_exact_for_weights_of_its_form():
-    """Logits q_lj . k_mi = a_j[l, m] + b_j[i] have weights that are such a product."""
-    g, b = torch.Generator().manual_seed(0), 4
-    rows, columns = torch.randn(b, b, b, generator=g), torch.randn(b, b, generator=g)   # (j, l, m), (j, i)
-    q = torch.cat([rows.transpose(0, 1), columns.expand(b, b, b)], -1).flatten(0, 1)    # of (l, j): [a_j[l, :], b_j]
-    eye = torch.eye(b)
-    k = torch.cat([eye.repeat_interleave(b, 0), eye.repeat(b, 1)], -1)                  # of (m, i): [e_m, e_i]
-    heads = tuple(t[None, None] for t in (q, k, torch.randn(b * b, 3, generator=g)))
-    assert_close(recall.monarch(*heads, turns=3), exact_attention(*heads))
 
 
 def test_errors_of_all_methods():
     near = "nearfar block=32 heavy=16 open=128"
-    found = {row["method"]: row["error"] for row in BEHIND(512, methods=[near, "uniform"]).rows(None, 0)}
+    found = {row["method"]: row["error"] for row in FarKey(512, **SIZES | {"methods": [
+        near, "uniform"]}).rows(None, 0)}
     assert found[near] < 0.2 < found["uniform"]
     with pytest.raises(ConfigError, match="did you mean window"):
-        [*AROUND(256, methods=["windw"]).rows(None, 0)]
+        [*FarKey(512, **SIZES | {"methods": ["windw"]}).rows(None, 0)]
 
 
 # ---- a model that copies

@@ -1,4 +1,4 @@
-"""task=speed and task=memory: what is timed, the peers, rows, and what is refused."""
+"""task=speed and task=memory: what is timed, the baselines, rows, and what is refused."""
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ from crt_exp.measure.speed import FORMED, Memory, Speed, Work, alone, chunked
 from crt_exp.samplers import orthogonal
 from crt_exp.times import in_new_process
 
-TINY = {"heads": 2, "layers": 1, "d_ff": 8, "d": 16}
-
 
 def rows(what, methods, length=16, rounds=2, backward=True, run="exact"):
     return [*Speed(what, [length], rounds, backward, methods).rows(Mechanism.parse(run), 1)]
@@ -23,15 +21,14 @@ def test_a_row_for_each_length_method_and_round(one_thread):
     made = [*Speed("small", [16, 32], 2, True, ["exact", "favorpp m=8"]).rows(None, 0)]
     assert [(row["length"], row["method"]) for row in made] == [
         (length, name) for length in (16, 32) for name in ("exact", "favorpp m=8") for _ in range(2)]
-    assert all(row["training"] == row["forward"] + row["backward"] for row in made)
+    assert all(row["training"] > 0 < row["inference"] for row in made)
     forward = rows("small", None, backward=False)
     assert {row["method"] for row in forward} == {*speed.IN_MODELS} and "training" not in forward[0]
 
 
-def test_the_attention_of_the_run_where_no_method_is_named(one_thread, monkeypatch):
-    monkeypatch.setitem(speed.READ, "protein_layer", 64)
-    (row,) = rows("protein_layer", None, 32, 1, run="favorpp m=8")
-    assert row["method"] == "favorpp m=8" and row["letters_per_s"] == pytest.approx(64e3 / row["ms"])
+def test_the_attention_of_the_run_where_no_method_is_named(one_thread):
+    (row,) = rows("one_head", None, 32, 1, run="favorpp m=8")
+    assert row["method"] == "favorpp m=8" and row["ms"] > 0
 
 
 @pytest.mark.parametrize("make, words", [
@@ -45,7 +42,7 @@ def test_what_is_refused(make, words):
 
 
 @pytest.mark.parametrize("length", [3, 16, 37])
-def test_the_chunked_twin_is_causal_attention(length):
+def test_chunked_attention_is_causal_attention(length):
     """In outputs and gradients, whether or not the chunks divide the length."""
     g = torch.Generator().manual_seed(length)
     noise = orthogonal(24, 4, g, batch=(2,))
@@ -56,12 +53,12 @@ def test_the_chunked_twin_is_causal_attention(length):
         given = [t.clone().requires_grad_() for t in (x, y, v)]
         result = method(*given)
         found.append([result, *torch.autograd.grad(result, given, out)])
-    for twin, reference in zip(*found):
-        torch.testing.assert_close(twin, reference, rtol=1e-7, atol=1e-9)
+    for ours, reference in zip(*found):
+        torch.testing.assert_close(ours, reference, rtol=1e-7, atol=1e-9)
 
 
 def test_times_leave_nothing_behind(one_thread):
-    for name in ("floor", "favorpp causal", "hrf_cluster m=4", "exact", "nearfar"):
+    for name in ("favorpp causal", "hrf_cluster m=4", "exact", "nearfar"):
         work = alone(name, 16)
         work.times()
         assert all(t.grad is None for t in work.forward.args)
@@ -77,27 +74,6 @@ def test_every_vision_transformer_has_its_own_attention(one_thread):
         assert sum(hasattr(block.attn, "swapped") for block in model.blocks) == (0 if name.startswith("exact") else 12)
     outputs = [model.eval()(image) for model, image in (speed.vit(name, 16) for name in ("exact", FORMED))]
     assert torch.allclose(*outputs, atol=1e-5)
-
-
-def test_proteins_step_with_their_own_attention(one_thread, monkeypatch):
-    """Exact attention and that which forms its matrix are the same; no gradient is left behind."""
-    for what in speed.PROTEINS:
-        monkeypatch.setitem(speed.PROTEINS, what, TINY)
-    for name in ("uniform", FORMED):
-        step = speed.protein_step("protein_model", name, 32, 2)
-        step()
-        assert not any(p.grad.any() for p in step.model.parameters())
-    one, two, other = (speed.language_model("protein_model", name, 32)(speed.letters(1, 32))
-                       for name in ("exact", FORMED, "uniform"))
-    assert torch.allclose(one, two, atol=1e-5) and not torch.allclose(one, other, atol=1e-5)
-    assert [row["method"] for row in rows("protein_letter", ["exact", "favorpp m=4"], 8, 1)] == ["exact", "favorpp m=4"]
-
-
-def test_the_encoder_hears_by_its_own_attention(one_thread, monkeypatch):
-    monkeypatch.setattr(speed, "CONFORMER", speed.CONFORMER | {"layers": 1, "channels": 8})
-    for name in ("exact", "favorpp m=16"):
-        assert hasattr(speed.encoder(name).layers[0].self_attn, "swapped") == (name != "exact")
-    assert [row["seconds"] > 0 for row in rows("conformer", ["exact", "uniform"], 1, 1)] == [True, True]
 
 
 def test_projections_of_one_head_are_drawn_anew(one_thread):

@@ -133,8 +133,7 @@ BAD = [
     ("task=variance task.pairs=1", "task.pairs = 1: it takes a whole number of at least 2"),
     ("task=projections task.ms=5",
      "task.ms = 5: it takes a list of at least one entry, each a whole number of at least 1"),
-    ("task=speed task.what=huge", "task.what = huge: it takes attention, large, small, vit, vit_ti, conformer, "
-     "protein_layer, protein_model, protein_wide, protein_letter or one_head"),
+    ("task=speed task.what=huge", "task.what = huge: it takes attention, large, small, vit, vit_ti or one_head"),
     ("attention=relu attention.phi.f=abc", "attention.phi.f = abc: it takes relu, elu+1"),
     ("attention=favorpp attention.redraw_every=0.5", "attention.redraw_every = 0.5"),
     ("attention=favorpp +attention.heads=2", "unknown key 'attention.heads'"),

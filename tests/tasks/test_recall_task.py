@@ -47,7 +47,7 @@ def test_a_run_and_its_other_attention(typed, tmp_path):
     assert code == 0 and "4 pairs in 40 tokens" in out, err
     found = [next(SwapRecall(str(tmp_path / "run"), 64, 3, 2).rows(Mechanism.parse(name), 0))
              for name in ("exact", "nearfar", "favorpp m=8")]
-    assert found[0]["accuracy"] == found[1]["accuracy"] and all(each["ms"] > 0 for each in found)
+    assert found[0]["accuracy"] == found[1]["accuracy"]
 
 
 @pytest.mark.parametrize("options, words", [
