@@ -16,7 +16,7 @@ from crt_exp.advice.bench import looked_at
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.features import SDERF
 from crt_exp.hints import Count, Several, Whole
-from crt_exp.measure.base import Measurement, check_estimates
+from crt_exp.measure.base import Measurement, SwapMeasurement, check_estimates
 from crt_exp.measure.variance import predicted_errors
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task
@@ -33,7 +33,7 @@ def task_of(start: str) -> Task:
 
 
 @checked("task")
-class SwapLoss(Measurement):
+class SwapLoss(SwapMeasurement):
     """task=swap_loss: metrics of a saved run with another attention and without training, one row a split."""
 
     metric = "loss"

@@ -65,7 +65,7 @@ SWAPPED = [
             {"window": "window block=32 first=16"}, above=True),
     *(Setting("crt_glue", "loss", {"sweep": "encoders", "model": model, "step": 0}, {"near-far": near})
       for model, near in SMALL.items()),
-    Setting("perf_redraw", "loss", {"sweep": "redraw/swap", "dataset": "generated families", "mode": "U"}),
+    Setting("perf_redraw", "loss", {"sweep": "redraw/swap", "split": "test"}),
     *(Setting("swap", "above", {"sweep": "pretrained", **SMOLLM2, "text": text},
               {"near-far": "nearfar", "window": "window block=64 first=16"}, above=True)
       for text in ("new text", "repeated"))]
@@ -84,8 +84,8 @@ FOREST = [  # FAVOR++ against FAVOR+: name, training, setting, methods, where un
                              ("causal", "causal model, 512 tokens", 256)]),
     *((f"proteins, m = {m}", WITHOUT, SWAPPED[4], f" m={m}", {}) for m in (256, 32)),
     ("proteins, 200 steps, m = 256", TRAINED,
-     Setting("perf_redraw", "loss", {"sweep": "redraw", "dataset": "generated families", "mode": "U", "step": 200}),
-     " m=256", {"sweep": "redraw/swap", "step": 0}),
+     Setting("perf_redraw", "loss", {"sweep": "redraw", "split": "validation", "step": 200}),
+     " m=256", {"sweep": "redraw/swap", "step": 0, "split": "test"}),
     *((f"speech, m = {m}", WITHOUT, Setting("crt_speech", "loss", {"sweep": "fig3", "setting": WITHOUT}), f" m={m}", {})
       for m in (16, 8)),
     ("ViT, m = 64", WITHOUT, Setting("crt_vit", "loss", {"sweep": "fig4-left", "setting": WITHOUT}), " m=64", {}),
