@@ -27,7 +27,7 @@ from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
 from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.measure.base import Measurement, SwapMeasurement
-from crt_exp.measure.texts import FOLDER
+from crt_exp.data.texts import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention

@@ -6,12 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from crt_exp import drawing
 from crt_exp.drawing import new_figure, save_figure
-from crt_exp.report import Rows, dot_plot, mean_ci, pages
+from crt_exp.report import Rows, mean_ci, pages
 from crt_exp.report.rows import read_rows
 from crt_exp.report.statistics import CONFLICT, WORDS, Tested
 from crt_exp.report.text import claims_frame, to_markdown
@@ -206,7 +205,13 @@ def loss_against_time(shares: Mapping[str, float], spent: Mapping[str, Mapping[i
 
 def forest_figure(forest: Mapping[str, pd.Series]):
     fig, ax = new_figure(1, 1, figsize=(4.6, 1.4 + 0.24 * len(forest)), layout="constrained")
-    dot_plot(ax, {name: np.asarray(values) for name, values in forest.items()}, zero=True)
-    ax.set(xlabel="FAVOR++ closer to exact attention by, % of uniform's loss",
-           title="Right of 0: FAVOR++ is closer than FAVOR+")
+    for place, values in enumerate(reversed(forest.values())):
+        found = mean_ci(values)
+        decided = abs(found.mean) > found.half
+        shade = drawing.colour("favorpp" if found.mean > 0 else "favorp") if decided else drawing.CONTROL
+        ax.errorbar(found.mean, place, xerr=found.half, color=shade, marker="o", ms=5, capsize=2, lw=1.2)
+    ax.set_yticks(range(len(forest)), [*reversed(forest)])
+    ax.axvline(0, color=drawing.EXACT, lw=0.8)
+    ax.set(xlabel="closer by, % of uniform attention's loss")
+    ax.figure.suptitle("Closer to exact attention: FAVOR++ (right) or FAVOR+ (left)", fontsize=10)
     return fig

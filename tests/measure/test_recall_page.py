@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.attention import exact_attention
 from crt_exp.config import ConfigError
-from crt_exp.measure import recall, texts
+from crt_exp.data import texts
+from crt_exp.measure import recall
 from crt_exp.measure.recall import FarKey, SwapCopying
 from crt_exp.mechanism import Mechanism
 

@@ -4,7 +4,7 @@ import pytest
 from small_bert import write_text
 
 from crt_exp.data import DataError, glue
-from crt_exp.measure import texts
+from crt_exp.data import texts
 
 
 def test_texts_are_made_where_options_name_them(tmp_path, monkeypatch):
