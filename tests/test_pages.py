@@ -132,7 +132,8 @@ def test_what_models_lose_is_that_of_the_page():
         for column, method in BOTH.get(name, CAUSAL).items():
             values = scale * rows.values(method=method, **where)
             itself = {"above": "0", "cosine": "1"}.get(where["metric"]) if method == "exact" else None
-            assert row[column] == (itself or f"{mean_ci(values):{spec}}"), (name, column)
+            ends = f"{values.min():.0f} to {values.max():.0f}"  # of few samples
+            assert row[column] in (itself, f"{mean_ci(values):{spec}}", ends), (name, column)
 
 
 # ---- the front
