@@ -1,4 +1,4 @@
-"""task=attention_maps: matrices are those of the attention, similarity follows the shares, mistakes are told."""
+"""task=attention_maps: matrices are those of the attention, similarity follows the shares, wrong input is refused."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from test_trembl import OPTIONS
 from crt_exp.data import DataError
 from crt_exp.data.protein import STANDARD
 from crt_exp.measure import attention_maps
-from crt_exp.measure.attention_maps import PAIRS, blosum62, correlation, likeness, likeness_by_frequency
+from crt_exp.measure.attention_maps import PAIRS, blosum62, correlation, similarity
 from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 
@@ -30,33 +30,31 @@ def test_similarity_is_that_of_the_shares_and_blind_to_frequencies():
     rng = np.random.default_rng(0)
     shares = rng.random((8, 20)) + 0.1
     shares[:, 3] = 2 * shares[:, 2]                       # E always gets twice what D gets
-    found = likeness(shares)
+    found = similarity(shares)
     assert found[2, 3] == pytest.approx(1) == found[attention_maps.PAIRS].max()
-    np.testing.assert_allclose(likeness(shares * rng.random(20)), found, atol=1e-9)
-    frequent = likeness_by_frequency(np.full(20, 0.05))
-    assert (frequent == 0).all() and likeness_by_frequency(shares[0])[2, 3] == pytest.approx(-np.log(2))
+    np.testing.assert_allclose(similarity(shares * rng.random(20)), found, atol=1e-9)
 
 
 def test_shares_that_do_not_vary_are_refused():
-    with pytest.raises(ValueError, match="8 heads or sequences of ACDEFGHIKLMNPQRSTVWY are the same in all"):
-        likeness(np.full((8, 20), 0.05))
-    with pytest.raises(ValueError, match="2 heads or sequences are too few"):
-        likeness(np.random.default_rng(0).random((2, 20)))
+    with pytest.raises(ValueError, match="8 heads or sequences: the shares of ACDEFGHIKLMNPQRSTVWY are equal"):
+        similarity(np.full((8, 20), 0.05))
+    with pytest.raises(ValueError, match="2 heads or sequences: too few"):
+        similarity(np.random.default_rng(0).random((2, 20)))
 
 
 def test_permutations_move_rows_and_columns_alike():
-    """Of a matrix with itself none is as large; of noise p is uniform, also where pairs depend on each other."""
+    """p is smallest for a matrix with itself, and uniform for independent ones, also where pairs are dependent."""
     rng, matrix = np.random.default_rng(0), blosum62()
-    r, p = correlation(matrix, matrix, permutations=999)
+    r, p = correlation(matrix, matrix, permutations=999).values()
     assert r == pytest.approx(1) and p == 1 / 1000
-    assert correlation(-matrix, matrix, permutations=99).p > 0.9
+    assert correlation(-matrix, matrix, permutations=99)["p"] > 0.9
     first, second = rng.random((2, 20, 20))
-    r = correlation(first + first.T, second + second.T).r
+    r = correlation(first + first.T, second + second.T)["r"]
     assert r == pytest.approx(np.corrcoef((first + first.T)[PAIRS], (second + second.T)[PAIRS])[0, 1])
     ps = []
     for _ in range(100):                                  # a matrix of distances: its pairs are far from independent
-        one, two = (likeness(rng.random((4, 20))) for _ in range(2))
-        ps.append(correlation(one, two, permutations=99).p)
+        one, two = (similarity(rng.random((4, 20))) for _ in range(2))
+        ps.append(correlation(one, two, permutations=99)["p"])
     assert np.mean(np.array(ps) <= 0.05) <= 0.12 and abs(np.mean(ps) - 0.5) < 0.1
 
 
@@ -95,7 +93,7 @@ def test_shares_of_uniform_attention_are_the_frequencies(one_thread):
 
 @torch.no_grad()
 def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
-    """Of uniform attention errors and matrices, of exact attention what is alike; a wrong entry is told."""
+    """Errors and matrices of uniform attention, similarity of exact attention; a wrong entry is refused."""
     rng, folder = np.random.default_rng(0), tmp_path / "protein"
     folder.mkdir()
     (folder / "made.fasta").write_text("".join(f">sp|P{i:05d}|X\n{''.join(rng.choice([*STANDARD], 40))}\n"
@@ -104,11 +102,11 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     options = OPTIONS | {"direction": "bidirectional", "sizes": SIZES}
     built = TrEMBL(**options).build(mechanism("exact"))
     monkeypatch.setattr(attention_maps, "of_proteins", lambda start: Kept(built, TrEMBL(**options)))
-    monkeypatch.setattr(attention_maps, "with_random_weights", lambda kept, letters, start: built)
+    monkeypatch.setattr(attention_maps, "with_random_weights", lambda kept, start: built)
     task = attention_maps.AttentionMaps("run", "made.fasta", "P00003", sequences=20, drawn=True)
     *drawn, last = task.rows(mechanism("uniform"), 0)
-    assert len(drawn[0]["letters"]) == 16 and [row["head"] for row in drawn[1:]] == ["0.0", "0.1", "1.0", "1.1"]
-    assert drawn[1]["row"][0].split() == ["0.0625"] * 16 and last["layer"] == [0, 1] and min(last["error"]) > 0
+    assert [row["head"] for row in drawn] == ["0.0", "0.1", "1.0", "1.1"]
+    assert drawn[0]["row"][0].split() == ["0.0625"] * 16 and last["layer"] == [0, 1] and min(last["error"]) > 0
     rows = [*task.rows(mechanism("exact"), 0)]
     assert [row["by"] for row in rows if "r" in row] == ["attention", "random weights", "composition", "frequency"]
     assert rows[-1]["mean_error"] == 0 and len(rows[-2]["similarity"]) == len(rows[-2]["sample"]) == 190
