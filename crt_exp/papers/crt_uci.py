@@ -15,8 +15,8 @@ SETS = {"table1": ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wif
         "demo": ["wine", "breast_cancer", "digits", "iris"]}
 OVERLAP = {"table1": 0.05 / 0.9, "demo": 0.25 / 0.6}  # test rows over training rows
 MAPS, DOUBLE = [*PAPER, "hyp"], ["trig", "gerf", "hyp"]  # DOUBLE: two columns of a projection
-BASELINES = {"Nystroem m=128": """'task.peer="Nystroem m=128"'""", "RBFSampler m=128":
-             """'task.peer="RBFSampler m=128"'""", "majority": "task.peer=majority"}
+BASELINES = {"Nystroem m=128": """'task.baseline="Nystroem m=128"'""", "RBFSampler m=128":
+             """'task.baseline="RBFSampler m=128"'""", "majority": "task.baseline=majority"}
 METHODS = {
     "exact": "exact", "Nystroem m=128": "Nystroem", "geom": "GeomRF", "oprf": "OPRF", "trig": "TrigRF",
     "pois": "PoisRF", "RBFSampler m=128": "RBFSampler", "gerf": "GERF", "hyp": "HypRF", "geom_plus": "GeomRF+",

@@ -56,7 +56,7 @@ class UCI:
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
                  repeats: Count, sigmas: Several[Sigma], draws: Count = 1, data_dir: str | None = None,
                  csv: str | None = None, target: str | None = None, kind: Kind | None = None,
-                 peer: str | None = None):
+                 baseline: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split={list(split)}: the three fractions must sum to 1")
         if csv is None and (target, kind) != (None, None):
@@ -74,10 +74,10 @@ class UCI:
         self.sigmas = list(sigmas)
         self.drawn = DrawnOnce()
         self.metric = "accuracy" if self.table.classes is not None else "r2"
-        self.peer, options = mechanism_text.read(peer) if peer else (None, {})
+        self.baseline, options = mechanism_text.read(baseline) if baseline else (None, {})
         self.columns = options.get("m")
-        if peer and (self.peer not in PEERS or self.metric == "r2"):
-            raise unknown("task.peer, of a table with classes,", self.peer, [*PEERS])
+        if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
+            raise unknown("task.baseline, of a table with classes,", self.baseline, [*BASELINES])
         if len(self.table) < 20:
             raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
@@ -89,7 +89,7 @@ class UCI:
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
         """One record for each split and set of projections, then the mean with its 95% interval over splits."""
         tests = [r for r in done if r["split"] == "split"]
-        draws = 1 if mechanism.is_exact and not self.peer else self.draws
+        draws = 1 if mechanism.is_exact and not self.baseline else self.draws
         steps = range(len(tests), self.repeats * draws)
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)
@@ -150,8 +150,8 @@ class UCI:
     def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         gamma = sigma**2 / 2
-        if self.peer:
-            return PEERS[self.peer](gamma=gamma, n_components=self.columns, random_state=seed)
+        if self.baseline:
+            return BASELINES[self.baseline](gamma=gamma, n_components=self.columns, random_state=seed)
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
         sampler = partial(self.drawn, mechanism.sampler)
@@ -208,5 +208,5 @@ class PeerClassifier:
         return float((self.classes[best] == y).mean())
 
 
-PEERS = {"RBFSampler": partial(PeerClassifier, RBFSampler), "Nystroem": partial(PeerClassifier, Nystroem),
+BASELINES = {"RBFSampler": partial(PeerClassifier, RBFSampler), "Nystroem": partial(PeerClassifier, Nystroem),
          "majority": lambda **_: DummyClassifier()}
