@@ -41,7 +41,7 @@ class AttentionMaps(SwapMeasurement):
 
     metric = "mean_error"
 
-    def __init__(self, start: str, file: str, entry: str, sequences: Count, drawn: bool = False):
+    def __init__(self, start: str | None, file: str, entry: str, sequences: Count, drawn: bool = False):
         self.start, self.file, self.entry, self.sequences, self.drawn = start, file, entry, sequences, drawn
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:

@@ -37,6 +37,8 @@ class Measurement:
         raise NotImplementedError
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+        if getattr(self, "start", "") is None:
+            raise ValueError("task.start=null: expected the directory of a run")
         last: dict[str, Any] = {}
         for step, row in enumerate(self.rows(mechanism, seed)):
             if last and step > len(done):

@@ -261,7 +261,7 @@ class SwapError(SwapMeasurement):
 
     metric = "cost"
 
-    def __init__(self, start: str, split: Split, calibration: Split | None, length: Count | None, texts: Count,
+    def __init__(self, start: str | None, split: Split, calibration: Split | None, length: Count | None, texts: Count,
                  calibration_texts: Count, draws: Whole, window: tuple[float, float]):
         self.start, self.draws, self.window = start, draws, window
         self.given = (split, calibration, length, texts, calibration_texts)

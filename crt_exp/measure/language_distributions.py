@@ -47,7 +47,7 @@ class ClassDistributions(Measurement):
 
     metric = "ks"
 
-    def __init__(self, start: str, every: Count, ms: Several[Count]):
+    def __init__(self, start: str | None, every: Count, ms: Several[Count]):
         self.start, self.every, self.ms = start, every, list(ms)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:

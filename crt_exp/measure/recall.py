@@ -115,7 +115,7 @@ class SwapRecall(SwapMeasurement):
 
     metric, lower_is_better = "accuracy", False
 
-    def __init__(self, start: str, length: Count, pairs: Count, evaluated: Count):
+    def __init__(self, start: str | None, length: Count, pairs: Count, evaluated: Count):
         self.start, self.length, self.pairs, self.evaluated = start, length, pairs, evaluated
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class SwapCopying(SwapMeasurement):
 
     metric = "copied"
 
-    def __init__(self, start: str, length: Count, baseline: str | None):
+    def __init__(self, start: str | None, length: Count, baseline: str | None):
         self.start, self.length, self.baseline = start, length, baseline
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ class SwapLoss(SwapMeasurement):
 
     metric = "loss"
 
-    def __init__(self, start: str, splits: Several[str], offset: Whole = 0, fit: Whole = 0):
+    def __init__(self, start: str | None, splits: Several[str], offset: Whole = 0, fit: Whole = 0):
         self.start, self.splits, self.offset, self.fit = start, splits, offset, fit
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class SwapLayers(Measurement):
 
     metric = "error"
 
-    def __init__(self, start: str, rows: Count, batches: Count = 1, noise: Whole | None = None):
+    def __init__(self, start: str | None, rows: Count, batches: Count = 1, noise: Whole | None = None):
         self.start, self.count, self.batches, self.noise = start, rows, batches, noise
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:

@@ -29,7 +29,7 @@ augment.mix_mode subsets.train subsets.validation subsets.test held_out_speaker 
 hub.audio hub.text bad symbols environment looks scale softmax scaling what direction longer
 held_out held_out_families held_out_files target kind coding regime fit resize kernel pool examples length lengths
 samples layers turn evaluated tied workers size sizes.patch sizes.width sizes.depth sizes.heads
-hub.classes ema rate beam max_length channels parts methods baseline dtype split subset texts
+hub.classes ema rate beam max_length channels parts entry file method methods what baseline dtype split subset texts
 speakers subset splits noise
 """))
 BY_THE_TASK = {"data_dir", "dataset", "corpus"}  # of `task.inputs()`
