@@ -23,7 +23,8 @@ from stopping import stopped_and_continued
 from crt_exp.tasks.trembl import TrEMBL
 from crt_exp.train import main
 
-UNTOLD = re.compile("time|second|memory|mib|_ms|ms$|speed|faster|date|version|path|commit|^ratio$|^best$|recommend")
+UNTOLD = re.compile("time|second|memory|mib|_ms|ms$|speed|faster|date|version|path|commit|^ratio$|^best$|recommend"
+                    "|^inference$|^training$")  # of task=speed, ms
 SEQUENCES = "+task.sizes.heads=2 +task.sizes.layers=1 +task.sizes.d_ff=32 +task.sizes.d=16"
 ENCODER = """task.sizes.hidden_size=32 task.sizes.num_hidden_layers=2 task.sizes.num_attention_heads=2 trainer.batch=8
     task.sizes.intermediate_size=48 task.block=16 trainer.epochs=1 task.text={text}"""
