@@ -35,7 +35,7 @@ def main() -> None:
 
 def make(args: argparse.Namespace) -> None:
     if args.page is None:
-        render_all(args.out or pages.folder_of(args.size))
+        render_all(args.out or pages.folder_of(args.size), args.size)
         return
     module = pages.load(args.page)
     page, folder = module.page, args.out or pages.folder_of(args.size, bool(args.methods or args.seeds))
@@ -49,14 +49,14 @@ def make(args: argparse.Namespace) -> None:
     print(f"{text.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
 
 
-def render_all(folder: Path) -> None:
+def render_all(folder: Path, size: str) -> None:
     """All pages that have rows, then results.md and index.md, which rest on them."""
     from crt_exp.papers import results
 
     tested = {}
     for name in pages.names():
         if pages.has_rows(name, folder):
-            tested[name] = text.render(pages.load(name), folder)
+            tested[name] = text.render(pages.load(name), folder, size)
             print(f"written: {folder / name}.md", flush=True)
     results.write(folder, tested)
 
