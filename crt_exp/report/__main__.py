@@ -58,6 +58,9 @@ def render_all(folder: Path, size: str) -> None:
         if pages.has_rows(name, folder):
             tested[name] = text.render(pages.load(name), folder, size)
             print(f"written: {folder / name}.md", flush=True)
+    if missing := [name for name in pages.names() if name not in tested]:
+        print(f"no results.md and index.md: no rows of {', '.join(missing)}")
+        return
     results.write(folder, tested)
 
 
