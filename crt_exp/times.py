@@ -114,11 +114,6 @@ def naming(name: Hashable, i: int, warm: int, rounds: int) -> Iterator[None]:
         raise
 
 
-def by_part(rounds: Sequence[Mapping[Name, Value]]) -> dict[Name, list[Value]]:
-    """Of an arm that is measured in parts: part -> the value of each round."""
-    return {part: [values[part] for values in rounds] for part in (rounds[0] if rounds else ())}
-
-
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
     """The median over rounds of the ratio to another arm within the round, in which both saw the same load."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))

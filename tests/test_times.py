@@ -53,12 +53,6 @@ def test_an_error_keeps_its_type_and_names_its_arm(fails_at, place):
 
 def test_no_arms_and_no_rounds():
     assert times.in_turns({}, 3) == {} and times.in_turns({"a": lambda: None}, 0) == {"a": []}
-    assert times.by_part([]) == {}
-
-
-def test_parts_of_an_arm():
-    spent = times.in_turns({"a": 1.0, "b": 2.0}, 2, measure=lambda arm: {"fit": arm, "transform": -arm})
-    assert times.by_part(spent["b"]) == {"fit": [2.0, 2.0], "transform": [-2.0, -2.0]}
 
 
 def test_a_ratio_is_taken_within_rounds():
