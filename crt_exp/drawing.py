@@ -16,7 +16,7 @@ from crt_exp.config import choices, unknown
 from crt_exp.features import FeatureMap, GeomRFPlus, PoisRFPlus
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
-from crt_exp.whole_files import whole
+from crt_exp.atomic_write import whole
 
 DECADES = 1000  # times the least number of an axis: from there on decades alone fit beside each other,
 DIGITS = 10     # and from so many characters of the largest number times decades on

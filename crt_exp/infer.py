@@ -30,9 +30,9 @@ from crt_exp.models import language, recogniser, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
 from crt_exp.models.generation import TokenChoice, generate
-from crt_exp.nonfinite import NotFinite
+from crt_exp.features.nonfinite import NotFinite
 from crt_exp.schema import check
-from crt_exp.whole_files import whole
+from crt_exp.atomic_write import whole
 
 LIKELIEST, IMAGES_AT_ONCE = 5, 16              # classes of an image; images in a batch
 SEGMENTS_AT_ONCE, BLOCK = 8, 0.02            # of audio; seconds over which loudness is measured

@@ -17,7 +17,7 @@ from crt_exp.advice.verdict import Advice, Row, is_beyond, is_within, rows_of, u
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import planned
 from crt_exp.advice.bench import FIRST, Bench, quiet
-from crt_exp.times import LONG
+from crt_exp.measure.times import LONG
 
 STEP = 3       # passes that a training step takes
 UNLABELLED = ("There are no labels: nats are those by which the outputs differ from the model's own, the divergence of "

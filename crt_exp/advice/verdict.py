@@ -16,9 +16,9 @@ import numpy as np
 from crt_exp.advice.arms import EXACT, FLOOR, Arm
 from crt_exp.drawing import CONTROL, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.drawing import EXACT as BLACK
-from crt_exp.metrics import interval
-from crt_exp.times import ratio
-from crt_exp.whole_files import whole, write_rows
+from crt_exp.tasks.metrics import interval
+from crt_exp.measure.times import ratio
+from crt_exp.atomic_write import whole, write_rows
 
 TOLERANCE = 0.02   # nats: 2% of the perplexity
 RECALL = 0.1       # nats on repeated text

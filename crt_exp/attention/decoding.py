@@ -19,8 +19,8 @@ from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, merge
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.nested import leaves
-from crt_exp.precision import as_given
+from crt_exp.samplers.nested_tensors import leaves
+from crt_exp.samplers.precision import as_given
 from crt_exp.samplers.noise import precise
 
 

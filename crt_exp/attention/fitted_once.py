@@ -12,10 +12,10 @@ import torch.distributed as ranks
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.compiling import outside_graphs
+from crt_exp.attention.compiling import outside_graphs
 from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Statistics
-from crt_exp.nested import leaves, mapped
+from crt_exp.samplers.nested_tensors import leaves, mapped
 
 SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each
 SIDES = ("queries", "keys")

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from crt_exp.features.statistics import Statistics
-from crt_exp.nested import Nested, mapped
+from crt_exp.samplers.nested_tensors import Nested, mapped
 
 
 def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0,

@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from crt_exp.ranks import rank
-from crt_exp.whole_files import whole
+from crt_exp.data.ranks import rank
+from crt_exp.atomic_write import whole
 
 
 def cached(directory: str | Path | None, key: str, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.images import Images
-from crt_exp.whole_files import whole
+from crt_exp.atomic_write import whole
 
 VALUES = 256
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from crt_exp.data import DataError
 from crt_exp.data.cache import alone
-from crt_exp.whole_files import whole
+from crt_exp.atomic_write import whole
 
 NAME = "wordnet"
 COUNT = 2200

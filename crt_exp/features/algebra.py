@@ -12,8 +12,8 @@ from torch import Tensor
 
 from crt_exp.features.base import BoundMap, FeatureMap, Features, Params
 from crt_exp.features.statistics import Statistics
-from crt_exp.kernels import Kernel
-from crt_exp.nested import Nested, mapped, shared
+from crt_exp.features.kernels import Kernel
+from crt_exp.samplers.nested_tensors import Nested, mapped, shared
 
 
 @dataclass(frozen=True, init=False)

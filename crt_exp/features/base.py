@@ -15,15 +15,16 @@ from torch import Tensor
 
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import check, parameters
-from crt_exp.kernels import Kernel, log_kernel
-from crt_exp.nested import Nested, leaves, mapped
-from crt_exp.nonfinite import NotFinite
+from crt_exp.features.kernels import Kernel, log_kernel
+from crt_exp.samplers.nested_tensors import Nested, leaves, mapped
+from crt_exp.features.nonfinite import NotFinite
 from crt_exp.samplers.noise import Noise, precise, transforming
 
 ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
 LOG2 = math.log(2)
 
-Params = Any  # tensors (..., 1, 1), (..., 1, d) or (..., d, d), nested (see crt_exp/nested.py); () for maps without any
+# tensors (..., 1, 1), (..., 1, d) or (..., d, d), nested (samplers/nested_tensors.py); () for maps without any
+Params = Any
 
 
 class Features(NamedTuple):

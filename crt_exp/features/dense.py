@@ -23,7 +23,7 @@ from crt_exp.features.base import BoundMap, FeatureMap, Features, check_finite, 
 from crt_exp.features.complex_exponential import inverse_transposed, paired, times
 from crt_exp.features.exponential import PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.precision import as_given
+from crt_exp.samplers.precision import as_given
 from crt_exp.samplers.noise import Noise, at_least_float32
 
 LARGEST_D = 256  # of full matrices: beyond, their decomposition takes longer than the features

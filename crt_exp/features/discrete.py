@@ -22,7 +22,7 @@ from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, ch
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import Positive, above, below
-from crt_exp.precision import as_given
+from crt_exp.samplers.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise, transforming
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
 from crt_exp.features.statistics import Statistics
 from crt_exp.hints import below
-from crt_exp.kernels import log_0f1
-from crt_exp.precision import as_given
+from crt_exp.features.kernels import log_0f1
+from crt_exp.samplers.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import ONE, FeatureMap, Features, Projections
-from crt_exp.nested import Nested
+from crt_exp.samplers.nested_tensors import Nested
 from crt_exp.samplers.noise import Noise
 
 

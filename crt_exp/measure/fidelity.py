@@ -22,10 +22,10 @@ from crt_exp.hints import Count, Several, Whole
 from crt_exp.measure.base import SwapMeasurement, planned
 from crt_exp.measure.subject import Subject
 from crt_exp.mechanism import Mechanism
-from crt_exp.metrics import interval
+from crt_exp.tasks.metrics import interval
 from crt_exp.runner.configuration import kept_task
 from crt_exp.schema import checked
-from crt_exp.whole_files import whole, write_rows
+from crt_exp.atomic_write import whole, write_rows
 
 CONTROLS = ("exact", "uniform", "identity")  # never the best method
 NAMES = {"hidden_error": "hidden states", "attention_error": "outputs of attention", "cosine": "cosine",

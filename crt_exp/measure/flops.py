@@ -26,7 +26,7 @@ from crt_exp.models.implicit_policy import column_sums
 from crt_exp.schema import checked
 from crt_exp.measure.base import Measurement, Series
 from crt_exp.measure.kernel import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
-from crt_exp.times import PROCESSOR, Watch, in_turns, threads
+from crt_exp.measure.times import PROCESSOR, Watch, in_turns, threads
 
 aten = torch.ops.aten
 ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,

@@ -24,7 +24,7 @@ from crt_exp.hints import Count, Several
 from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
-from crt_exp.nested import Nested
+from crt_exp.samplers.nested_tensors import Nested
 from crt_exp.runner.configuration import kept_task
 from crt_exp.runner.run import read_records
 from crt_exp.schema import checked

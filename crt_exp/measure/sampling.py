@@ -21,7 +21,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax import (ClassSampler, DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax,
                                      TreeFeatures, Uniform, Unigram)
 from crt_exp.schema import checked
-from crt_exp.times import LONG, again, in_turns
+from crt_exp.measure.times import LONG, again, in_turns
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.hints import Count, Positive, Several, at_least
-from crt_exp.kernels import Kernel
+from crt_exp.features.kernels import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement, Series
 from crt_exp.schema import checked

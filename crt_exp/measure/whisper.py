@@ -28,7 +28,7 @@ from crt_exp.measure.base import Measurement, SwapMeasurement
 from crt_exp.measure.pretrained import DTYPES, ROWS, arranged, bench_of, folder_of
 from crt_exp.measure.recall import attention_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.metrics import error_rates
+from crt_exp.tasks.metrics import error_rates
 from crt_exp.schema import checked
 
 RATE = 16_000                 # samples a second

@@ -19,10 +19,10 @@ from torchaudio.functional import rnnt_loss
 from torchaudio.models.conformer import ConformerLayer
 from torchaudio.transforms import MelSpectrogram
 
-from crt_exp.compiling import outside_graphs
+from crt_exp.attention.compiling import outside_graphs
 from crt_exp.config import ConfigError
 from crt_exp.hints import Count, NotNegative, below
-from crt_exp.precision import as_given
+from crt_exp.samplers.precision import as_given
 
 WINDOW, HOP = 0.025, 0.010  # seconds
 SUBSAMPLING = 4

@@ -30,14 +30,14 @@ from crt_exp.attention.checks import (
     transformed,
 )
 from crt_exp.attention.padding import Shift, first_kept
-from crt_exp.compiling import end_graph, left_open, outside_graphs
+from crt_exp.attention.compiling import end_graph, left_open, outside_graphs
 from crt_exp.features.base import can_ask
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.exact import exactly
 from crt_exp.nearfar.recall import RecallNearFar, renewals
-from crt_exp.precision import as_given
+from crt_exp.samplers.precision import as_given
 from crt_exp.samplers.noise import transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh

@@ -12,7 +12,7 @@ from pathlib import Path
 from crt_exp.data import DataError
 from crt_exp.models.folder import verify, whole_folder
 from crt_exp.pretrained.published import GROUP, SCRIPT, Published
-from crt_exp.whole_files import FULL
+from crt_exp.atomic_write import FULL
 
 RECORD = "fetched.json"
 NEEDED = ("config.json", "model.safetensors")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.runner.run import free_name
-from crt_exp.ranks import whole
+from crt_exp.data.ranks import whole
 from crt_exp.runner.sharding import sharded_like
 from crt_exp.stored import json_of
 

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known, unknown
-from crt_exp.ranks import inside_torchrun, rank
+from crt_exp.data.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, key_of, part_of, plain
 from crt_exp.runner.help import help_text
 from crt_exp.runner.processes import take_away

@@ -17,10 +17,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
-from crt_exp.ranks import rank
+from crt_exp.data.ranks import rank
 from crt_exp.runner.configuration import in_sweep, output_directory, override, place
 from crt_exp.runner.processes import Preempted, clear_when_early, lost_process, take_away
-from crt_exp.whole_files import FULL, reason
+from crt_exp.atomic_write import FULL, reason
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation",
@@ -74,7 +74,7 @@ def mistakes_said() -> Iterator[None]:
 def ending_together(world) -> Iterator[None]:
     """Makes the body's Preempted and Diverged a Stopped that all processes of `world` raise,
     and closes it at the end."""
-    from crt_exp.nonfinite import Diverged
+    from crt_exp.features.nonfinite import Diverged
 
     whole = False
     try:

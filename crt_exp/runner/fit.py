@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from crt_exp.config import ConfigError, instantiate, located
-from crt_exp.ranks import inside_torchrun, world_size
+from crt_exp.data.ranks import inside_torchrun, world_size
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, key_of, output_directory, override,
                                           overrides, part_of)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from crt_exp.config import ConfigError
 from crt_exp.runner.processes import sweep_name
-from crt_exp.whole_files import whole
+from crt_exp.atomic_write import whole
 
 
 class NoMirror:

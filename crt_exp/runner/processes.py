@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from crt_exp.ranks import inside_torchrun, rank, world_size
+from crt_exp.data.ranks import inside_torchrun, rank, world_size
 
 STEP_LIMIT = 120.0  # seconds that a step of one of several processes may take to end after a signal
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, agreed on by all processes

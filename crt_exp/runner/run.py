@@ -31,7 +31,7 @@ from crt_exp.runner.inputs import check_inputs
 from crt_exp.runner.mirror import NoMirror
 from crt_exp.runner.processes import SWEEP
 from crt_exp.stored import read_json, read_yaml
-from crt_exp.whole_files import whole
+from crt_exp.atomic_write import whole
 
 # may differ between a run and its continuation
 FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.prefetch", "trainer.keep",

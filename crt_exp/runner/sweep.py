@@ -239,7 +239,7 @@ def pooled(runs: list[Done]) -> tuple[tuple[bool, float], str]:
         return (True, 0.0), "not a number"
     if len(values) == 1:
         return runs[0].rank, f"{values[0]:.4f}"
-    from crt_exp.metrics import interval
+    from crt_exp.tasks.metrics import interval
 
     pool = interval(values, "mean")
     return (False, pool["mean"] * sign(runs[0].record)), f"{pool['mean']:.4f} +- {pool['mean_ci95']:.4f}"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from crt_exp.attention.linear import same_step
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
-from crt_exp.ranks import whole
+from crt_exp.features.nonfinite import Diverged, NotFinite, first_nonfinite, layer_of, nonfinite_parameters
+from crt_exp.data.ranks import whole
 from crt_exp.runner import checkpoint
 from crt_exp.runner.adapters import lightened
 from crt_exp.runner.generators import generators, rng_state, seed_everything, set_generators, set_rng_state, stream_seed

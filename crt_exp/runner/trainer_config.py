@@ -9,7 +9,7 @@ import torch
 
 from crt_exp.config import ConfigError
 from crt_exp.hints import Count, NotNegative, Positive, Whole, at_least, below
-from crt_exp.ranks import inside_torchrun, world_size
+from crt_exp.data.ranks import inside_torchrun, world_size
 from crt_exp.runner.adapters import Lora, check_installed
 from crt_exp.runner.optim import OPTIMIZERS, SCHEDULES
 from crt_exp.runner.processes import World

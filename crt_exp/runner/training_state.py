@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from crt_exp.ranks import whole
+from crt_exp.data.ranks import whole
 from crt_exp.runner import checkpoint, task_state
 from crt_exp.runner.adapters import Adapters
 from crt_exp.runner.generators import rng_state, set_rng_state

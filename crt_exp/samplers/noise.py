@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from crt_exp.nested import Nested, mapped
-from crt_exp.precision import as_given
+from crt_exp.samplers.nested_tensors import Nested, mapped
+from crt_exp.samplers.precision import as_given
 
 # Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that
 # is transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024,

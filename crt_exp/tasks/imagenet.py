@@ -20,7 +20,7 @@ from crt_exp.data.loading import Draw, drawing
 from crt_exp.hints import Count, NotNegative, above, at_least, at_most, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
-from crt_exp.nonfinite import NotFinite
+from crt_exp.features.nonfinite import NotFinite
 from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader

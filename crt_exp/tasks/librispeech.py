@@ -25,7 +25,7 @@ from crt_exp.data.plan import packed
 from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
 from crt_exp.hints import Count, Positive, Several, Whole, at_least, at_most, parameters
 from crt_exp.mechanism import Mechanism
-from crt_exp.metrics import error_rates
+from crt_exp.tasks.metrics import error_rates
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import (
     PRESETS,
@@ -37,10 +37,10 @@ from crt_exp.models.conformer_transducer import (
     greedy,
 )
 from crt_exp.models.recogniser import Recogniser
-from crt_exp.ranks import rank
+from crt_exp.data.ranks import rank
 from crt_exp.schema import check_keys, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
-from crt_exp.whole_files import whole
+from crt_exp.atomic_write import whole
 
 Share = Annotated[float, at_least(0), at_most(1)]
 INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model

@@ -18,7 +18,7 @@ from crt_exp.hints import Count, above, at_most, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription
-from crt_exp.nonfinite import NotFinite
+from crt_exp.features.nonfinite import NotFinite
 from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader

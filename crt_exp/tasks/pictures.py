@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from crt_exp.whole_files import whole, write_rows
+from crt_exp.atomic_write import whole, write_rows
 
 LABELLED = 40                                                # classes whose names are legible next to a matrix
 

@@ -25,7 +25,7 @@ from crt_exp.data.text import IGNORED
 from crt_exp.hints import Count, NotNegative, Positive, at_least, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
-from crt_exp.ranks import whole
+from crt_exp.data.ranks import whole
 from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,

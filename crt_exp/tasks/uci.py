@@ -24,8 +24,8 @@ from crt_exp.data.tabular import file_of, load
 from crt_exp.features import Statistics
 from crt_exp.hints import Count, Positive, Several, above, below
 from crt_exp.mechanism import Mechanism
-from crt_exp.metrics import interval
-from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
+from crt_exp.tasks.metrics import interval
+from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
 from crt_exp.schema import checked

@@ -10,7 +10,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.measure import speed
 from crt_exp.measure.speed import FORMED, Memory, Speed, Work, alone, chunked
 from crt_exp.samplers import orthogonal
-from crt_exp.times import in_new_process
+from crt_exp.measure.times import in_new_process
 
 
 def rows(what, methods, length=16, rounds=2, backward=True, run="exact"):

@@ -19,7 +19,7 @@ from crt_exp.config import CONF, ConfigError
 from crt_exp.data import DataError, cache
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
-from crt_exp.metrics import error_rates
+from crt_exp.tasks.metrics import error_rates
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import encoder_frames
 from crt_exp.runner import checkpoint

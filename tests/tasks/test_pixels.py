@@ -11,7 +11,7 @@ from refusals import check_refused
 from crt_exp import infer
 from crt_exp.data.image_values import grid, in_square
 from crt_exp.mechanism import Mechanism
-from crt_exp.times import in_new_process
+from crt_exp.measure.times import in_new_process
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.pixels import Pixels
 
@@ -82,7 +82,7 @@ def step_of_the_paper(name, m):
     import time
 
     from crt_exp.models.language import LanguageDescription, LanguageModel, sizes_of
-    from crt_exp.times import peak
+    from crt_exp.measure.times import peak
 
     description = LanguageDescription(257, 12288, sizes_of("performer6", {}, "sizes"), causal=True)
     model = LanguageModel(description, Mechanism.of(name, m=m).layer, checkpointing=True)

@@ -30,8 +30,8 @@ from crt_exp.attention.partials import (
     within,
 )
 from crt_exp.features.base import BoundMap, FeatureMap
-from crt_exp.nested import Nested, leaves, mapped
-from crt_exp.precision import as_given
+from crt_exp.samplers.nested_tensors import Nested, leaves, mapped
+from crt_exp.samplers.precision import as_given
 
 
 CHUNK = 128                      # tokens of a causal chunk

@@ -13,8 +13,8 @@ from torch import Tensor
 from crt_exp.attention.checks import check_gradient, learning, transformed
 from crt_exp.attention.engines.chunks import Call, KeptStates, Rows, plain_attention
 from crt_exp.attention.partials import Partial
-from crt_exp.nested import leaves
-from crt_exp.precision import as_given
+from crt_exp.samplers.nested_tensors import leaves
+from crt_exp.samplers.precision import as_given
 
 
 def chunked_attention(x: Tensor, y: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -11,7 +11,7 @@ from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Grad
 from crt_exp.attention.partials import Partial, finish, normalised
 from crt_exp.features.base import ONE, BoundMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
-from crt_exp.precision import as_given
+from crt_exp.samplers.precision import as_given
 
 
 def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import transformed
-from crt_exp.precision import as_given
+from crt_exp.samplers.precision import as_given
 
 LAG = 2    # blocks from one on that are far
 

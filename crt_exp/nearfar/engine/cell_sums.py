@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient
-from crt_exp.precision import as_given
+from crt_exp.samplers.precision import as_given
 
 
 class Constants(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import issparse, vstack
 
-from crt_exp.estimators import ROWS
+from crt_exp.estimators.random_features import ROWS
 
 
 class Batch(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.ridge.sums import Centred
+from crt_exp.estimators.sums import Centred
 from crt_exp.samplers.blocks import one_thread
 
 Choice = Literal["gcv", "evidence"]

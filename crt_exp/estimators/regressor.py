@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from sklearn.base import RegressorMixin
 
-from crt_exp.ridge.base import RidgeOfFeatures
-from crt_exp.ridge.batches import Batch
+from crt_exp.estimators.base import RidgeOfFeatures
+from crt_exp.estimators.batches import Batch
 
 
 class RandomFeatureRidge(RegressorMixin, RidgeOfFeatures):

@@ -13,11 +13,11 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from crt_exp.estimators import FLOATS, RandomFeatures, blocks, validated
+from crt_exp.estimators.random_features import FLOATS, RandomFeatures, blocks, validated
 from crt_exp.hints import whole_number
-from crt_exp.ridge.batches import Batch, Blocks, block_rows
-from crt_exp.ridge.solve import Choice, Solution, solved
-from crt_exp.ridge.sums import Centred, Sums, check_memory
+from crt_exp.estimators.batches import Batch, Blocks, block_rows
+from crt_exp.estimators.solve import Choice, Solution, solved
+from crt_exp.estimators.sums import Centred, Sums, check_memory
 
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, by their sum
 

@@ -4,7 +4,7 @@ What is kept of rows are sums in float64 (`sums.py`), so that they come at once 
 made of the sums are coefficients, their ridge and their uncertainty (`solve.py`).
 """
 
-from crt_exp.ridge.classifier import RandomFeatureClassifier
-from crt_exp.ridge.regressor import RandomFeatureRidge
+from crt_exp.estimators.classifier import RandomFeatureClassifier
+from crt_exp.estimators.regressor import RandomFeatureRidge
 
 __all__ = ["RandomFeatureClassifier", "RandomFeatureRidge"]

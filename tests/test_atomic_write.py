@@ -15,7 +15,7 @@ from crt_exp.drawing import new_figure, save_figure
 from crt_exp.models.folder import MODEL, save_tensors, whole_folder
 from crt_exp.runner.run import append_line, write_atomic
 from crt_exp.tasks import pictures
-from crt_exp.whole_files import whole, write_rows
+from crt_exp.atomic_write import whole, write_rows
 
 NOISE = np.random.default_rng(0).integers(0, 256, (100, 100, 3), np.uint8)
 

@@ -10,11 +10,11 @@ import torch
 from sklearn.base import ClassifierMixin
 from torch import Tensor
 
-from crt_exp.estimators import label_set
-from crt_exp.ridge.base import RidgeOfFeatures
-from crt_exp.ridge.batches import Batch, Spread
-from crt_exp.ridge.calibration import calibrated
-from crt_exp.ridge.solve import Solution
+from crt_exp.estimators.random_features import label_set
+from crt_exp.estimators.base import RidgeOfFeatures
+from crt_exp.estimators.batches import Batch, Spread
+from crt_exp.estimators.calibration import calibrated
+from crt_exp.estimators.solve import Solution
 
 LEAST = 1e-4  # variance of a score, which is 1 for its class and 0 for others
 

@@ -19,8 +19,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
 from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, samplers
-from crt_exp.estimators import ONE_MAP_EACH, RandomFeatures
-from crt_exp.regression import KernelRegressionClassifier, KernelRegressionRegressor
+from crt_exp.estimators.random_features import ONE_MAP_EACH, RandomFeatures
+from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import OPRF, GeomRFPlus, HypRF, MaternRF, PoisRFPlus, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp import drawing as palette

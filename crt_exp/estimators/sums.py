@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.estimators import blocks
+from crt_exp.estimators.random_features import blocks
 from crt_exp.samplers.draws import free_memory
 
 AT_ONCE = 128  # rows

@@ -14,7 +14,7 @@ from sklearn.metrics import log_loss
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures
-from crt_exp.ridge import base
+from crt_exp.estimators import base
 
 FIXED = {"gamma": 0.3, "random_state": 0}
 LABELS = np.array(["a", "b", "c"])
