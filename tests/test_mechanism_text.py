@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from crt_exp import mechanism_text, swap_attention
-from crt_exp.advice.call import arms_of as advised_arms
+from crt_exp.advice.call import mechanisms
 from crt_exp.attention import Window
 from crt_exp.config import CONF, ConfigError, choices, own_names
 from crt_exp.features import OPRF, PosRF, Sum
@@ -186,8 +186,7 @@ def test_a_printed_label_can_be_given_back():
     fidelity = [arm.label for arm in fidelity_methods(texts, [16, 32])]
     assert fidelity == [*texts[:3], *(f"{texts[3]} m={m}" for m in (16, 32))]
     assert [arm.label for arm in fidelity_methods(fidelity, [64])] == fidelity
-    advised = [arm.label for arm in advised_arms(texts)]
-    assert advised == ["exact", *texts] and [arm.label for arm in advised_arms(advised)] == advised
+    assert list(mechanisms(texts)) == ["exact", *texts]
 
 
 def test_what_stands_beside_the_text():

@@ -7,8 +7,8 @@ Legend: L tokens, H query heads, Hkv key heads. Pieces for judging and pieces fo
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -20,13 +20,12 @@ from crt_exp.attention.linear import LinearAttention
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.measure.times import LONG, Watch, added, again, give_back, in_turns
+from crt_exp.measure.times import LONG, added, again, give_back, in_turns
 from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.measured import Watcher
 from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention
 
-FIRST = 3    # pieces after which it is asked whether the others are needed: fewer give no interval to speak of
-KEPT = 8     # fits that are kept
+KEPT = 8  # fits that are kept
 
 
 class Swap(Protocol):
@@ -81,16 +80,6 @@ def looked_at(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
     with quiet():
         calibrate_attention(model, batches)
     return [part for part in model.modules() if isinstance(part, LinearAttention)]
-
-
-class Known(NamedTuple):
-    """What is known of an attention before it is measured: the tokens up to which every layer is exact attention (0:
-    never), whether it is then one call of torch's kernel whatever its options, and whether it is fitted to something.
-    """
-
-    exact_to: int
-    one_kernel: bool
-    wants_fit: bool
 
 
 @contextmanager
@@ -172,11 +161,15 @@ class Bench:
                 stack.callback(state.register_forward_hook(lambda *of_call: seen.append(see(*of_call))).remove)
             return seen, self.run(piece)
 
-    def known(self, attention: Swap | None) -> Known:
+    def exact_to(self, attention: Swap | None) -> int:
+        """Tokens up to which every layer computes exact attention; 0: never."""
         with self.placed(attention) as states:
-            each = states.values()
-            return Known(min((getattr(state, "exact_to", 0) for state in each), default=0),
-                         bool(each) and all(getattr(state, "one_kernel", False) for state in each), learns(self.model))
+            return min((getattr(state, "exact_to", 0) for state in states.values()), default=0)
+
+    def is_fitted(self, attention: Swap | None) -> bool:
+        """Whether the attention has something to fit to data."""
+        with self.placed(attention):
+            return learns(self.model)
 
     # ---- losses and errors
 
@@ -184,42 +177,28 @@ class Bench:
         """Of judged piece i, nats."""
         raise NotImplementedError
 
-    def again(self, i: int) -> float:
-        """Of judged piece i said twice, where it is said again; of the first `repeats` pieces."""
+    def repeated_loss(self, i: int) -> float:
+        """Of the second half of a row that repeats the first half of judged row i, nats."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def losses(self, attention: Swap | None, settled: Callable[[dict[str, list[float]]], bool] | None = None
-               ) -> dict[str, list[float]]:
-        """Of each judged piece: `loss`, nats, and where pieces can be repeated `again`. Raises NotFinite where they are
-        not, of the model's own attention.
+    def losses(self, attention: Swap | None) -> dict[str, list[float]]:
+        """Nats of each judged piece, `loss`, and of the first `repeats` pieces `repeated`.
 
-        settled: asked after FIRST pieces whether these are enough, and then one is repeated; asked again after FIRST
-        of both; else all are read.
+        Raises NotFinite where the model's own loss is not finite.
         """
-        judges = {"loss": (self.loss, len(self.judged)), "again": (self.again, self.repeats)}
-        losses: dict[str, list[float]] = {}
         with self.swapped(attention):
-            for key, (loss, count) in judges.items():
-                few = 1 if losses and settled is not None and settled(losses) else FIRST
-                if count:
-                    losses[key] = [loss(i) for i in range(min(few, count))]
-            if settled is None or not settled(losses):
-                for key, each in losses.items():
-                    loss, count = judges[key]
-                    each += [loss(i) for i in range(len(each), count)]
-        odd = [i for each in losses.values() for i, loss in enumerate(each) if not math.isfinite(loss)]
-        if odd and attention is None:
+            losses = {"loss": [self.loss(i) for i in range(len(self.judged))],
+                      "repeated": [self.repeated_loss(i) for i in range(self.repeats)]}
+        if attention is None and not all(map(math.isfinite, losses["loss"])):
             where = next((f"; its parameter {name} holds NaN or infinity" for name, p in self.model.named_parameters()
                           if not bool(p.isfinite().all())), "")
-            raise NotFinite(f"the model's own loss on {self.noun} number {odd[0]} is not finite, so nothing can be "
-                            f"compared with it{where}")
+            raise NotFinite(f"the model's own loss is not finite, so nothing can be compared with it{where}")
         return losses
 
     @torch.no_grad()
     def layer_errors(self, attention: Swap) -> list[dict[str, Any]]:
-        """Relative error of each layer's output on training pieces, and that of uniform attention; of attention that
-        can be measured so."""
+        """Relative error of each layer's output on training pieces, and that of uniform attention."""
         with self.swapped(attention) as states, ExitStack() as stack:
             states = [state for state in states.values() if isinstance(state, LinearAttention)]
             for state in states:
@@ -231,12 +210,12 @@ class Bench:
 
     # ---- costs
 
-    def step(self, piece: Any) -> Tensor:
-        """A number whose gradient is that of a training step."""
-        raise NotImplementedError
+    def body(self, piece: Any) -> Any:
+        """What is timed, and whose memory counts: a pass, by default to the end."""
+        return self.run(piece)
 
     def timed(self) -> dict[int, Any]:
-        """Tokens -> a piece of so many, in rising order; the last is as long as those that are judged."""
+        """Pieces to time, by the number of tokens that attention has in them, in growing order."""
         raise NotImplementedError
 
     @property
@@ -244,93 +223,22 @@ class Bench:
         """Tokens of the longest piece."""
         return max(self.timed())
 
-    def body(self, piece: Any) -> None:
-        """A pass of which memory is measured."""
-        self.run(piece)
-
-    def cost(self, arms: Mapping[str, Swap | None], length: int, rounds: int, once: Collection[str] = ()
-             ) -> dict[str, dict[str, Any]]:
-        """Of each round {"ms": label -> milliseconds of `body` without gradient}; those of `once` have a turn in the
-        first round alone.
-
-        At the longest length also `step`, of a pass and its gradient, where one takes LONG once and without `once`, and
-        `mib` at the peak of the first pass, beyond what the process held before; that is left out where the system does
-        not say it.
-        """
-        piece, body = self.timed()[length], torch.no_grad()(self.body)
-        if length < self.length:
-            return {"ms": self.times(arms, piece, rounds, body, once)}
-        first = {label: self.first(attention, piece) for label, attention in arms.items()}
-        if long := min(ms for ms, _ in first.values()) >= LONG:
-            near = {label: each for label, each in arms.items() if label not in once}
-            later = self.times(near, piece, rounds - 1, body) if rounds > 1 else {}
-        else:
-            later = self.times(arms, piece, rounds, body, once)
-        costs = {"ms": {label: [*[ms] * long, *later.get(label, ())] for label, (ms, _) in first.items()},
-                 "step": self._steps(arms, piece, rounds, once),
-                 "mib": {label: mib for label, (_, mib) in first.items()}}
-        return {key: each for key, each in costs.items() if None not in each.values()}
-
-    def times(self, arms: Mapping[str, Swap | None], piece: Any, rounds: int,
-              call: Callable[[Any], Any] | None = None, once: Collection[str] = ()) -> dict[str, list[float]]:
-        """Milliseconds of a call in each round, by default a pass without gradient: all take their turn in it, but for
-        those of `once` after the first round, each after a call that is not timed: buffers and libraries. A call that
-        takes LONG is not made twice."""
-        call = call or torch.no_grad()(self.run)
+    def times(self, attentions: Mapping[str, Swap | None], piece: Any, rounds: int) -> dict[str, list[float]]:
+        """Milliseconds of a pass in each round: all attentions take their turn in it, each after an untimed call."""
+        call = torch.no_grad()(self.body)
 
         def within(attention: Swap | None) -> float:
             with self.swapped(attention):
                 return again(call, piece, below=LONG, device=self.device)
-        first = in_turns(arms, 1, within, warm=0)
-        rest = {label: each for label, each in arms.items() if label not in once}
-        others = in_turns(rest, rounds - 1, within, warm=0)
-        return {label: [*each, *others.get(label, ())] for label, each in first.items()}
-
-    def _steps(self, arms: Mapping[str, Swap | None], piece: Any, rounds: int, once: Collection[str]
-               ) -> dict[str, list[float]]:
-        near = {label: each for label, each in arms.items() if label not in once}
-        first = self.times(near, piece, 1, self._step)
-        if max(map(max, first.values())) >= LONG:
-            return first
-        rest = self.times(near, piece, rounds - 1, self._step) if rounds > 1 else {}
-        out = {label: each for label, each in arms.items() if label in once}
-        return {label: [*each, *rest.get(label, ())] for label, each in first.items()} | self.times(
-            out, piece, 1, self._step)
-
-    def _step(self, piece: Any) -> None:
-        """A pass and its gradient; those that the parameters had come back."""
-        held = [(p, p.grad, p.requires_grad) for p in self.model.parameters()]
-        try:
-            for p, _, _ in held:
-                p.grad = None
-                p.requires_grad_(p.is_floating_point())
-            self.step(piece).backward()
-        finally:
-            for p, grad, wanted in held:
-                p.grad = None
-                p.requires_grad_(wanted)
-                p.grad = grad
+        return in_turns(attentions, rounds, within, warm=0)
 
     @torch.no_grad()
-    def first(self, attention: Swap | None, piece: Any) -> tuple[float, float | None]:
-        """Milliseconds of `body`, and MiB at its peak, beyond what was held before; None where the system does not say
-        it."""
-        with self.swapped(attention):
-            give_back()
-            with Watch(device=self.device) as watch:
-                mib = self._peak(piece)
-        return watch.ms, mib
-
-    def _peak(self, piece: Any) -> float | None:
-        try:
-            return added(lambda: self.body(piece), self.device)
-        except OSError:
-            self.body(piece)
-            return None
-
     def memory(self, attention: Swap | None, piece: Any) -> float | None:
-        """As `first`, alone."""
-        return self.first(attention, piece)[1]
+        """MiB at the peak of a pass beyond what was held before; None where the system does not report it."""
+        with self.swapped(attention), suppress(OSError):
+            give_back()
+            return added(lambda: self.body(piece), self.device)
+        return None
 
 
 def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -73,9 +73,6 @@ class TextBench(Bench):
     def _call(self) -> dict[str, bool]:
         return {"use_cache": False} if self.causal else {}
 
-    def step(self, ids: Tensor) -> Tensor:
-        return self.run(ids).logits.float().square().mean()
-
     def timed(self) -> dict[int, Tensor]:
         """Powers of two below the length of the rows, and that."""
         L = self.rows.shape[1]
@@ -88,7 +85,7 @@ class TextBench(Bench):
         """Nats a predicted token of row i."""
         return float(self.nats(*self.asked(i)).mean())
 
-    def again(self, i: int) -> float:
+    def repeated_loss(self, i: int) -> float:
         """Of the second half of a row that says the first half of row i twice."""
         half = self.rows.shape[1] // 2
         inputs, labels = following(self.rows[i:i + 1, :half].repeat(1, 2))
@@ -166,11 +163,6 @@ class BatchBench(Bench):
             return float(loss)
         wanted = self.own[i] if self.labels is None else self.labels[i].to(self.device)
         return float(F.cross_entropy(scores(out).float().flatten(0, -2), wanted))
-
-    def step(self, piece: Any) -> Tensor:
-        out = self.run(piece)
-        loss = own_loss(out, piece)
-        return scores(out).float().square().mean() if loss is None else loss
 
     def timed(self) -> dict[int, Any]:
         return self.pieces

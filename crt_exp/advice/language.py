@@ -15,6 +15,7 @@ from crt_exp.data.text import bert_tokenizer, check_vocabulary, local_blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 
+LEAST = 32  # tokens of a text
 KINDS = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM", None: "AutoModel"}  # None: predicts nothing
 
 
@@ -79,7 +80,7 @@ def load_tokenizer(model: str, name: str | None):
 
 def positions(model: nn.Module) -> int:
     """The longest sequence that the model can read."""
-    most = getattr(model.config, "max_position_embeddings", None) or 2**31
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2**31
     for path, part in model.named_modules():
         if path.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
             most = min(most, part.num_embeddings - part.padding_idx - 1)  # RoBERTa counts from behind the padding index

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.arms import Arm
 from crt_exp.advice.bench import Bench
 from crt_exp.advice.bench_pieces import BatchBench
-from crt_exp.advice.call import LEAST, SAMPLES, arms_of, of_rows, split, spread, to_stderr
-from crt_exp.advice.language import length_of, opened, refuse_other, rows_of
-from crt_exp.advice.trial import Trial
+from crt_exp.advice.call import SAMPLES, advice_of, measured, mechanisms, spread, text_bench, to_stderr
+from crt_exp.advice.language import LEAST, length_of, opened, refuse_other, rows_of
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import DataError, images, speech, speech_table
 from crt_exp.data.speech_table import entries
 from crt_exp.hints import Count, Positive
 from crt_exp.mechanism import Mechanism
+from crt_exp.measure.base import Measurement
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
 from crt_exp.schema import checked
@@ -26,13 +25,10 @@ from crt_exp.stored import json_object
 
 
 @checked("task")
-class Advise:
-    """task=advise; see conf/task/advise.yaml for the options.
+class Advise(Measurement):
+    """task=advise; see conf/task/advise.yaml for the options. The last row holds the recommendation."""
 
-    Records: those of `Trial`, and a final one with the advice.
-    """
-
-    metric, lower_is_better = "above", True
+    metric = "above"
     uses: frozenset[str] = frozenset()  # attention is named by task.attentions
 
     def __init__(self, model: str | None, text: str | Sequence[str] | None, images: str | None, audio: str | None,
@@ -47,17 +43,20 @@ class Advise:
         self.images, self.audio = images, audio
         self.attentions, self.quick, self.samples, self.calibration = attentions, quick, samples, calibration
         if attentions is not None:
-            arms_of(attentions)
+            mechanisms(attentions)
         self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
         self.advice: Advice | None = None
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        bench = self.bench(seed)
-        trial = Trial(bench, self.arms(bench), self.rounds, self.tolerance, done)
-        yield from trial.measured(to_stderr)
-        if trial.ended:
-            self.advice = trial.advice()
-            yield {"step": len(trial.plan), "epoch": 0, "split": "test", **self.final(self.advice), "final": True}
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        bench, records = self.bench(seed), []
+        methods = mechanisms(self.attentions, self.quick, seed)
+        for record in measured(bench, methods, self.rounds, to_stderr):
+            records.append(record)
+            yield record
+        self.advice = advice_of(bench, methods, records, self.tolerance)
+        chosen = self.advice.chosen or self.advice.rows[0]
+        yield {"above": chosen.above, "above_ci95": chosen.above_ci95, "speedup": chosen.speedup,
+               "attention": chosen.attention, "advice": self.advice.sentence, "table": str(self.advice)}
 
     def inputs(self) -> list[Path]:
         """The audio that a table names."""
@@ -72,16 +71,7 @@ class Advise:
             return of_audio(self.model, self.audio, self.samples, self.calibration, seed)
         model, predicts, tokenizer = opened(self.model, self.tokenizer)
         rows = rows_of(self.text, predicts, tokenizer, length_of(model, self.length, LEAST), self.cache_dir)
-        judged, training = split(rows, self.samples or SAMPLES["texts"], self.calibration)
-        return of_rows(model, judged, training, tokenizer, seed)
-
-    def arms(self, bench: Bench) -> list[Arm]:
-        return arms_of(self.attentions, self.quick)
-
-    def final(self, advice: Advice) -> dict[str, Any]:
-        chosen = advice.chosen or advice.rows[0]
-        return {"above": chosen.above, "above_ci95": chosen.above_ci95, "speedup": chosen.speedup,
-                "attention": chosen.arm.label, "advice": advice.sentence, "table": str(advice)}
+        return text_bench(model, rows, self.samples, self.calibration, tokenizer, seed)
 
     def summary(self, records: list[dict]) -> str:
         return records[-1]["table"]

@@ -244,11 +244,11 @@ class SwapTimes(Measurement):
     def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
         if self.subset:
             bench = encoder_bench(self.model, self.subset)
-            piece, body = bench.training[0], None
+            piece = bench.training[0]
         else:
             row = ROWS["new"](self.model, self.length, seed)
             bench = bench_of(self.model, row, self.length)
-            piece, body = row.ids, torch.no_grad()(bench.body)
+            piece = row.ids
         attentions = {text: attention_of(text) for text in self.methods}
-        for text, ms in bench.times(attentions, piece, self.rounds, body).items():
+        for text, ms in bench.times(attentions, piece, self.rounds).items():
             yield {"method": text, "ms": ms, "mib": bench.memory(attentions[text], piece)}

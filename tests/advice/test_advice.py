@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import crt_exp
 from crt_exp import swap_attention
-from crt_exp.advice.arms import Arm, candidates
-from crt_exp.advice.call import cut, split
+from crt_exp.advice.call import mechanisms, spread
 from crt_exp.advice.verdict import Advice, Row, pays_from
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
@@ -49,7 +48,9 @@ def ids(count=1200):
 
 
 def bench_of(model, length=64, **options):
-    return TextBench(model, *split(cut(ids(), length), 3, 2), mask=4, special=range(5), **options)
+    rows = ids()[:len(ids()) // length * length].view(-1, length)
+    judged, training = spread(len(rows), 3, 2, "texts")
+    return TextBench(model, rows[judged], rows[training], mask=4, special=range(5), **options)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -57,28 +58,26 @@ def test_a_model_whose_loss_is_not_finite_is_refused_by_its_parameter(value):
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = value
-    with pytest.raises(NotFinite, match=r"own loss on texts number 0 is not finite.*parameter .*up_proj.weight holds"):
+    with pytest.raises(NotFinite, match=r"own loss is not finite.*parameter .*up_proj.weight holds"):
         crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, attentions=["window"], rounds=1)
 
 
 @pytest.mark.parametrize("attentions", [[], ["exact"]])
 def test_nothing_to_try_is_refused(attentions):
-    with pytest.raises(ValueError, match="nothing to try beside exact; name others"):
+    with pytest.raises(ValueError, match="nothing to try but exact"):
         crt_exp.advise(llama(), ids(), length=64, samples=3, calibration=2, attentions=attentions)
 
 
-def test_the_floor_alone_is_no_advice():
-    rows = [Row(Arm("exact"), 0.0, 0.0), Row(Arm("uniform"), 0.5, 0.1)]
-    found = Advice(rows, 64, 3, 2.0, None, 0.02, {})
-    assert found.chosen is None and "nothing was tried but uniform attention" in found.sentence
+def test_the_control_alone_is_no_advice():
+    found = Advice([Row("exact", 0.0, 0.0), Row("uniform", 0.5, 0.1)], 64, 3, 2.0, None, 0.02)
+    assert found.chosen is None and "only exact and uniform attention were tried" in found.sentence
 
 
-def test_attention_whose_loss_is_not_finite_is_never_the_nearest():
-    rows = [Row(Arm("exact"), 0.0, 0.0), Row(Arm("favorpp"), math.nan, math.nan), Row(Arm("window"), 0.5, 0.1)]
-    for row in rows:
-        row.ms, row.step, row.speedup = {64: 1.0}, 1.0, 1.0
-    found = Advice(rows, 64, 3, 2.0, None, 0.02, {})
-    assert "the nearest, window, costs 0.5000" in found.sentence
+def test_attention_whose_loss_is_not_finite_is_never_the_closest():
+    rows = [Row(name, above, 0.1, ms={64: 1.0})
+            for name, above in (("exact", 0.0), ("favorpp", math.nan), ("window", 0.5))]
+    found = Advice(rows, 64, 3, 2.0, None, 0.02)
+    assert "the closest, window, costs 0.5000" in found.sentence
     assert "not finite" in str(found) and "nan" not in str(found)
 
 
@@ -92,7 +91,7 @@ def test_losses_are_those_of_their_definition():
     assert found["loss"][1] == pytest.approx(float(model(row, labels=row).loss), abs=1e-5)
     twice = torch.cat([row[:, :32], row[:, :32]], 1)
     logits = model(twice).logits[0, 32 + 15:-1]
-    assert found["again"][1] == pytest.approx(float(cross_entropy(logits, twice[0, 32 + 16:])), abs=1e-5)
+    assert found["repeated"][1] == pytest.approx(float(cross_entropy(logits, twice[0, 32 + 16:])), abs=1e-5)
 
 
 @torch.no_grad()
@@ -100,7 +99,7 @@ def test_masked_models_hide_the_same_words_from_all():
     model = bert()
     bench = bench_of(model)
     first, again = (bench.losses(Mechanism.of("uniform")) for _ in range(2))
-    assert first == again and "again" not in first
+    assert first == again and not first["repeated"]
     hidden = bench._places(0)
     assert 1 <= hidden.sum() <= 20 and not torch.isin(bench.rows[0][hidden], torch.arange(5)).any()
     logits = model(torch.where(hidden, 4, bench.rows[0])[None]).logits[0]
@@ -114,16 +113,16 @@ def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     model.model.embed_tokens.weight.requires_grad_(False)
     advice = crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, rounds=1, progress=lines.append,
-                            attentions=["favorpp", ("nearfar", {"preset": "cheap"}), "exact", "uniform"])
+                            attentions=["favorpp", "nearfar preset=cheap", "exact", "uniform"])
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], t) for name, t in before.items())
     assert bool((model.lm_head.weight.grad == 1).all()) and not model.model.embed_tokens.weight.requires_grad
     assert not hasattr(model.config, "crt_exp")
-    assert [row.arm.label for row in advice.rows] == ["exact", "favorpp", "nearfar preset=cheap", "uniform"]
+    assert [row.attention for row in advice.rows] == ["exact", "favorpp", "nearfar preset=cheap", "uniform"]
     assert advice.rows[0].above == 0 and advice.rows[0].speedup == 1
-    assert advice.learns == {"exact": False, "favorpp": True, "nearfar preset=cheap": False, "uniform": False}
-    assert all(row.step > 0 and row.mib is not None and row.again is not None for row in advice.rows)
-    assert advice.sentence in str(advice) and "repeated text" in str(advice) and len(lines) == 6
+    assert [row.fitted for row in advice.rows] == [False, True, False, False]
+    assert all(row.mib is not None and row.repeated is not None for row in advice.rows)
+    assert advice.sentence in str(advice) and "repeated passage" in str(advice) and len(lines) == 5
     advice.save(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"advise.csv", "advise.md", "advise.png"}
     assert len(list(csv.DictReader((tmp_path / "advise.csv").open()))) == 4
@@ -132,84 +131,81 @@ def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):
 # ---- the sentence
 
 
-def row(name, above, half=0.001, again=0.0, ms=(4.0, 8.0, 16.0), **options):
-    found = Row(Arm(name, options), above, half, again, 0.001, dict(zip((128, 256, 512), ms)), 30.0, 5.0)
-    found.speedup, found.pays_from = 32.0 / ms[-1], pays_from(dict(zip((128, 256, 512), (2.0, 8.0, 32.0))), found.ms)
-    return found
+OWN = {128: 2.0, 256: 8.0, 512: 32.0}
 
 
-def advice_of(*rows, again=0.5, uniform=2.0):
-    exact = row("exact", 0.0, 0.0, ms=(2.0, 8.0, 32.0))
-    return Advice([exact, *rows, row("uniform", uniform, ms=(1, 2, 3))], 512, 8, 3.0, again, 0.02,
-                  {"favorpp": True})
+def row(name, above, half=0.001, repeated=0.0, ms=(4.0, 8.0, 16.0), **options):
+    times = dict(zip(OWN, ms))
+    gains = {length: OWN[length] / times[length] for length in OWN}
+    return Row(name, above, half, repeated, 0.001, times, 5.0, gains[512], pays_from(gains), **options)
+
+
+def advice_of(*rows, repeated=0.5, uniform=2.0):
+    exact = row("exact", 0.0, 0.0, ms=OWN.values())
+    return Advice([exact, *rows, row("uniform", uniform, ms=(1, 2, 3))], 512, 8, 3.0, repeated, 0.02)
 
 
 def test_the_sentence_follows_the_numbers():
-    near = row("nearfar", 0.004, preset="cheap")
-    found = advice_of(row("favorpp", 0.4, ms=(1, 1, 1)), near, row("window", 0.001, again=0.5, ms=(1, 2, 3)))
+    near = row("nearfar preset=cheap", 0.004)
+    found = advice_of(row("favorpp", 0.4, ms=(1, 1, 1)), near, row("window", 0.001, repeated=0.5, ms=(1, 2, 3)))
     assert found.chosen is near
-    assert found.sentence == ("Take nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats of "
-                              "repeated text at 512 tokens, and a pass is "
-                              f"2.00 times as fast; below {near.pays_from} tokens keep exact.")
-    assert found.code == 'from crt_exp import swap_attention\nswap_attention(model, "nearfar", preset=\'cheap\')'
-    assert 256 < near.pays_from < 512
+    assert found.sentence == ("Take nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
+                              "repeated passages at 512 tokens, and a pass is 2.00 times as fast; below 512 tokens "
+                              "keep exact.")
+    assert found.code == 'swap_attention(model, "nearfar preset=cheap")'
     slow = advice_of(row("nearfar", 0.004, ms=(9, 18, 40)))
-    assert slow.chosen is None and "a pass takes 1.25 times as long" in slow.sentence
-    far = advice_of(row("favorpp", 0.4, again=3.0))
-    assert far.sentence.startswith("Keep exact: the nearest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
+    assert slow.chosen is None and "its speed is 0.80 times that of exact" in slow.sentence
+    far = advice_of(row("favorpp", 0.4, repeated=3.0))
+    assert far.sentence.startswith("Keep exact: the closest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
     assert far.code == "# keep the model as it is"
     none = advice_of(row("favorpp", 0.0), uniform=0.05)
     assert none.sentence.startswith("No advice: on these texts even uniform attention costs only 0.0500 ± 0.0010 nats")
-    learned = advice_of(row("favorpp", 0.0))
-    assert learned.code.splitlines()[-1] == 'calibrate_attention(swap_attention(model, "favorpp"), batches)'
-    assert advice_of(row("window", 0.001, again=0.5), again=2.9).chosen is not None  # repeated text is no easier
+    assert advice_of(row("favorpp", 0.0, fitted=True)).code == (
+        'calibrate_attention(swap_attention(model, "favorpp"), batches)')
+    assert advice_of(row("window", 0.001, repeated=0.5), repeated=2.9).chosen is not None  # repetition does not help
 
 
-def test_what_is_exact_attention_at_this_length_is_not_advised():
-    """Causal near-far attention sees all keys up to 2048: it is neither nearer nor faster, but the same."""
-    same, near = row("nearfar", 0.0, 0.0, ms=(1, 4, 16)), row("favorpp", 0.001, ms=(1, 5, 20))
-    same.exact_to = 2048
+def test_exact_attention_under_another_name_is_not_advised():
+    """Causal near-far attention reads all keys up to 2048 tokens: it is not faster, but the same."""
+    same, near = row("nearfar", 0.0, 0.0, ms=(1, 4, 16), exact_to=2048), row("favorpp", 0.001, ms=(1, 5, 20))
     found = advice_of(same)
-    assert found.chosen is None and "nearfar is exact attention itself up to 2048" in found.sentence
+    assert found.chosen is None and "nearfar computes exact attention up to 2048" in found.sentence
     assert advice_of(same, near).chosen is near
 
 
-def test_a_model_that_only_copies_is_judged_on_repeated_text():
-    """On plain text all is alike, or better than exact attention, which copies what was never said before."""
-    forgets, keeps = row("window", -1.4, again=3.8, ms=(1, 2, 3)), row("nearfar", 0.0, ms=(1, 4, 16))
-    exact, floor = row("exact", 0.0, 0.0, ms=(2.0, 8.0, 32.0)), row("uniform", -0.6, again=4.6, ms=(1, 2, 3))
-    found = Advice([exact, forgets, keeps, floor], 512, 8, 5.2, 0.1, 0.02, {})
-    assert found.chosen is keeps and "of repeated text" in found.sentence
-    found = Advice([exact, forgets, floor], 512, 8, 5.2, 0.1, 0.02, {})
-    assert found.sentence.startswith("Keep exact: the nearest, window, costs -1.4000") and "(0.1 of" in found.sentence
+def test_a_model_that_only_copies_is_judged_on_repeated_passages():
+    forgets, keeps = row("window", -1.4, repeated=3.8, ms=(1, 2, 3)), row("nearfar", 0.0, ms=(1, 4, 16))
+    exact, control = row("exact", 0.0, 0.0, ms=OWN.values()), row("uniform", -0.6, repeated=4.6, ms=(1, 2, 3))
+    found = Advice([exact, forgets, keeps, control], 512, 8, 5.2, 0.1, 0.02)
+    assert found.chosen is keeps and "on repeated passages" in found.sentence
+    found = Advice([exact, forgets, control], 512, 8, 5.2, 0.1, 0.02)
+    assert found.sentence.startswith("Keep exact: the closest, window, costs -1.4000") and "(0.1 on" in found.sentence
 
 
-def test_where_it_pays_is_on_a_line_over_logarithms():
-    own = {128: 1.0, 256: 2.1, 512: 8.4}
-    assert pays_from(own, {128: 2.0, 256: 2.0, 512: 4.0}) == 256
-    assert pays_from(own, {128: 0.5, 256: 1.0, 512: 4.0}) == 128
-    assert pays_from(own, {128: 0.5, 256: 1.0, 512: 9.0}) is None
-    assert 256 < pays_from(own, {128: 2.0, 256: 4.0, 512: 4.0}) < 512
+def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
+    assert pays_from({128: 0.5, 256: 1.05, 512: 2.1}) == 256
+    assert pays_from({128: 2.0, 256: 2.1, 512: 2.1}) == 128
+    assert pays_from({128: 2.0, 256: 2.1, 512: 0.9}) is None
 
 
 # ---- what is refused
 
 
 def test_candidates_and_bad_inputs():
-    assert [arm.label for arm in candidates(quick=True)] == ["exact", "nearfar", "window", "favorpp", "uniform"]
-    assert [arm.label for arm in candidates(quick=False)][:2] == ["exact", "nearfar preset=cheap"]
+    assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
+    assert list(mechanisms(None, quick=False))[:2] == ["exact", "nearfar preset=cheap"]
     for given, message in (
             ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "it takes 32 to 256 tokens"),
-            ({"length": 8}, "it takes 32 to 256"), ({"samples": 50}, "give more text, or a smaller length"),
-            ({"samples": 1}, "at least 2 samples"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
-            ({"attentions": [("nearfar", {"blocks": 3})]}, "blocks")):
+            ({"length": 8}, "it takes 32 to 256"), ({"samples": 50}, "expected at most 18 together"),
+            ({"samples": 1}, "expected samples >= 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
+            ({"attentions": ["nearfar blocks=3"]}, "blocks")):
         with pytest.raises((ValueError, ConfigError), match=message):
             crt_exp.advise(llama(), **({"texts": ids(), "length": 64} | given))
-    with pytest.raises(ValueError, match="has no mask token"):
+    with pytest.raises(ValueError, match="with a mask token"):
         crt_exp.advise(bert(), ids(), length=64)
     with pytest.raises(ValueError, match="predicts no tokens"):
         crt_exp.advise(transformers.LlamaModel(llama().config), ids(), length=64)
-    with pytest.raises(ValueError, match="takes a language model of transformers"):
+    with pytest.raises(ValueError, match="predicts no tokens"):
         crt_exp.advise(torch.nn.Linear(2, 2), ids(), length=64)
     with pytest.raises(ValueError, match="is swapped already"):
         crt_exp.advise(swap_attention(llama(), "uniform"), ids(), length=64)
@@ -241,7 +237,8 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
                     f"hydra.run.dir={tmp_path / 'run'}")
     code, out, err = typed(*words)
     assert code == 0, err
-    assert "nats above exact" in out and "nearfar preset=quality" in out and "favorpp m=8" in out and "5 of" in err
+    assert "loss increase" in out and "nearfar preset=quality" in out and "favorpp m=8" in out
+    assert "64 tokens timed" in err
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["final"] and records[-1]["advice"] in out
     assert (tmp_path / "run" / "advise.png").stat().st_size > 10_000
@@ -258,18 +255,18 @@ def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_pa
                                     "task.attentions=[window]", f"hydra.run.dir={tmp_path / 'run'}"),
                            f"task.model={run}")
     assert code == 0, err
-    assert f"{judged} tokens timed" in err and "window: exact attention itself" in out
-    assert ("trained on blocks of 40 tokens: positions from 40 on were never trained" in out) == (judged > 40)
+    assert f"{judged} tokens timed" in err and "window computes exact attention" in out
+    assert ("trained on blocks of 40 tokens" in out) == (judged > 40)
     if length is None:
         model = transformers.LlamaForCausalLM.from_pretrained(run / "model").eval()
         for each in (model, str(run)):
             found = crt_exp.advise(each, ids(), samples=2, calibration=1, rounds=1, attentions=["window"])
-            assert found.length == 40 and "a longer task.block than 40" in found.sentence
+            assert found.length == 40
 
 
 @pytest.mark.parametrize("words, message", [
     (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "one of task.text, task.images"),
-    (["task.samples=1", "task.length=64"], "at least 2 samples"), (["task.samples=900"], "give more text"),
+    (["task.samples=1", "task.length=64"], "expected samples >= 2"), (["task.samples=900"], "give more"),
     (["task.attentions=[favour]"], "unknown attention"), (["task.attentions=['window 8']"], "is no option"),
     (["task.tolerance=0"], "tolerance"),
     (["attention=favorpp"], "does not use")])

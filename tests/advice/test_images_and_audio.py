@@ -69,8 +69,8 @@ def test_images_in_memory_leave_the_model_as_it_was():
     advice = crt_exp.advise(model, images(), labels=torch.zeros(7, dtype=torch.long), samples=5, calibration=2,
                             rounds=1, attentions=["nearfar", "uniform"], progress=lines.append)
     assert all(torch.equal(model.state_dict()[name], t) for name, t in before.items())
-    assert (advice.noun, advice.texts, advice.length, len(lines)) == ("images", 5, 17, 5)
-    assert not any("There are no labels" in note for note in advice.notes)
+    assert (advice.noun, advice.samples, advice.length, len(lines)) == ("images", 5, 17, 4)
+    assert not any("Without labels" in note for note in advice.notes)
     assert "images" in advice.markdown() and advice.rows[1].above == pytest.approx(0, abs=1e-5)  # exact below 512
 
 
@@ -87,14 +87,14 @@ def test_dictionaries_are_what_the_model_takes():
     assert bench.labelled and bench.losses(None)["loss"][1] == pytest.approx(expected, abs=1e-5)
     advice = crt_exp.advise(model, [{"input_values": each["input_values"]} for each in waves], samples=3, calibration=1,
                             rounds=1, attentions=["uniform"], progress=str)
-    assert any("There are no labels" in note for note in advice.notes) and advice.noun == "pieces"
+    assert any("Without labels" in note for note in advice.notes) and advice.noun == "pieces"
 
 
 def test_bad_pieces_are_refused():
     for given, message in (
-            ({"length": 64}, "length = 64 is of texts"), ({"samples": 50}, "there are 7 images, and 50 to judge on"),
+            ({"length": 64}, "length=64 is for texts"), ({"samples": 50}, "expected at most 7 together"),
             ({"labels": torch.zeros(3)}, "got 3 labels for 7 images"), ({"texts": [images(1), "a"]}, "got str"),
-            ({"texts": torch.arange(5000)}, "takes a language model of transformers")):
+            ({"texts": torch.arange(5000)}, "predicts no tokens")):
         with pytest.raises(ValueError, match=message):
             crt_exp.advise(vit(), **({"texts": images(), "samples": 3} | given))
     with pytest.raises(ValueError, match="neither a loss nor class scores"):
@@ -139,7 +139,7 @@ def test_the_task_reads_files(model, key, source, noun, labelled, place, typed, 
     code, out, err = typed("task=advise", f"task.model={place / model}", f"task.{key}={place / source}", ARMS,
                            "task.samples=6", "task.rounds=1", "logger=none", f"hydra.run.dir={tmp_path / 'run'}")
     assert code == 0, err
-    assert "nats above exact" in out and ("There are no labels" in out) != labelled
+    assert "loss increase" in out and ("Without labels" in out) != labelled
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["final"] and len(records[0]["loss"]) == 6
     assert f"6 {noun} of" in (tmp_path / "run" / "advise.md").read_text()
@@ -147,7 +147,7 @@ def test_the_task_reads_files(model, key, source, noun, labelled, place, typed, 
 
 @pytest.mark.parametrize("model, words, message", [
     ("timm", ["task.images=nowhere"], "there is no such folder"), ("timm", ["task.text=a"], "one of task.text"),
-    ("timm", ["task.length=64"], "task.length is of texts"), ("timm", ["task.samples=500"], "500 to judge on"),
+    ("timm", ["task.length=64"], "task.length is of texts"), ("timm", ["task.samples=500"], "samples=500"),
     ("speech", ["task.images=null", "task.audio={place}/audio"], "is judged by transcripts"),
     ("vit", ["task.images=null", "task.audio={place}/table.csv"], "takes a model of transformers ForCTC")])
 def test_bad_commands_are_refused(model, words, message, place, typed, tmp_path):
