@@ -21,7 +21,6 @@ class AttentionLayer(nn.Module):
     going_on = False         # whether a training pass belongs to the step of the one before: see `linear.same_step`
     counts_places = True     # whether outputs depend on where a token stands, and not only on which keys it sees
     exact_to = 0             # tokens of a sequence up to which it is exact attention
-    one_kernel = False       # whether up to there it is one call of torch's kernel, whatever its options
 
     def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None):
         super().__init__()

@@ -56,7 +56,6 @@ class NearFar(LinearAttention):
     Buffers: those of `FittedOnce` in `clusters`, where the layer is cross.
     """
 
-    one_kernel = True
 
     serves_causal = True
     version = None           # no decoding state depends on what changes

@@ -234,8 +234,8 @@ def test_sharp_kernel_as_in_the_tests_of_rbf_sampler(mechanism):
 @pytest.mark.parametrize("gamma", [0.7, "scale"])
 @pytest.mark.parametrize("mechanism", ONE_MAP)
 def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
-    from crt_exp import estimators
-    monkeypatch.setattr(estimators, "SPARSE_ENTRIES", 40)  # blocks of eight rows
+    from crt_exp.estimators import random_features
+    monkeypatch.setattr(random_features, "SPARSE_ENTRIES", 40)  # blocks of eight rows
     dense = points() * (np.random.default_rng(0).random((30, 5)) < 0.4)
     make = lambda: RandomFeatures(mechanism, n_components=12, gamma=gamma, random_state=0)
     expected = make().fit_transform(dense)

@@ -1,0 +1,424 @@
+"""Bayesian ridge regression and classification in random features, from sums over rows.
+
+Notation: n rows, M = n_components features z, T targets y, w weights and W their sum; S = sum w z z^T over centred
+features, S = U diag(lambda) U^T, b = sum w z y^T, alpha the ridge. The model is y = c.z + noise with
+c ~ N(0, noise variance / alpha).
+"""
+
+from numbers import Integral, Real
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from scipy.sparse import issparse, vstack
+from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.linear_model import LogisticRegression
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor
+
+from crt_exp.estimators.random_features import FLOATS, RandomFeatures, blocks, label_set, validated
+from crt_exp.hints import whole_number
+from crt_exp.samplers.blocks import one_thread
+from crt_exp.samplers.draws import free_memory
+
+Choice = Literal["gcv", "evidence"]
+ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, relative to their sum
+STEPS, ABOVE = 8, 3   # ridges for each power of ten; powers of ten above the largest eigenvalue
+KEPT = 4000           # rows that a classifier keeps to calibrate its probabilities
+SOFTNESS = 100.0      # inverse L2 penalty of the calibration
+LEAST_RIDGE = 1e-6    # of classifiers, relative to the sum of eigenvalues: below it left-out scores are rounding
+
+
+class Sums:
+    """sum w z z^T, w z y^T, w z, w y, w y^2 and w in float64; y is counted from `origin`, which saves digits."""
+
+    def __init__(self, columns: int, origin: Tensor):
+        def zeros(*shape):
+            return torch.zeros(shape, dtype=torch.float64)
+        T = len(origin)
+        self.gram, self.right, self.features = zeros(columns, columns), zeros(columns, T), zeros(columns)
+        self.targets, self.squares, self.weight, self.rows, self.origin = zeros(T), zeros(T), 0.0, 0, origin
+
+    def add(self, z: Tensor, y: Tensor, w: Tensor) -> None:
+        """z (n, M), y (n, T), w (n,), float64."""
+        y, root = y - self.origin, w.sqrt()
+        z = z * root[:, None]
+        with np.errstate(invalid="ignore", over="ignore"):  # infinite features are refused when the sums are solved
+            self.gram += torch.from_numpy(z.numpy().T @ z.numpy())  # NumPy computes one triangle: half the time
+        self.right += z.mT @ (root[:, None] * y)
+        self.features += root @ z
+        self.targets += w @ y
+        self.squares += w @ y.square()
+        self.weight += float(w.sum())
+        self.rows += len(w)
+
+    def place(self, places: list[int], count: int) -> None:
+        """Moves the targets to columns `places` of `count`; the other columns are zero."""
+        for name in ("right", "targets", "squares", "origin"):
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:-1], count)
+            new[..., places] = old
+            setattr(self, name, new)
+
+
+class Solution:
+    """Coefficients (M, T), intercept (T,), a ridge for each target, and their uncertainty.
+
+    alpha: a number, or the ridge of a grid with the least generalised cross-validation score or the most evidence.
+    floor: of eigenvalues and ridges of the grid, relative to the sum of eigenvalues. together: one ridge for all
+    targets.
+    """
+
+    def __init__(self, sums: Sums, alpha: float | Choice, floor: float, together: bool):
+        if not bool(sums.gram.diagonal().isfinite().all()):
+            raise ValueError("features overflow: the rows lie too far apart for this mechanism; scale them down, take "
+                             "longer length scales, or mechanism='trig', which is bounded")
+        self.weight, self.mean = sums.weight, sums.features / sums.weight
+        shift = sums.targets / sums.weight
+        self.targets = shift + sums.origin
+        squares = (sums.squares - sums.targets * shift).clamp(min=0)
+        with one_thread():  # threads on busy cores wait for each other
+            values, self.basis = torch.linalg.eigh(sums.gram - torch.outer(sums.features, self.mean))
+        least = max(floor * float(sums.gram.trace()), torch.finfo(values.dtype).tiny)
+        self.values = torch.where(values > (0 if isinstance(alpha, Real) and alpha else least), values, 0.0)
+        part = self.basis.mT @ (sums.right - sums.features[:, None] * shift)           # (M, T)
+        explained = part.square() / values[:, None].clamp(min=least) * (self.values > 0)[:, None]
+        rest = (squares - explained.sum(0)).clamp(min=0)                               # what no ridge explains
+        self.count = torch.full_like(squares, sums.weight)
+        exact = rest <= floor**0.5 * squares  # repeated rows that features interpolate would pass for noiseless ones
+        self.count[exact] = self.count[exact].clamp(max=int((self.values > 0).sum()) + 1)
+        if isinstance(alpha, str):
+            if sums.weight <= 1 + 1e-9 and sums.rows > 1:
+                raise ValueError(f"the weights sum to {sums.weight:g}, which leaves nothing to choose alpha by: they "
+                                 "count as repetitions of rows, so scale them to a mean of 1, or give alpha")
+            grid = ridges(least, max(float(values[-1]), least))
+            score = (self._gcv if alpha == "gcv" else self._evidence)(
+                grid / (self.values[:, None] + grid), explained, rest)                 # (A, T)
+            best = score.sum(1, keepdim=True).argmin(0).expand(len(squares)) if together else score.argmin(0)
+            self.alpha = grid[best]
+        else:
+            self.alpha = torch.full_like(squares, alpha)
+        inverse = torch.where(self.values[:, None] > 0, 1 / (self.values[:, None] + self.alpha), 0.0)
+        shrunk = 1 - self.values[:, None] * inverse
+        self.coefficients = self.basis @ (part * inverse)
+        self.intercept = self.targets - self.mean @ self.coefficients
+        self.degrees = (1 - shrunk).sum(0) + 1
+        left = (self.count - self.degrees).maximum(1e-12 * self.count)
+        residual = rest + (explained * shrunk.square()).sum(0)
+        self.noise_variance = residual * (self.count / self.weight) / left
+
+    def _gcv(self, shrunk: Tensor, explained: Tensor, rest: Tensor) -> Tensor:
+        """n RSS / (n - degrees of freedom)^2; infinite where nothing is left to judge by."""
+        left = self.count - 1 - (1 - shrunk).sum(0)[:, None]
+        residual = rest + shrunk.square().mT @ explained
+        return torch.where(left > 1e-9 * self.count, self.count * residual / left.square(), torch.inf)
+
+    def _evidence(self, shrunk: Tensor, explained: Tensor, rest: Tensor) -> Tensor:
+        """Minus twice the log evidence, with the noise variance at its best."""
+        fit = (rest + shrunk.mT @ explained).clamp(min=torch.finfo(shrunk.dtype).tiny)
+        return (self.count - 1).clamp(min=1e-9) * fit.log() - shrunk.log().sum(0)[:, None]
+
+    def predict(self, z: Tensor) -> Tensor:
+        """(n, M) -> (n, T)."""
+        return z @ self.coefficients + self.intercept
+
+    def variance(self, z: Tensor) -> Tensor:
+        """(n, T) of a new target: its noise, and the uncertainty of coefficients and intercept."""
+        known = 1 + 1 / self.count + self._spread(z) * (self.weight / self.count)
+        return known.clamp(max=torch.finfo(known.dtype).max) * self.noise_variance
+
+    def left_out(self, z: Tensor, y: Tensor) -> Tensor:
+        """Predictions for rows that were summed, as if each had been left out; of one repetition of a weighted row."""
+        leverage = 1 / self.weight + self._spread(z)
+        return y - (y - self.predict(z)) / (1 - leverage).clamp(min=1e-6)
+
+    def _spread(self, z: Tensor) -> Tensor:
+        """(z - mean)^T (S + alpha)^-1 (z - mean), (n, T)."""
+        scale = (self.values[:, None] + self.alpha).clamp(min=torch.finfo(self.values.dtype).tiny)
+        return ((z - self.mean) @ self.basis).square() @ (1 / scale)
+
+
+def ridges(least: float, top: float) -> Tensor:
+    """A grid from what rounding hides to what leaves next to nothing of any coefficient."""
+    low, high = np.log10(least), np.log10(top) + ABOVE
+    return torch.logspace(low, high, int(STEPS * (high - low)) + 1, dtype=torch.float64)
+
+
+def check_memory(columns: int) -> None:
+    """Raises ValueError where the sums over `columns` features do not fit the free memory."""
+    need = 32 * columns**2
+    if need > 2**28 and need > (free := free_memory(torch.device("cpu"))):
+        raise ValueError(f"n_components={columns}: the sums take {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of "
+                         "memory are free; choose fewer")
+
+
+class RidgeOfFeatures(BaseEstimator):
+    """Sums over the features of rows, which are not stored. Features are fitted to the first batch of rows."""
+
+    together, least_ridge = False, 0.0
+
+    def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
+                 *, length_scale=None, alpha="evidence", random_state=None):
+        self.mechanism = mechanism
+        self.sampler = sampler
+        self.n_components = n_components
+        self.kernel = kernel
+        self.gamma = gamma
+        self.length_scale = length_scale
+        self.alpha = alpha
+        self.random_state = random_state
+
+    def fit(self, X, y, sample_weight=None):
+        """X (n, d), dense or sparse; y (n,) or (n, T) numbers, or (n,) labels."""
+        for name in ("sums_", "classes_"):
+            vars(self).pop(name, None)
+        self._add(X, y, sample_weight)
+        self._solve()
+        return self
+
+    def _add(self, X, y, sample_weight) -> None:
+        """Adds rows: all of them or, where one is wrong, none."""
+        first = not hasattr(self, "sums_")
+        if first:
+            self._check_options()
+        X, y = validated(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
+        weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
+        if (weight < 0).any():
+            raise ValueError(f"sample_weight holds {weight.min():g}: weights must not be negative")
+        if first and not weight.any():
+            raise ValueError("Sample weights must contain at least one non-zero number: there is nothing to fit to")
+        if not weight.all():
+            X, y, weight = (part[weight > 0] for part in (X, y, weight))
+        y = self._checked_targets(y, first)
+        if first:
+            self._begin(X, weight)
+        targets, weights = (torch.from_numpy(np.require(part, requirements="W"))  # torch warns of read-only arrays
+                            for part in (self._columns_of(y), weight))
+        if first:
+            self.sums_ = Sums(int(self.n_components), self._origin(targets))
+        for rows in blocks(X.shape[0], 4096):
+            self.sums_.add(self._features(X[rows]), targets[rows], weights[rows])
+        self._solved = None
+        self._keep(X, y, weight)
+
+    def _check_options(self) -> None:
+        check_memory(whole_number(self.n_components, "n_components"))
+        if isinstance(self.alpha, str) and self.alpha in get_args(Choice):
+            return
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf:
+            raise ValueError(f"alpha={self.alpha!r}: expected a number >= 0, 'gcv' or 'evidence'")
+
+    def _begin(self, X, weight: np.ndarray) -> None:
+        mechanism = "trig" if self.mechanism is None and self.kernel == "gaussian" else self.mechanism
+        seed = self.random_state
+        if not isinstance(seed, Integral):
+            seed = check_random_state(seed).randint(2**31 - 1)
+        self.features_ = RandomFeatures(mechanism, self.sampler, int(self.n_components), self.kernel, self.gamma, seed,
+                                        length_scale=self.length_scale)._begin(X, weight)
+
+    def _features(self, X) -> Tensor:
+        return torch.from_numpy(self.features_.transform(X)).double()
+
+    def _columns_of(self, y: np.ndarray) -> np.ndarray:
+        """(n, T) float64 of checked targets."""
+        return y
+
+    def _origin(self, targets: Tensor) -> Tensor:
+        return targets[0].clone()
+
+    def _keep(self, X, y: np.ndarray, weight: np.ndarray) -> None:
+        """What else a batch leaves behind."""
+
+    def _solve(self) -> Solution:
+        """The solution for all rows so far, with `alpha` as it is now."""
+        check_is_fitted(self, "sums_")
+        if self._solved is None or self._solved[0] != self.alpha:
+            self._check_options()
+            floor = max(ROUNDING[self.features_._dtype.name], self.least_ridge)
+            self._solved = self.alpha, self._finish(Solution(self.sums_, self.alpha, floor, self.together))
+        return self._solved[1]
+
+    def _finish(self, solution: Solution) -> Solution:
+        return solution
+
+    def _per_block(self, X, what) -> np.ndarray:
+        """what(features (n, M)) of X, block by block."""
+        check_is_fitted(self, "sums_")
+        X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
+        return np.concatenate([what(self._features(X[rows])).numpy() for rows in blocks(X.shape[0], 4096)])
+
+    @property
+    def rows_(self) -> int:
+        return self.sums_.rows
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+
+class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
+    """Ridge regression in random features: kernel ridge regression, or the mean of a Gaussian process, in time O(n M^2)
+    and memory O(M^2), for any n.
+
+    Arguments: mechanism, sampler, n_components, kernel, gamma, length_scale as of RandomFeatures, with trig instead of
+    oprf where mechanism is None and the kernel gaussian: trig is bounded, so that no row weighs too much. alpha: the
+    ridge, a number, or chosen for each target by the evidence of the Bayesian model ('evidence') or by generalised
+    cross-validation ('gcv', which overfits few rows). sample_weight counts as repetitions of a row.
+
+    Attributes: features_ (a RandomFeatures, fitted to the first batch), coef_ (n_components,) or (T, n_components),
+    intercept_, alpha_, noise_variance_ of a row of weight 1, degrees_ of freedom, rows_; all follow `partial_fit` and a
+    change of `alpha`.
+    """
+
+    _target_checks = {"y_numeric": True, "multi_output": True}
+
+    def partial_fit(self, X, y, sample_weight=None):
+        """Adds rows; coefficients are computed when next asked for."""
+        self._add(X, y, sample_weight)
+        return self
+
+    def predict(self, X, return_std=False):
+        """(n,) or (n, T) means; with return_std also standard deviations of new targets, noise included."""
+        solution = self._solve()
+        if not return_std:
+            return self._per_block(X, solution.predict).reshape(-1, *self._shape)
+        both = self._per_block(X, lambda z: torch.stack([solution.predict(z), solution.variance(z).sqrt()], -1))
+        return tuple(both[..., k].reshape(-1, *self._shape) for k in (0, 1))
+
+    @property
+    def coef_(self) -> np.ndarray:
+        return self._solve().coefficients.T.numpy().reshape(*self._shape, -1)
+
+    @property
+    def intercept_(self):
+        return self._of_targets(self._solve().intercept)
+
+    @property
+    def alpha_(self):
+        return self._of_targets(self._solve().alpha)
+
+    @property
+    def noise_variance_(self):
+        return self._of_targets(self._solve().noise_variance)
+
+    @property
+    def degrees_(self):
+        return self._of_targets(self._solve().degrees)
+
+    def _of_targets(self, values: Tensor):
+        return values.numpy() if self._shape else float(values)
+
+    def _checked_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
+        if first:
+            self._shape = y.shape[1:]
+        if y.shape[1:] != self._shape:
+            raise ValueError(f"y has shape {('n', *y.shape[1:])}, and that of the first batch was {('n', *self._shape)}")
+        return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
+
+
+class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
+    """Ridge regression on one-hot labels in random features, and logistic regression on its left-out scores.
+
+    Arguments are those of RandomFeatureRidge; one ridge serves all classes, by default that of 'gcv'. Probabilities
+    are those of a logistic regression on the left-out scores of up to 4000 rows, evenly spread over all rows, which
+    are kept. A label that comes with a later batch is a new class.
+
+    Attributes: features_, classes_, coef_ (C, n_components) and intercept_ (C,) of the log probabilities up to a
+    constant (one row for two classes), alpha_, rows_.
+    """
+
+    together, least_ridge, _target_checks = True, LEAST_RIDGE, {}
+
+    def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
+                 *, length_scale=None, alpha="gcv", random_state=None):
+        super().__init__(mechanism, sampler, n_components, kernel, gamma, length_scale=length_scale, alpha=alpha,
+                         random_state=random_state)
+
+    def partial_fit(self, X, y, classes=None, sample_weight=None):
+        """Adds rows. classes: labels that may come later; others are added as they come."""
+        if classes is not None and not hasattr(self, "sums_"):
+            self.classes_ = label_set(classes)
+        self._add(X, y, sample_weight)
+        return self
+
+    def decision_function(self, X):
+        """(n, C) log probabilities up to a constant of the row; (n,) log odds for two classes."""
+        self._solve()
+        return self._per_block(X, self._scores).reshape((-1,) if len(self.classes_) == 2 else (-1, len(self.classes_)))
+
+    def _scores(self, z: Tensor) -> Tensor:
+        return z @ torch.from_numpy(self.coef_).T + torch.from_numpy(self.intercept_)
+
+    def predict_proba(self, X):
+        """(n, C)."""
+        scores = torch.from_numpy(self.decision_function(X))
+        if scores.ndim == 1:
+            return torch.stack([(-scores).sigmoid(), scores.sigmoid()], 1).numpy()
+        return scores.softmax(1).numpy()
+
+    def predict(self, X):
+        """(n,) labels."""
+        scores = self.decision_function(X)
+        return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)]
+
+    @property
+    def coef_(self) -> np.ndarray:
+        self._solve()
+        return self._linear[0]
+
+    @property
+    def intercept_(self) -> np.ndarray:
+        self._solve()
+        return self._linear[1]
+
+    @property
+    def alpha_(self) -> float:
+        return float(self._solve().alpha[0])
+
+    def _checked_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
+        old = getattr(self, "classes_", y[:0])
+        self.classes_ = label_set(old, y) if len(old) else label_set(y)
+        if not first and len(self.classes_) > len(old):
+            self.sums_.place(np.searchsorted(self.classes_, old).tolist(), len(self.classes_))
+        return y
+
+    def _columns_of(self, y: np.ndarray) -> np.ndarray:
+        return np.eye(len(self.classes_))[np.searchsorted(self.classes_, y)]
+
+    def _origin(self, targets: Tensor) -> Tensor:
+        return torch.zeros(targets.shape[1], dtype=torch.float64)
+
+    def _keep(self, X, y: np.ndarray, weight: np.ndarray) -> None:
+        """Every row, then every second, every fourth and so on of all rows so far, at most KEPT."""
+        before = self.rows_ - len(y)
+        if before == 0:
+            self._stride, self._kept = 1, (X[:0], y[:0], weight[:0])
+        old = self._stride
+        while self.rows_ > KEPT * self._stride:
+            self._stride *= 2
+        new = slice(-before % self._stride, None, self._stride)
+        thinned = [part[::self._stride // old] for part in self._kept]
+        rows = [thinned[0], X[new]]
+        X = vstack(rows, "csr") if any(map(issparse, rows)) else np.concatenate(rows)
+        self._kept = X, np.concatenate([thinned[1], y[new]]), np.concatenate([thinned[2], weight[new]])
+
+    def _finish(self, solution: Solution) -> Solution:
+        """Raises ValueError where only one class has rows."""
+        X, y, weight = self._kept
+        if len(np.unique(y)) < 2:
+            raise ValueError(f"the rows so far hold one class only, {y[0]}: expected at least two classes")
+        scores = solution.left_out(self._features(X), torch.from_numpy(self._columns_of(y)))
+        fitted = LogisticRegression(C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False)
+        slopes = fitted.fit(scores.numpy(), y, weight).coef_  # (K, C); scores sum to 1, which serves as the intercept
+        offsets = np.zeros(len(slopes))
+        if len(self.classes_) > 2:  # classes without rows get probability 0
+            seen = np.isin(self.classes_, fitted.classes_)
+            if len(slopes) == 1:
+                slopes, offsets = np.concatenate([0 * slopes, slopes]), np.concatenate([0 * offsets, offsets])
+            full = np.zeros((len(self.classes_), slopes.shape[1])), np.full(len(self.classes_), -np.inf)
+            full[0][seen], full[1][seen] = slopes, offsets
+            slopes, offsets = full
+        self._linear = (slopes @ solution.coefficients.T.numpy(), slopes @ solution.intercept.numpy() + offsets)
+        return solution
