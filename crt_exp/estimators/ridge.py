@@ -314,7 +314,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
         if first:
             self._shape = y.shape[1:]
         if y.shape[1:] != self._shape:
-            raise ValueError(f"y has shape {('n', *y.shape[1:])}, and that of the first batch was {('n', *self._shape)}")
+            raise ValueError(f"y has shape {('n', *y.shape[1:])}, expected {('n', *self._shape)}, that of the first batch")
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 
