@@ -15,7 +15,6 @@ from crt_exp.features import OPRF, PosRF, Sum
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.command_line import compose
 from crt_exp.samplers import iid
-from crt_exp.measure.fidelity import methods_of as fidelity_methods
 
 
 def same(text, **given):
@@ -183,9 +182,6 @@ def test_swaps_take_the_same_text():
 
 def test_a_printed_label_can_be_given_back():
     texts = ["window block=8 first=2", "favorp m=4", "nearfar open=2", "favorpp sampler=iid"]
-    fidelity = [arm.label for arm in fidelity_methods(texts, [16, 32])]
-    assert fidelity == [*texts[:3], *(f"{texts[3]} m={m}" for m in (16, 32))]
-    assert [arm.label for arm in fidelity_methods(fidelity, [64])] == fidelity
     assert list(mechanisms(texts)) == ["exact", *texts]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crt_exp import mechanism_text
 from crt_exp.advice.bench import Bench, Swap, quiet
 from crt_exp.advice.bench_pieces import MASKED, BatchBench, TextBench, predicts
 from crt_exp.advice.language import LEAST, length_of, load, load_tokenizer
@@ -16,6 +17,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import eval_mode
 from crt_exp.swap.record import holders
 
+Named = str | type | tuple[str | type, dict[str, Any]]
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # by default
 QUICK = ("nearfar", "window", "favorpp", CONTROL_NAME)
 THOROUGH = ("nearfar preset=cheap", "nearfar", "nearfar preset=quality", "window", "favorsharp", "favorpp",
@@ -24,7 +26,7 @@ THOROUGH = ("nearfar preset=cheap", "nearfar", "nearfar preset=quality", "window
 
 def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
            labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
-           attentions: Sequence[str | type] | None = None, samples: int | None = None, quick: bool = True,
+           attentions: Sequence[Named] | None = None, samples: int | None = None, quick: bool = True,
            calibration: int = 4, rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0,
            progress: Callable[[str], None] | None = None) -> Advice:
     """Try other attention in a pretrained model; return what each costs and which to take.
@@ -36,8 +38,8 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
             of its arguments, one sample each. The model should not have been trained on them.
         labels: classes (n,) of the images. Without labels, outputs are compared with those of exact attention.
         length: tokens of a text; default: those of the blocks of the model's run, else 512 or the model's positions.
-        attentions: strings such as "window block=32", or classes. Default: near-far, window, FAVOR++ and uniform
-            attention, the control; with quick=False also the other presets of near-far and FAVOR#.
+        attentions: strings such as "window block=32", classes, or (name, options). Default: near-far, window, FAVOR++
+            and uniform attention, the control; with quick=False also the other presets of near-far and FAVOR#.
         samples: samples to judge on (default: 8 texts, 64 images, 16 others); intervals are over these.
         calibration: further samples, to which attention is fitted that has something to fit.
         rounds: of the times; medians count. tolerance: allowed loss increase, nats.
@@ -63,10 +65,12 @@ def advise(model: nn.Module | str, texts: str | Sequence[str] | Tensor | Sequenc
         return advice_of(bench, methods, records, tolerance)
 
 
-def mechanisms(attentions: Sequence[str | type] | None, quick: bool = True, seed: int = 0
+def mechanisms(attentions: Sequence[Named] | None, quick: bool = True, seed: int = 0
                ) -> dict[str, Mechanism | None]:
     """Attention by its name, exact (None) first. Raises ConfigError for unknown names and options."""
-    names = [place(each) for each in attentions] if attentions is not None else QUICK if quick else THOROUGH
+    names = (QUICK if quick else THOROUGH) if attentions is None else [
+        mechanism_text.write(place(each[0]), each[1]) if isinstance(each, tuple) else place(each)
+        for each in attentions]
     found = {EXACT: None, **{name: Mechanism.parse(name, seed=seed) for name in names if name != EXACT}}
     if len(found) == 1:
         raise ValueError(f"attentions={list(names)}: nothing to try but exact; name others of conf/attention")

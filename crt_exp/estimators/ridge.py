@@ -314,7 +314,8 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
         if first:
             self._shape = y.shape[1:]
         if y.shape[1:] != self._shape:
-            raise ValueError(f"y has shape {('n', *y.shape[1:])}, expected {('n', *self._shape)}, that of the first batch")
+            raise ValueError(f"y has shape {('n', *y.shape[1:])}, expected that of the first batch, "
+                             f"{('n', *self._shape)}")
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 

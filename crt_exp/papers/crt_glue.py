@@ -87,8 +87,8 @@ page = Page(
                       *minilm("trainer.freeze=[embeddings] trainer.steps=120", 1e-4, ["qnli", "stsb"],
                               ["exact", NEAR, FAVORPP, FAVORP, "uniform"])],
            "encoders/layers": [run for kind in ENCODERS if kind not in SWAPPED for run in sweep(
-               "task=swap_error task.split=valid task.calibration=null task.texts=32 task.draws=3", model={kind: ""},
-               attention=[FAVORP, FAVORPP], encoder={each: encoder("task.start", kind, each) for each in range(2)})],
+               "task=fidelity task.text=valid task.texts=32 task.draws=3", model={kind: ""},
+               attention=[FAVORP, FAVORPP], encoder={each: encoder("task.model", kind, each) for each in range(2)})],
            "encoders": [run for kind, methods in SWAPPED.items() for run in swapped(kind, *methods)]},
     full={"table2": sweep("experiment=crt_glue", model={"BERT-base": ""}, method=PRETRAINED | {
         "exact": "attention=exact", UPTRAINED: f"{start('uptraining', FAVORPP)} attention=favorpp features.m=256"},

@@ -38,7 +38,8 @@ def stages(model: str, options: str, settings: list[tuple[int, int, int, str]]) 
 def errors(model: str, methods: Sequence[str]) -> list:
     """Three seeds of methods with random projections, one of others."""
     return [run for method in methods for run in sweep(
-        f"task=swap_error task.start={{runs}}/{model}/512_0", model={model: ""}, attention=[method],
+        f"task=fidelity task.model={{runs}}/{model}/512_0 task.text=test task.calibration=train task.texts=24",
+        model={model: ""}, attention=[method],
         seed=range(3 if " m=" in method else 1), **{"task.length": [512]})]
 
 

@@ -277,7 +277,7 @@ BAD = {
     "Sample weights must contain at least one non-zero": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.zeros(600)),
     "weights sum to 1, which leaves nothing": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.full(600, 1 / 600)),
     "X has 2 features, but RandomFeatureRidge is expecting 3": lambda: later(RandomFeatureRidge(**SMALL), X[:, :2], Y),
-    "y has shape .*2.*, that of the first batch": lambda: later(
+    "y has shape .*2.*, expected that of the first batch": lambda: later(
         RandomFeatureRidge(**SMALL), X, np.stack([Y, Y], 1)),
     "n_components=1000000: .* GiB of memory are free": lambda: RandomFeatureRidge(n_components=10**6).fit(X, Y),
     "one class only, a: ": lambda: RandomFeatureClassifier(**SMALL).fit(X, ["a"] * 600),

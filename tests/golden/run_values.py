@@ -77,8 +77,8 @@ RUNS = {
     "sweep": [f"task=sweep {ROBOT} task.particles=4 task.strokes=1"],
     "advise": ["""task=advise task.model={bert} task.text={text} task.length=32 task.samples=2 task.calibration=1
         task.rounds=1 task.attentions=[exact,uniform,window,relu]"""],
-    "fidelity": ["""task=fidelity task.model={bert} task.text={text} task.length=24 task.texts=3 task.lengths=[]
-        task.attentions=[exact,uniform,favorpp] task.ms=[8] task.draws=2"""],
+    "fidelity": ["""task=fidelity task.model={bert} task.text={text} task.length=24 task.texts=3 task.draws=2
+        attention=favorpp features.m=8"""],
     "variance": ["task=variance task.pairs=20 task.sigmas=[0.3,0.9]"],
     "projections": ["task=projections task.length=32 task.ms=[8,16] task.samples=3"],
     "approximation": ["""task=approximation task.length=64 task.ms=[16] task.samples=2 task.rows=8 task.pairs=4

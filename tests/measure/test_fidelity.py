@@ -1,7 +1,6 @@
 """task=fidelity: its errors are those of their definition, exact attention has none, and nothing is fitted to the text
 that is judged."""
 
-import csv
 import json
 import warnings
 
@@ -14,9 +13,8 @@ from small_bert import VOCABULARY, write_text
 
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
-from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.fidelity import Fidelity, SwapError, mean_of, methods_of
+from crt_exp.measure.fidelity import Fidelity
 from crt_exp.measure.subject import Subject
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -33,8 +31,6 @@ MODELS = {
         d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         vocab_size=len(VOCABULARY), encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64))}
 OPTIONS = {"calibration": None, "tokenizer": None, "length": 24, "texts": 3, "calibration_texts": 2, "seed": 0}
-GIVEN = {"calibration": None, "tokenizer": None, "attentions": ["exact", "favorpp"], "ms": [8], "draws": 2,
-         "length": 24, "texts": 3, "calibration_texts": 2, "lengths": [], "rounds": 1, "cache_dir": None}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,7 @@ def test_exact_attention_has_no_error(folder, name):
     assert source.predicts == {"gpt2": "next", "llama": "next", "bare": None}.get(name, "masked")
     assert all(len(calls) == 2 for calls in source.calls)
     for text, true in {"exact": True, "window block=32": True, "uniform": False}.items():
-        found = source.measured(methods_of([text], [8])[0].mechanism())
+        found = source.measured(Mechanism.parse(text))
         assert found["hidden"].shape == found["attention"].shape == (3, 2)
         assert ((found["hidden"] < 1e-4).all() and (found["attention"] < 1e-4).all()) == true
         assert np.allclose(found["cosine"], 1, atol=1e-6) == true and ("above" in found) == (name != "bare")
@@ -124,71 +120,29 @@ def test_texts_and_masks_are_the_same_for_all(folder):
     assert not torch.equal(one.asked(2)[1], other.asked(2)[1])
 
 
-def test_methods():
-    methods = methods_of(["exact", "window block=8 first=2", "favorp"], [4, 16])
-    assert [each.label for each in methods] == ["exact", "window block=8 first=2", "favorp m=4", "favorp m=16"]
-    assert methods[1].mechanism().options["first"] == 2 and methods[3].mechanism(seed=7).seed == 7
-    for texts, words in ((["window 8"], "is no option"), (["favour"], "favor"), (["favorp size=3"], "size"),
-                         (["exact", "exact"], "twice"), ([" "], "it takes a name"),
-                         (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset = foo: it takes cheap, "),
-                         (["nearfar block=1.5"], "block = 1.5: it takes a whole number"),
-                         (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "does not use m"),
-                         (["favorp m=4", "favorp"], "twice"),
-                         (["favorp seed=3"], "seed = 0 is given beside it")):
-        with pytest.raises(ConfigError, match=words):
-            methods_of(texts, [4])
-
-
-def test_means_are_paired_over_texts():
-    rows = [{"attention_error_texts": [1.0, 3.0], "hidden_error_texts": [0.0, 2.0], "cosine_texts": [1.0, 1.0],
-             "above_texts": values} for values in ([0.1, 0.3], [0.3, 0.5])]
-    found = mean_of(methods_of(["favorp"], [4])[0], rows)
-    assert found["above"] == pytest.approx(0.3) and found["draws"] == 2 and found["cosine_ci95"] == 0
-    assert found["above_ci95"] == pytest.approx(12.7062 * np.std([0.2, 0.4], ddof=1) / 2**0.5, rel=1e-4)
-
-
-def test_a_run_and_its_files(folder, typed, tmp_path):
-    args = ["task=fidelity", f"task.model={folder / 'gpt2'}", f"task.text={folder / 'text.txt'}", "task.length=24",
-            f"task.calibration={folder / 'other.txt'}", "task.texts=3", "task.cache_dir=null",
-            "task.attentions=[exact,uniform,favorpp]",
-            "task.ms=[8]", "task.draws=2", "task.lengths=[]", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"]
-    code, out, err = typed(*args)
-    assert code == 0 and "nearest to the exact model: favorpp m=8" in out, err
-    assert [line.split()[0] for line in out.splitlines() if "±" in line] == ["exact", "uniform", "favorpp"]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["split"] for line in lines] == ["heads"] * 2 + ["swap"] * 4 + ["test"]
-    final = {each["label"]: each for each in lines[-1]["attentions"]}
-    assert abs(final["exact"]["above"]) < 1e-5 and final["favorpp m=8"]["draws"] == 2
-    assert len(lines[0]["mean_sq_sum"]) == 2 and lines[3]["above_texts"] != lines[4]["above_texts"]
-    rows = list(csv.DictReader((tmp_path / "run" / "fidelity.csv").open()))
-    assert len(rows) == 4 * 2 + 3 and (tmp_path / "run" / "fidelity.png").stat().st_size > 5000
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
-    assert typed(*args, "resume=auto")[0] == 0
-    again = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [{**line, "time_s": 0} for line in again] == [{**line, "time_s": 0} for line in lines]
-
-
-@pytest.mark.slow
-def test_cost_against_the_length(folder):
-    probe = Fidelity(model=str(folder / "bert"), text=str(folder / "text.txt"), **GIVEN | {"lengths": [16, 64]})
-    found = [r for r in probe.records(None, 0) if r["split"] == "cost"]
-    assert [r["length"] for r in found] == [16, 64]
-    assert all(r["ms"][name] > 0 and r["mib"][name] >= 0 for r in found for name in ("exact", "favorpp m=8"))
+def test_a_run_and_its_rows(folder, typed, tmp_path):
+    code, out, err = typed("task=fidelity", f"task.model={folder / 'gpt2'}", f"task.text={folder / 'text.txt'}",
+                           f"task.calibration={folder / 'other.txt'}", "task.length=24", "task.texts=3", "task.draws=2",
+                           "task.calibration_texts=2",
+                           "task.cache_dir=null", "attention=favorpp", "features.m=8", "logger=none",
+                           f"hydra.run.dir={tmp_path / 'run'}")
+    assert code == 0 and "hidden_error" in out, err
+    texts, *layers, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert len(texts["above"]) == 3 and [row["layer"] for row in layers] == [0, 1]
+    assert last["cost"] == pytest.approx(np.mean(texts["above"]))
+    source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
+    both = [source.measured(Mechanism.of("favorpp", m=8, seed=seed))["above"] for seed in (0, 1)]
+    np.testing.assert_allclose(texts["above"], np.mean(both, 0), atol=1e-6)
 
 
 @pytest.mark.parametrize("args, words", [
     ([], ["task.model", "task.text"]),
     (["model=bert"], ["task.model", "task.text"]),
     (["model=bert", "text=text.txt", "task.length=65"], ["task.length = 65", "64 positions"]),
-    (["model=bert", "text=text.txt", "task.lengths=[128]"], ["task.lengths holds 128", "64 positions"]),
-    (["model=bert", "text=text.txt", "task.texts=1"], ["at least 2"]),
     (["model=bert", "text=text.txt", "task.texts=500"], ["task.texts = 500", "pieces of 24 tokens"]),
     (["model=bert", "text=none.txt"], ["none.txt is not there"]),
     (["model=bart", "text=text.txt"], ["an encoder and a decoder"]),
-    (["model=bert", "text=text.txt", "task.attentions=[favorp,nearest]"], ["nearest"]),
-    (["model=gpt2", "text=text.txt", "task.attentions=[linformer]"], ["causal", "linformer"]),
-    (["model=bert", "text=text.txt", "attention=favorp"], ["does not use", "attention=favorp"]),
-    (["model=bert", "text=text.txt", "features.m=8"], ["does not use", "features.m=8"]),
+    (["model=gpt2", "text=text.txt", "attention=linformer"], ["causal", "linformer"]),
 ], ids=str)
 @pytest.mark.slow
 def test_bad_options(args, words, folder, typed, tmp_path):
@@ -220,11 +174,11 @@ def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
                          "task.sizes.num_hidden_layers=2", "task.cache_dir=null", "task.vocabulary_size=300",
                          "task.block=32", "trainer.batch=4", "trainer.steps=4", "logger=none", "hydra.run.dir=run")
     assert code == 0, err
-    probe = SwapError("run", "test", "train", None, 3, 2, 0, [0, 1e9])
+    probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, [0, 1e9], None)
     texts, *layers, last = probe.rows(Mechanism.parse("exact"), 0)
     assert np.allclose(texts["above"], 0, atol=1e-4) and len(texts["above"]) == len(texts["cosine"]) == 3
     assert [row["layer"] for row in layers] == [0, 1, 0, 1] and layers[2]["S_least"] <= layers[2]["S"]
     assert last["share"] == 1 and abs(last["cost"]) < 1e-4 and last["unigram"] > 0 and last["loss"] > 0
     texts, *layers, last = probe.rows(Mechanism.parse("favorpp m=8"), 1)
-    assert last["cost"] == pytest.approx(np.mean(texts["above"])) and {*last} == {"sample", "cost"}
+    assert last["cost"] == pytest.approx(np.mean(texts["above"])) and "loss" not in last
     assert [row["layer"] for row in layers] == [0, 1]
