@@ -8,15 +8,12 @@ import colorsys
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-
-from crt_exp.config import choices, unknown
-from crt_exp.features import FeatureMap, GeomRFPlus, PoisRFPlus
-from crt_exp.features.exponential import PositiveExponential
-from crt_exp.mechanism import Mechanism
 from crt_exp.atomic_write import whole
+from crt_exp.config import choices
+from crt_exp.mechanism import Mechanism
 
 DECADES = 1000  # times the least number of an axis: from there on decades alone fit beside each other,
 DIGITS = 10     # and from so many characters of the largest number times decades on
@@ -40,21 +37,6 @@ KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
           "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog", "smreg": "SMREG", "linformer": "Linformer",
           "reformer": "Reformer"}  # of attention, as papers call it
-NONE: Mapping[str, str] = {}  # left out
-POSITIVE = (PositiveExponential, PoisRFPlus, GeomRFPlus)
-
-
-def maps(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
-    """All of conf/features that estimate softmax or the Gaussian kernel but those `without` (name -> reason),
-    indefinite ones first. ConfigError: no such name."""
-    other = {name: "a kernel of its own" for name in choices("features") if Mechanism.of(features=name).own_kernel}
-    listed = _listed("features", {**other, **without}, lambda name: (is_positive(name), *_place(name, MAPS)))
-    return tuple(name for name in listed if feature_map(name).estimates)
-
-
-def samplers(without: Mapping[str, str] = NONE) -> tuple[str, ...]:
-    """All of conf/sampler but those `without` (name -> reason). ConfigError: no such name."""
-    return _listed("sampler", without, lambda name: _place(name, SAMPLERS))
 
 
 def colour(name: str) -> str:
@@ -76,34 +58,6 @@ def colour_by_rule(name: str) -> str:
     """A colour that depends on the name alone, and so stays when others come: a hue, dark enough for lines on white."""
     red_green_blue = colorsys.hsv_to_rgb(zlib.crc32(name.encode()) % 360 / 360, 0.7, 0.65)
     return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)
-
-
-def label(name: str) -> str:
-    """What tables and legends call it: maps and samplers by their names, attention as the papers do."""
-    return LABELS.get(name, name)
-
-
-def is_positive(name: str) -> bool:
-    """Whether the map is known to have positive features only; others may estimate negative kernels."""
-    return isinstance(feature_map(name), POSITIVE)
-
-
-def feature_map(name: str) -> FeatureMap:
-    return Mechanism.of(features=name).map()
-
-
-def _place(name: str, order: Iterable[str]) -> tuple[int, str]:
-    """Where it stands in a given order; names that are not in it come behind, by the alphabet."""
-    places = list(order)
-    return (places.index(name) if name in places else len(places), name)
-
-
-def _listed(group: str, without: Mapping[str, str], key) -> tuple[str, ...]:
-    names = choices(group)
-    for name in without:
-        if name not in names:
-            raise unknown(group, name, names)
-    return tuple(sorted((name for name in names if name not in without), key=key))
 
 
 # ---- pictures
@@ -156,7 +110,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
     places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
     for column in columns(places, ax.bbox.width / 5):
         column.sort(key=lambda place: place[1])
-        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
+        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y1)
         for up, (right, _, name, colour) in zip(heights, column):
             ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
                     clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
@@ -173,23 +127,13 @@ def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
     return result
 
 
-def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
-    """The heights that are nearest to these in their squares, `least` apart, moved above the bottom and then below the
-    top, which holds where there is no room for all."""
-    pools: list[tuple[float, int]] = []  # sum and count of those that touch each other, each less what is below it
-    for i, height in enumerate(ascending):
-        total, count = height - i * least, 1
-        while pools and pools[-1][0] / pools[-1][1] > total / count:
-            total, count = total + pools[-1][0], count + pools.pop()[1]
-        pools.append((total, count))
-    heights = [total / count for total, count in pools for _ in range(count)]
-    heights = [height + i * least for i, height in enumerate(heights)]
-    for i in range(len(heights)):
-        heights[i] = max(heights[i], bottom)
-        bottom = heights[i] + least
+def apart(ascending: Sequence[float], least: float, top: float) -> list[float]:
+    """The heights, moved up so that they are `least` apart, then down below the top."""
+    heights: list[float] = []
+    for height in ascending:
+        heights.append(max([height, *(last + least for last in heights[-1:])]))
     for i in reversed(range(len(heights))):
-        heights[i] = min(heights[i], top)
-        top = heights[i] - least
+        heights[i], top = min(heights[i], top), min(heights[i], top) - least
     return heights
 
 

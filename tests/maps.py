@@ -27,11 +27,22 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp import drawing as palette
+from crt_exp.config import choices
+from crt_exp.features import GeomRFPlus, PoisRFPlus
+from crt_exp.features.exponential import PositiveExponential
+
+
+def map_names(without=()):
+    """The maps of conf/features that estimate softmax or the Gaussian kernel, but for those `without`."""
+    unknown = {*without} - {*choices("features")}
+    assert not unknown, unknown
+    made = {name: Mechanism.of(features=name) for name in choices("features") if name not in without}
+    return tuple(name for name, each in made.items() if not each.own_kernel and each.map().estimates)
+
 
 KERNELS = ("softmax", "gaussian")
 HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered", "auto"), "noise or parameters of several parts")
-SIMPLE = [Mechanism.of(features=name).map(kernel) for name in palette.maps(HYBRIDS) for kernel in KERNELS] + [
+SIMPLE = [Mechanism.of(features=name).map(kernel) for name in map_names(HYBRIDS) for kernel in KERNELS] + [
     GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"),
     GERF(A=0.02, s=-1), OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7),
     GeomRF(p=0.6), SMREG(antithetic=True), SDERF(), SDERF(diagonal=True), SDERF(centred=False, balance=False)]
@@ -46,7 +57,7 @@ HYBRID = [AngularHybrid(), GaussianHybrid("gaussian", base="pos", shared=False),
 SPECTRAL = [MaternRF(nu=0.5), MaternRF(nu=1.5), MaternRF(nu=2.5), LaplaceRF(), RationalQuadraticRF(),
             RationalQuadraticRF(alpha=0.3), RationalQuadraticRF(alpha=7.0)]
 OTHER_KERNELS = [*SPECTRAL, ArcCosineRF(order=0), ArcCosineRF(order=1)]  # no softmax: outside of attention
-POSITIVE = [m for m in SIMPLE if isinstance(m, palette.POSITIVE)]
+POSITIVE = [m for m in SIMPLE if isinstance(m, (PositiveExponential, PoisRFPlus, GeomRFPlus))]
 MAPS = SIMPLE + COMPOSITE + EXPONENTIAL  # HYBRID: unbiased and of known variance by tests/features/test_hybrid.py
 
 

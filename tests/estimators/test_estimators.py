@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from maps import HYBRIDS
+from maps import HYBRIDS, map_names
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.kernel_approximation import RBFSampler
@@ -23,7 +23,6 @@ from crt_exp.estimators.random_features import ONE_MAP_EACH, RandomFeatures
 from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import OPRF, GeomRFPlus, HypRF, MaternRF, PoisRFPlus, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
-from crt_exp import drawing as palette
 
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
 TWO_SIDES = {"gerf": "its maps for the two sides of the kernel differ"} | HYBRIDS
@@ -32,7 +31,7 @@ NO_ROOM = dict.fromkeys(("pois_plus", "geom_plus"), "refuses rows below those th
 NO_WEIGHTS = TWO_SIDES | {"sderf": "it moves the data first"} | dict.fromkeys(
     ("pois", "geom", "pois_plus", "geom_plus", "pois_coord"), "powers of the data in place of exponentials")
 TOO_SHARP = NO_ROOM | dict.fromkeys(("pois", "pois_coord"), "a mean error above 0.01 at gamma = 10")
-MAPS, ONE_MAP, WITH_WEIGHTS = palette.maps(HYBRIDS), palette.maps(TWO_SIDES), palette.maps(NO_WEIGHTS)
+MAPS, ONE_MAP, WITH_WEIGHTS = map_names(HYBRIDS), map_names(TWO_SIDES), map_names(NO_WEIGHTS)
 GAUSSIAN = {name: Mechanism.of(features=name).map("gaussian") for name in ONE_MAP}
 IN_PAIRS = [phi for phi in GAUSSIAN.values() if phi.width(1) == 2]
 NOT_FITTED = [name for name, phi in GAUSSIAN.items() if not phi.fitted]
@@ -92,7 +91,7 @@ def test_clusters_of_one_sample_are_refused_in_the_words_of_scikit_learn(make):
     check_fit2d_1sample(type(model).__name__, model)
 
 
-@pytest.mark.parametrize("mechanism", palette.maps(TWO_SIDES | OTHER_KERNEL))
+@pytest.mark.parametrize("mechanism", map_names(TWO_SIDES | OTHER_KERNEL))
 def test_features_approach_the_kernel(mechanism):
     X = np.random.default_rng(0).normal(size=(20, 3)) / 4
     Z = RandomFeatures(mechanism, n_components=20_000, gamma=0.7, random_state=0).fit_transform(X)
@@ -100,7 +99,7 @@ def test_features_approach_the_kernel(mechanism):
     assert np.abs(Z @ Z.T - K).max() < 0.05
 
 
-@pytest.mark.parametrize("mechanism", palette.maps(OTHER_KERNEL))
+@pytest.mark.parametrize("mechanism", map_names(OTHER_KERNEL))
 def test_classifier_approaches_exact(mechanism):
     X, y = load_iris(return_X_y=True)
     X = (X - X.mean(0)) / X.std(0)
@@ -209,7 +208,7 @@ def points(n=30, d=5, seed=0):
     return P / P.sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("mechanism", palette.maps(TWO_SIDES | OTHER_KERNEL))
+@pytest.mark.parametrize("mechanism", map_names(TWO_SIDES | OTHER_KERNEL))
 def test_passes_the_tests_of_rbf_sampler(mechanism):
     """The bounds are those of scikit-learn."""
     A, B = points(300, 50), points(300, 50, seed=1)
@@ -219,7 +218,7 @@ def test_passes_the_tests_of_rbf_sampler(mechanism):
     assert np.abs(error.mean()) <= 0.01 and np.abs(error).max() <= 0.1 and np.abs(error).mean() <= 0.05
 
 
-@pytest.mark.parametrize("mechanism", palette.maps(TWO_SIDES | OTHER_KERNEL | TOO_SHARP))
+@pytest.mark.parametrize("mechanism", map_names(TWO_SIDES | OTHER_KERNEL | TOO_SHARP))
 def test_sharp_kernel_as_in_the_tests_of_rbf_sampler(mechanism):
     A, B = points(300, 50), points(300, 50, seed=1)
     model = RandomFeatures(mechanism, gamma=10.0, n_components=1000, random_state=42).fit(A)
@@ -346,7 +345,7 @@ def test_a_map_brings_its_own_kernel():
     assert np.isfinite(fast.fit_transform(P)).all()
 
 
-@pytest.mark.parametrize("mechanism", palette.maps(TWO_SIDES))
+@pytest.mark.parametrize("mechanism", map_names(TWO_SIDES))
 def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
     P = np.random.default_rng(0).normal(size=(5000, 3))
     P[7::2] *= 3
@@ -364,7 +363,7 @@ def test_trigonometric_features_do_not_depend_on_the_rows_of_the_fit():
 
 
 @pytest.mark.parametrize("mechanism", [name if name == "pos" else pytest.param(name, marks=pytest.mark.slow)
-                                       for name in palette.maps(TWO_SIDES | NO_ROOM)])
+                                       for name in map_names(TWO_SIDES | NO_ROOM)])
 def test_in_a_pipeline(mechanism):
     """Cloned, searched over numbers of NumPy, with named columns."""
     X, y = load_iris(return_X_y=True, as_frame=True)

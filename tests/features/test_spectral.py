@@ -7,11 +7,11 @@ import pytest
 import scipy.stats
 import torch
 from covering import in_turn
-from maps import OTHER_KERNELS, SPECTRAL
+from maps import OTHER_KERNELS, SPECTRAL, map_names
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
 from sklearn.metrics.pairwise import laplacian_kernel
 
-from crt_exp import RandomFeatures, drawing, samplers
+from crt_exp import RandomFeatures, samplers
 from crt_exp.config import ConfigError, choices
 from crt_exp.estimators.random_features import ONE_MAP_EACH
 from crt_exp.features import ArcCosineRF, LaplaceRF, MaternRF, RationalQuadraticRF, Statistics
@@ -98,7 +98,7 @@ OWN = [name for name in choices("features") if Mechanism.of(features=name).own_k
 
 
 def test_every_kernel_of_conf_is_under_the_laws():
-    assert OWN == ["arc_cosine", "laplace", "matern", "rational_quadratic"] and not {*OWN} & {*drawing.maps()}
+    assert OWN == ["arc_cosine", "laplace", "matern", "rational_quadratic"] and not {*OWN} & {*map_names()}
     assert {Mechanism.of(features=name).kernel_map() for name in OWN} <= {*OTHER_KERNELS}
     assert Mechanism.of(features="matern", **{"features.nu": 2.5}).kernel_map() == MaternRF(nu=2.5)
     assert Mechanism.of(features=ArcCosineRF(order=0)).kernel_map() == ArcCosineRF(order=0)

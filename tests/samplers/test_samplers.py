@@ -11,9 +11,9 @@ import torch
 from scipy.stats import kstest
 
 from crt_exp import samplers
+from crt_exp.config import choices
 from crt_exp.features import OPRF, SMREG, GeomRF, PoisRF, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp import drawing as palette
 from crt_exp.samplers import givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol
 from crt_exp.samplers.blocks import cholesky_qr, householder_qr
 from crt_exp.samplers.noise import fwht
@@ -21,8 +21,8 @@ from crt_exp.samplers.noise import fwht
 # All of conf/sampler, as the files say; one that is not exact stands here with its reason, and the laws of the others
 # run over the rest.
 INEXACT = {"hadamard": "signs in place of Gaussian numbers", "givens": "a walk of a finite number of steps"}
-PRESETS = {name: Mechanism.of(features="pos", sampler=name).sampler for name in palette.samplers()}
-EXACT = [PRESETS[name] for name in palette.samplers(INEXACT)]
+PRESETS = {name: Mechanism.of(features="pos", sampler=name).sampler for name in choices("sampler")}
+EXACT = [PRESETS[name] for name in PRESETS if name not in INEXACT]
 APPROXIMATE = [*(PRESETS[name] for name in INEXACT), partial(hadamard, blocks=1), partial(hadamard, lengths="fixed"),
                partial(hadamard, lengths="sqrt_d"), partial(orthogonal, lengths="sqrt_d")]
 POINTS = [partial(halton, scramble=False), partial(sobol, scramble=False)]
