@@ -59,11 +59,6 @@ class ClassSampler(nn.Module, ABC):
         """Whether `draw` can be called."""
         return True
 
-    def drift(self, weight: Tensor, bias: Tensor | None = None) -> dict[str, float]:
-        """How far the tables are from those that `rebuild` would make with the same parameters, by name; {} where
-        there are none. See `TreeFeatures.drift`."""
-        return {}
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassSampler":
         """As of any module, but for `half()` and its like: the tables stay as precise as they are."""
         def moved(t: Tensor) -> Tensor:

@@ -80,9 +80,6 @@ class DenseFeatures(FeatureLaw):
         super().__init__(proposal, classes, d, **options)
         self.register_buffer("leaves", torch.zeros(self.classes, self.features.width))
 
-    def table(self) -> Tensor:
-        return self.leaves
-
     def _restored(self, features: Tensor, rows: slice) -> None:
         self.leaves[rows] = features
 

@@ -53,10 +53,6 @@ class FeatureLaw(ClassSampler):
         """Puts features (r, M) of sorted, distinct classes in place."""
 
     @abstractmethod
-    def table(self) -> Tensor:
-        """The features of all classes as they are held, (V, M) float32."""
-
-    @abstractmethod
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         """As `draw`, from q'. uniform (B, k) holds classes that stand for draws, and -1 where there is none."""
 
@@ -131,20 +127,6 @@ class FeatureLaw(ClassSampler):
                 return False
             self._changed(rows[some], features)
         return True
-
-    @torch.no_grad()
-    def drift(self, weight: Tensor, bias: Tensor | None = None) -> dict[str, float]:
-        """vectors: by how much the features of all classes differ from those of the vectors that they have now, as root
-        mean square of the differences over that of the features."""
-        check_classes(weight, bias, self.classes, self.d)
-        apart = of_all = 0.0
-        for rows in self.features.blocks():
-            now = self.features.of_classes(weight[rows], _part(bias, rows))
-            if now is None:
-                return {"vectors": math.inf}
-            apart += float((now - self.table()[rows]).double().square().sum())
-            of_all += float(now.double().square().sum())
-        return {"vectors": (apart / of_all) ** 0.5}
 
     def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
         """Classes of the uniform law without the targets for a share `defensive` of the draws, -1 for the others."""

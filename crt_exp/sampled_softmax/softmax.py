@@ -91,10 +91,6 @@ class SampledSoftmax(nn.Module):
         """Builds all tables again, fitted to the queries of the last training pass."""
         self.sampler.rebuild(self.head.weight, self._bias)
 
-    def drift(self) -> dict[str, float]:
-        """How far the sampler's tables are behind the head: see `TreeFeatures.drift`."""
-        return self.sampler.drift(self.head.weight, self._bias)
-
     def extra_repr(self) -> str:
         return f"negatives={self.negatives}, sparse={self.sparse}, rebuild_every={self.rebuild_every}"
 

@@ -62,15 +62,6 @@ class SumTree(nn.Module):
         for number in range(1, self.depth):
             self.level(number).copy_(self._sums(number))
 
-    def drift(self) -> float:
-        """The largest difference of a sum from that of its rows, as a share of the root mean square of its level."""
-        largest = 0.0
-        for number in range(1, self.depth):
-            level = self.level(number).double()
-            apart = (level - self._sums(number).double()).abs().max()
-            largest = max(largest, float(apart / level.square().mean().sqrt().clamp(min=1e-300)))
-        return largest
-
     def _sums(self, number: int) -> Tensor:
         level, below = self.level(number), self.level(number - 1)
         summed = below.view(-1, FAN, self.width).sum(1, dtype=level.dtype)

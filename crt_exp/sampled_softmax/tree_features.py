@@ -39,9 +39,6 @@ class TreeFeatures(FeatureLaw):
         dtype = torch.float64 if self.features.positive else torch.float32
         self.tree = SumTree(self.classes, self.features.width, dtype)
 
-    def table(self) -> Tensor:
-        return self.tree.leaves
-
     def _restored(self, features: Tensor, rows: slice) -> None:
         self.tree.leaves[rows] = features
 
@@ -50,11 +47,6 @@ class TreeFeatures(FeatureLaw):
 
     def _changed(self, rows: Tensor, features: Tensor) -> None:
         self.tree.set(rows, features)
-
-    def drift(self, weight: Tensor, bias: Tensor | None = None) -> dict[str, float]:
-        """vectors: as of `FeatureLaw`. sums: the largest difference of a sum of the tree from that of its rows, as a
-        share of the root mean square of its level."""
-        return super().drift(weight, bias) | {"sums": self.tree.drift()}
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         if not self.features.positive:
