@@ -1,54 +1,37 @@
 """Which proteins are of the Pfam families that Performers held out, as the table that task.families names.
 
-Pfam lists a region a line: the accession of a sequence of UniProt, then other columns, one of which is the family. The
-table has a line for each sequence of the FASTA files that are there, `accession<tab>family;family`, with the held-out
-families alone: all of them would be a hundred times as much, and are not read.
+Pfam lists a region of a protein a line. The table has a line for each sequence of the FASTA files that are there, with
+the held-out families alone: all of them would be a hundred times as much, and are not read.
 """
 
-import gzip
-from collections import defaultdict
 from pathlib import Path
 
-from crt_exp.data import DataError
-from crt_exp.data.archives import UNREADABLE
 from crt_exp.atomic_write import whole
+from crt_exp.data import DataError
 
 REGIONS = Path("pfam", "Pfam-A.regions.uniprot.tsv.gz")
 
 
 def make(table: Path) -> str:
-    """Writes the table from the FASTA files beside it and Pfam's regions below it, and says how many of each it has.
-    Raises DataError."""
-    from crt_exp.data.fasta import fasta_files, name_of, records
-    from crt_exp.data.protein import HELD_OUT
+    """Writes the table from the FASTA files beside it and Pfam's regions below it, and counts held-out sequences.
 
-    files = fasta_files(table.parent)
-    if not files:
-        raise DataError(f"{table.parent} holds no FASTA file to name the families of: first\n"
-                        "`python -m crt_exp.data fetch protein/trembl`, or put your own there.")
-    known, count, out = families_of(table.parent / REGIONS, HELD_OUT), 0, 0
-    with whole(table) as part, open(part, "wb") as stream:
-        stream.write(b"Entry\tPfam\n")
-        for file in files:
-            for line, record in records(file):
-                accession = name_of(file, line, record.partition(b"\n")[0])
-                named = known.get(accession.partition(b"-")[0], ())  # isoforms have a hyphen and a number
-                stream.write(accession + b"\t" + b";".join(sorted(named)) + b"\n")
-                count, out = count + 1, out + bool(named)
-    return f"{count} sequences, {out} of the {len(HELD_OUT)} held-out families"
+    Raises DataError.
+    """
+    import pandas as pd
 
+    from crt_exp.data.protein import HELD_OUT, LINES, entries, fasta_files
 
-def families_of(regions: Path, wanted: tuple[str, ...]) -> dict[bytes, set[bytes]]:
-    """accession -> those of its families that are wanted. Raises DataError."""
-    result, asked = defaultdict(set), {name.encode() for name in wanted}
+    files, regions, count = fasta_files(table.parent), table.parent / REGIONS, 0
     try:
-        with gzip.open(regions) as stream:
-            for line in stream:
-                accession, *columns = line.split()
-                for name in asked.intersection(columns):
-                    result[accession].add(name)
-    except (OSError, ValueError, *UNREADABLE) as error:
-        raise DataError(f"{regions}: the list of Pfam's regions cannot be read ({error}).") from None
-    if not result:
-        raise DataError(f"{regions}: none of the families {', '.join(wanted[:3])}, ... is in this list.")
-    return result
+        blocks = pd.read_csv(regions, sep="\t", usecols=["uniprot_acc", "pfamA_acc"], dtype=str, chunksize=LINES)
+        held = pd.concat(block[block.pfamA_acc.isin(HELD_OUT)] for block in blocks).drop_duplicates()
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{regions}: Pfam's regions cannot be read: {error}") from None
+    families = held.sort_values("pfamA_acc").groupby("uniprot_acc").pfamA_acc.agg(";".join).to_dict()
+    with whole(table) as part, open(part, "w", encoding="utf-8") as stream:
+        stream.write("Entry\tPfam\n")
+        for accession in (entry[0].decode("latin-1") for file in files for entry in entries(file)):
+            named = families.get(accession.partition("-")[0], "")            # isoforms have a hyphen and a number
+            stream.write(f"{accession}\t{named}\n")
+            count += bool(named)
+    return f"{count} sequences of the {len(HELD_OUT)} held-out families"

@@ -19,7 +19,6 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
 from crt_exp.data.__main__ import main
 from crt_exp.data.endings import SYSTEM
-from crt_exp.data.fasta import fasta_files
 from crt_exp.data.image_stream import Streamed
 from crt_exp.data.image_values import squared
 from crt_exp.data.loading import Folders, Loader, Micro
@@ -188,7 +187,7 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
             shutil.copy(tmp_path / "c/train/class1/0.png", place / f"._{name}.png")
             soundfile.write(place / name / "7-9-0000.wav", tone(300, 0.3), 8000)
             shutil.copy(place / name / "7-9-0000.wav", place / "._7-9-0000.wav")
-            for file in ("7-9.trans.txt", "0.fasta", "1.txt"):
+            for file in ("7-9.trans.txt", "1.txt"):
                 (place / name / file).write_text("7-9-0000 OTHER\n")
     expected, found = images.load("mine", alone), images.load("mine", root)
     for split in expected:
@@ -198,7 +197,7 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
     spoken = official(["train-clean-100"], str(tmp_path / "speech"), Faults("error", ""))
     assert [each.text for each in spoken] == [*TEXTS]
     assert len(recordings(str(tmp_path / "digits"), Faults("error", ""))) == 120
-    assert len(audio_files(str(tmp_path / "digits"), "input")) == 120 and fasta_files(tmp_path / "texts") == []
+    assert len(audio_files(str(tmp_path / "digits"), "input")) == 120
     (tmp_path / "texts/1.txt").write_text("text")
     assert text_files(tmp_path / "texts") == [tmp_path / "texts/1.txt"] and "left out" not in caplog.text
 
