@@ -15,8 +15,7 @@ from crt_exp.advice.call import LEAST, SAMPLES, arms_of, of_rows, split, spread,
 from crt_exp.advice.language import length_of, opened, refuse_other, rows_of
 from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import Advice
-from crt_exp.data import DataError, images, speech, speech_table
-from crt_exp.data.speech_table import entries
+from crt_exp.data import DataError, images, speech
 from crt_exp.hints import Count, Positive
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, recogniser, vision
@@ -62,7 +61,7 @@ class Advise:
     def inputs(self) -> list[Path]:
         """The audio that a table names."""
         table = Path(self.audio or "").expanduser()
-        return [entry.audio for entry in entries(table)] if table.is_file() else []
+        return [Path(name) for name in speech.read_table(table).audio] if table.is_file() else []
 
     def bench(self, seed: int) -> Bench:
         """Raises DataError and ValueError for a model, data and a length that do not go together."""
@@ -172,10 +171,10 @@ def spoken(source: str) -> list[speech.Utterance]:
     """Of a table that names files and their text, or of a folder of audio, without text."""
     path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
     if path.is_file():
-        heard = [each for split in speech_table.SPLITS for each in speech_table.utterances(path, split, faults)]
+        heard = [each for split in speech.SPLITS for each in speech.table_utterances(path, split, faults)]
     else:
-        parts = [(file, speech.header(file, faults)) for file in speech_table.audio_files(source, "task.audio")]
-        heard = [speech.Utterance(file.stem, "", (part,)) for file, part in parts if part]
+        heard = [speech.Utterance(file.stem, "", (speech.AudioPart(str(file), speech.seconds_of(file, str(file))),))
+                 for file in speech.audio_files(source, "task.audio")]
     faults.settle(len(heard))
     return speech.usable(heard, float("inf"), faults)
 

@@ -36,11 +36,10 @@ UNKNOWN = 255                                                # what CODES makes 
 CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
 ENDINGS = tuple(name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz"))
 HEADER = re.compile(r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)")  # UniProt's without a version
-LONGEST_NAME = 16                                            # bytes of an accession; UniProt's have 10, isoforms 13
 BLOCK = 1 << 14                                              # sequences that are written at once
 LINES = 1 << 20                                              # of a table of families, read at once
 COUNTED = 100_000                                            # training rows that the unigram baseline is counted on
-ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": f"S{LONGEST_NAME}", "hashes": np.uint32,
+ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": "S16", "hashes": np.uint32,
           "files": np.uint16}
 SPLITS = ("train", "validation", "test", "ood")
 HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "PF17724", "PF10696", "PF11968",
@@ -123,14 +122,9 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
                 if match is None or not tokens or UNKNOWN in tokens:
                     wrong = repr(letters[tokens.find(UNKNOWN)]) if UNKNOWN in tokens else "an empty name or sequence"
                     raise DataError(f"{path}: >{header[:40]} has {wrong}; expected >NAME and letters of {LETTERS}")
-                yield shortened((match[1] or match[2]).encode("latin-1")), tokens
+                yield (match[1] or match[2]).encode("latin-1"), tokens
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def shortened(accession: bytes) -> bytes:
-    """A name that is longer than UniProt's becomes a digest, so that all take the same space."""
-    return accession if len(accession) <= LONGEST_NAME else hashlib.sha256(accession).hexdigest()[:16].encode()
 
 
 def hash_of(accession: bytes) -> int:
@@ -196,28 +190,20 @@ def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.nd
 def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequence[str]) -> np.ndarray:
     """Which sequences are of a held-out family: (n,) bool.
 
-    path: a tab-separated table with the columns Entry and Pfam (PF00001;PF00002;), as UniProt exports it, and a line
-    for each sequence; several of one sequence are joined. Raises DataError for sequences that the table misses.
+    path: Pfam-A.regions.uniprot.tsv.gz, which Pfam publishes, or some lines of it and the first. Raises DataError.
     """
     import pandas as pd
 
-    held = f"(?:^|;) *(?:{'|'.join(map(re.escape, families))}) *(?:;|$)"
-    names, places = np.unique(sequences.accessions, return_inverse=True)
-    seen, out = np.zeros((2, len(names)), bool)
     try:
-        for block in pd.read_csv(Path(path).expanduser(), sep="\t", usecols=["Entry", "Pfam"], dtype=str, quoting=3,
-                                 keep_default_na=False, index_col=False, chunksize=LINES):
-            keys = block.Entry.str.encode("utf-8").to_numpy().astype("S")
-            at = np.searchsorted(names, keys).clip(max=len(names) - 1)
-            here = names[at] == keys
-            seen[at[here]] = True
-            out[at[here & block.Pfam.str.contains(held).to_numpy(bool)]] = True
-    except (OSError, ValueError) as error:
-        raise DataError(f"task.families={path}: {error}; expected a table with the columns Entry and Pfam") from None
-    if len(gone := np.flatnonzero(~seen[places])):
-        raise DataError(f"task.families={path}: {len(gone)} of {len(sequences)} sequences have no line, the first is "
-                        f"{sequences.accessions[gone[0]].decode('latin-1')}; write one with an empty Pfam")
-    return out[places]
+        blocks = pd.read_csv(Path(path).expanduser(), sep="\t", usecols=["uniprot_acc", "pfamA_acc"], dtype=str,
+                             chunksize=LINES)
+        held = pd.concat(block.uniprot_acc[block.pfamA_acc.isin(families)] for block in blocks).unique()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"task.families={path}: {error}; expected columns uniprot_acc and pfamA_acc") from None
+    out = np.isin(np.char.partition(sequences.accessions, b"-")[:, 0], np.array([*held], "S"))   # isoforms: P12345-2
+    if not out.any():
+        raise DataError(f"task.families={path}: no sequence is of {', '.join(families[:3])} ...; expected some")
+    return out
 
 
 def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: float) -> dict[str, np.ndarray]:

@@ -50,7 +50,7 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
     ("sp|Q6GZX4.1|001R_FRG3G Putative protein", "Q6GZX4"), ("sp|Q6GZX4|001R_FRG3G", "Q6GZX4"),
     ("tr|P12345-2|X_Y", "P12345-2"), ("sp|Q6GZX4.12|", "Q6GZX4"), ("tr|A00001", "A00001"),
     ("sp|p12345_VAR|X", "p12345_VAR"), ("sp|Q6GZX4.1 Putative", "Q6GZX4"), ("  NP_1.1 x", "NP_1.1"),
-    ("gi|12|ref|NP_123456.1|", protein.shortened(b"gi|12|ref|NP_123456.1|").decode())])
+    ("gi|12|ref|NP_123456.1|", "gi|12|ref|NP_123456.1|")])
 def test_any_header_names_a_sequence(header, accession, tmp_path):
     (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
     assert [found.decode() for found, _ in entries(tmp_path / "a.fasta")] == [accession]
@@ -128,22 +128,21 @@ def test_splits_depend_on_the_accession_alone(tmp_path):
 
 
 def test_held_out_families(tmp_path, monkeypatch):
-    """The table is read in parts; a sequence may have several lines, and lines may be of other sequences."""
+    """Pfam's table has a line for each region, and is read in parts."""
     monkeypatch.setattr(protein, "LINES", 3)
-    found, table = index_of(tmp_path, 50), tmp_path / "families.tsv"
-    rows = [(name(i), "PF00001;PF18369;" if i % 7 == 0 else "PF00001;PF1;PF183690") for i in range(60)]
-    rows += [(name(5), "PF04680"), ("A" * 40, "PF18369"), (name(5), "PF00001"), (name(6), "")]
-    rows = ["\t".join(rows[i]) for i in np.random.default_rng(0).permutation(len(rows))]
-    table.write_text("\n".join(["Entry\tPfam", *rows]))
-    expected = [i % 7 == 0 or i == 5 for i in range(50)]
-    assert protein.held_out_by_family(found, table, protein.HELD_OUT).tolist() == expected
-    for text, words in [(f"Entry\tPfam\n{name(0)}\tPF1\n{name(3)}\t\n", f"48 of 50 sequences.*{name(1)}"),
-                        (f"{name(0)}\tPF1\n", "columns Entry and Pfam")]:
-        table.write_text(text)
-        with pytest.raises(DataError, match=words):
-            protein.held_out_by_family(found, table, protein.HELD_OUT)
-    with pytest.raises(DataError, match="nowhere.tsv.*columns Entry and Pfam"):
-        protein.held_out_by_family(found, tmp_path / "nowhere.tsv", protein.HELD_OUT)
+    path, table = tmp_path / "a.fasta", tmp_path / "regions.tsv"
+    path.write_text("".join(f">tr|{name(i)}{'-2' * (i == 21)}|X\nACD\n" for i in range(50)))
+    rows = [f"{name(i)}\t1\tcrc\t{'PF18369' if i % 7 == 0 else 'PF183690'}\t3\t9" for i in range(0, 60, 3)]
+    rows += [f"{name(5)}\t1\tcrc\t{family}\t1\t2" for family in ("PF00001", "PF04680", "PF04680")]
+    table.write_text("\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows]))
+    expected = [i in (0, 5, 21, 42) for i in range(50)]
+    assert protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
+    with pytest.raises(DataError, match="no sequence is of PF9"):
+        protein.held_out_by_family(read_files([path]), table, ["PF9"])
+    for text in ("A00000\tPF1\n", None):
+        table.write_text(text) if text else table.unlink()
+        with pytest.raises(DataError, match="expected columns uniprot_acc and pfamA_acc"):
+            protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT)
 
 
 def test_held_out_files(tmp_path):
