@@ -195,7 +195,7 @@ def transcribe(options: AudioOptions) -> int:
     files = audio_files(options.input, "input")
     with own_names([options.names] if options.names else []):
         known, tensors = recogniser.load(options.run, "run")
-    model, bad = recogniser.load_whole(known, tensors, f"run = {options.run}"), []
+    model, bad = recogniser.load_whole(known, tensors), []
     for file in files:
         try:
             audio = audio_of(file, known.rate)

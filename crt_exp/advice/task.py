@@ -192,7 +192,7 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
         return {"audio": audio, "samples": torch.tensor([audio.shape[1]]), "targets": targets,
                 "target_lengths": torch.tensor([targets.shape[1]], dtype=torch.int32)}
 
-    return recogniser.load_whole(known, tensors, f"task.model = {run}"), batch
+    return recogniser.load_whole(known, tensors), batch
 
 
 def hearer(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:

@@ -24,6 +24,8 @@ from crt_exp.hints import Count
 from crt_exp.measure.base import SwapMeasurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
+from crt_exp.models.folder import folder_of
+from crt_exp.models.kept import WEIGHTS
 from crt_exp.schema import checked
 from crt_exp.swap.matrices import attention_matrices
 
@@ -94,7 +96,7 @@ def entry_of(path: Path, accession: str) -> list[int]:
 
 def with_random_weights(kept: language.KeptLanguageModel, start: str) -> language.LanguageModel:
     """A model of the same sizes; its seed is a digest of the run's weights."""
-    weights = (language.folder_of(start, "task.start", "a run of task=trembl") / language.WEIGHTS).read_bytes()
+    weights = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
     digest = hashlib.sha256(weights).hexdigest()[:16]
     torch.manual_seed(int(hashlib.sha256(digest.encode()).hexdigest()[:8], 16))
     return language.LanguageModel(kept.description, kept.mechanism.layer).eval()

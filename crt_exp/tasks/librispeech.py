@@ -8,7 +8,7 @@ Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of t
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -24,7 +24,7 @@ from crt_exp.data.symbols import ALPHABET, Symbols
 from crt_exp.hints import Count, Positive, Several, Whole, at_least, at_most, parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser
-from crt_exp.models.conformer_transducer import PRESETS, Beam, ConformerSizes, check_sizes, frames_of, greedy
+from crt_exp.models.conformer_transducer import PRESETS, ConformerSizes, beam, check_sizes, frames_of, greedy
 from crt_exp.models.recogniser import Recogniser
 from crt_exp.schema import check_keys, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
@@ -246,7 +246,7 @@ class LibriSpeech(Task):
 
     def searches(self, split: str) -> dict[str, Any]:
         """All splits are searched greedily, the test split by beam too where that is wanted: it takes longer."""
-        return {"greedy": greedy} | ({"beam": Beam(self.beam)} if self.beam and split == "test" else {})
+        return {"greedy": greedy} | ({"beam": partial(beam, width=self.beam)} if self.beam and split == "test" else {})
 
     def scores(self, split: str, rows: dict[int, list[str]], loss: float, searches: list[str]) -> dict[str, float]:
         said = [self.splits[split].utterances[row] for row in rows]
