@@ -49,9 +49,8 @@ HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "P
 
 def encode(text: str, what: str = "the sequence") -> list[int]:
     """Numbers of letters. Raises DataError, naming the first that is none."""
-    for place, letter in enumerate(text, 1):
-        if letter not in LETTERS:
-            raise DataError(f"{what}: {letter!r}, letter {place}, is no amino acid; known are {LETTERS}")
+    if unknown := next((letter for letter in text if letter not in LETTERS), None):
+        raise DataError(f"{what}: {unknown!r} is no amino acid; expected letters of {LETTERS}")
     return [LETTERS.index(letter) for letter in text]
 
 
@@ -95,17 +94,11 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
         raise missing("protein", folder and folder / "UP000000625_83333.fasta")
-    return read_files(fasta_files(folder), cache_dir)
-
-
-def fasta_files(folder: Path) -> list[Path]:
-    """Those of a folder, by name. Raises DataError where there are none."""
     files = sorted(path for path in folder.iterdir()
                    if path.name.lower().endswith(ENDINGS) and not path.name.startswith("."))
     if not files:
-        raise DataError(f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz: "
-                        "python -m crt_exp.data fetch protein")
-    return files
+        raise DataError(f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz")
+    return read_files(files, cache_dir)
 
 
 def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:

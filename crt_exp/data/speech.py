@@ -152,7 +152,7 @@ def read_table(path: Path):
             tabs = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
             table = pd.read_csv(path, dtype=str, keep_default_na=False, **tabs)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {reason(error)}; expected a .csv, .tsv or .jsonl table") from None
+        raise DataError(f"{path}: {str(error).strip()}; expected a .csv, .tsv or .jsonl table") from None
     cells = table.reindex(columns=["audio", "text", *table.columns.intersection(["split"])])
     good = cells.map(lambda cell: isinstance(cell, str) and not re.search("[\n\t]", cell)).all(axis=1)
     if not good.all() or not isinstance(table.index, pd.RangeIndex):
@@ -174,47 +174,39 @@ def by_hash(name: str) -> str:
 # ---- spoken digits -----------------------------------------------------------------------------------------
 
 
-class Recording(NamedTuple):
-    digit: int
-    speaker: str
-    index: int
-    part: AudioPart
-
-
-def recordings(data_dir: str | None) -> list[Recording]:
+def recordings(data_dir: str | None) -> list[AudioPart]:
     """The files `<digit>_<speaker>_<index>.wav`, sorted. Raises DataError for others."""
     folder = task_folder(f"{DIGITS}/recordings", data_dir)
     if folder is None or not folder.is_dir():
         raise missing(DIGITS, folder)
-    result = []
-    for path in audio_files(folder, "task.data_dir"):
-        if (named := re.fullmatch(r"(\d)_([a-z]+)_(\d+)", path.stem)) is None:
-            raise DataError(f"{path}: expected a name like <digit>_<speaker>_<index>.wav; remove it")
-        part = AudioPart(str(path), seconds_of(path, str(path)))
-        result.append(Recording(int(named[1]), named[2], int(named[3]), part))
-    return result
+    files = audio_files(folder, "task.data_dir")
+    if wrong := [path for path in files if not re.fullmatch(r"\d_[a-z]+_\d+", path.stem)]:
+        raise DataError(f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove it")
+    return [AudioPart(str(path), seconds_of(path, str(path))) for path in files]
 
 
-def digit_strings(every: list[Recording], split: str, count: int) -> list[Utterance]:
+def digit_strings(every: list[AudioPart], split: str, count: int) -> list[Utterance]:
     """`count` strings of 3 to 8 digits, each of one speaker, with short silences between; always the same ones.
 
     Recordings 0 to 4 make the test strings, 5 to 7 those for validation, the others those for training. Raises
     DataError where there are none.
     """
-    own = [each for each in every if each.index in SPLITS[split]]
-    if not own:
+    speakers: dict[str, list[tuple[str, AudioPart]]] = {}
+    for part in every:
+        digit, speaker, index = Path(part.name).stem.split("_")
+        if int(index) in SPLITS[split]:
+            speakers.setdefault(speaker, []).append((WORDS[int(digit)], part))
+    if not speakers:
         raise DataError(f"{split}: expected recordings of digits with indices {list(SPLITS[split])}")
-    speakers = [[each for each in own if each.speaker == name] for name in sorted({each.speaker for each in own})]
-    rngs = (np.random.default_rng([list(SPLITS).index(split), i]) for i in range(count))
-    return [joined(speakers, f"{split}-{i}", rng) for i, rng in enumerate(rngs)]
-
-
-def joined(speakers: list[list[Recording]], name: str, rng: np.random.Generator) -> Utterance:
-    own = speakers[rng.integers(len(speakers))]
-    chosen = [own[i] for i in rng.integers(len(own), size=rng.choice(LENGTHS))]
-    gaps = tuple(rng.uniform(*GAPS, size=len(chosen) - 1).round(3).tolist())
-    text = " ".join(WORDS[each.digit] for each in chosen)
-    return Utterance(f"{name}-{own[0].speaker}", text, tuple(each.part for each in chosen), gaps)
+    result = []
+    for i in range(count):
+        rng = np.random.default_rng([list(SPLITS).index(split), i])
+        speaker = sorted(speakers)[rng.integers(len(speakers))]
+        own = speakers[speaker]
+        words, parts = zip(*(own[j] for j in rng.integers(len(own), size=rng.choice(LENGTHS))))
+        gaps = tuple(rng.uniform(*GAPS, size=len(parts) - 1).round(3).tolist())
+        result.append(Utterance(f"{split}-{i}-{speaker}", " ".join(words), parts, gaps))
+    return result
 
 
 # ---- the hub -----------------------------------------------------------------------------------------------
@@ -240,14 +232,13 @@ def hub_utterances(hub: SpeechHub, split: str, faults: Faults) -> Iterator[Utter
         raise DataError(f"{hub['name']} has no column {absent.pop()!r}; it has {', '.join(rows.column_names)}")
     rows = rows.cast_column(hub["audio"], Audio(decode=False))
     for i, row in enumerate(rows):
-        audio, content = row[hub["audio"]], partial(row_bytes, rows, i, hub["audio"])
-        name = audio["path"] or f"{hub[split]}-{i}"
-        yield from utterance_of(io.BytesIO(content()), name, row[hub["text"]], faults, content)
+        audio, content = row[hub["audio"]], partial(content_of, rows, i, hub["audio"])
+        name = audio["path"] or f"row-{i}"
+        yield from utterance_of(io.BytesIO(audio["bytes"]), name, row[hub["text"]], faults, content)
 
 
-def row_bytes(rows: Any, i: int, column: str) -> bytes:
-    audio = rows[i][column]
-    return Path(audio["path"]).read_bytes() if audio["bytes"] is None else audio["bytes"]
+def content_of(rows: Any, i: int, column: str) -> bytes:
+    return rows[i][column]["bytes"]
 
 
 # ---- audio -------------------------------------------------------------------------------------------------
@@ -260,15 +251,11 @@ def seconds_of(source: Path | io.BytesIO, name: str) -> float:
     try:
         info = soundfile.info(source)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
-        raise BadAudio(f"{name}: cannot be read: {reason(error)}") from None
+        raise BadAudio(f"{name}: cannot be read: {error}") from None
     cut = re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M)
     if cut and int(cut[1]) < ENDLESS:
         raise BadAudio(f"{name}: is cut off: {cut[2]} of {cut[1]} bytes of audio are there")
     return info.frames / info.samplerate
-
-
-def reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def decoded(part: AudioPart, rate: int) -> np.ndarray:
@@ -279,7 +266,7 @@ def decoded(part: AudioPart, rate: int) -> np.ndarray:
         source = part.name if part.content is None else io.BytesIO(part.content())
         audio, own = soundfile.read(source, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as error:
-        raise BadAudio(f"{part.name}: cannot be read: {reason(error)}") from None
+        raise BadAudio(f"{part.name}: cannot be read: {error}") from None
     if len(audio) < round(part.seconds * own):
         raise BadAudio(f"{part.name}: is cut off: {len(audio) / own:.3f} of {part.seconds:.3f} s are there")
     if not (peak := np.abs(audio).max()) <= LOUDEST:

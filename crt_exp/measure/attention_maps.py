@@ -59,7 +59,7 @@ class AttentionMaps(SwapMeasurement):
                     yield {"head": f"{i}.{j}", "query": [*range(len(A))],
                            "row": [" ".join(f"{weight:.3g}" for weight in row) for row in A.tolist()]}
         if mechanism.name == "exact":
-            index = protein.read_files(protein.fasta_files(folder))
+            index = protein.uniprot(None, None)
             order = np.argsort(index.hashes, kind="stable")[:self.sequences]  # the test split has the lowest hashes too
             yield from self.similar(kept, [np.array(index[row]) for row in order])
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(made, exact)]

@@ -141,7 +141,7 @@ class LibriSpeech(Task):
         return speech.official(self.subsets[split], self.data_dir, faults)
 
     @cached_property
-    def recordings(self) -> list[speech.Recording]:
+    def recordings(self) -> list[speech.AudioPart]:
         return speech.recordings(self.data_dir)
 
     def inputs(self) -> Iterator[Path]:

@@ -9,7 +9,7 @@ import pytest
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein, protein_families
 from crt_exp.data.plan import Plan
-from crt_exp.data.protein import LETTERS, Chains, Singles, entries, fasta_files, read_files
+from crt_exp.data.protein import LETTERS, Chains, Singles, entries, read_files
 
 OPTIONS = {"sequences": 300, "families": 3, "held_out": 1, "shortest": 8, "longest": 30, "nearest": 3, "farthest": 6,
            "copied": 0.5, "seed": 0}
@@ -164,8 +164,7 @@ def test_no_files(tmp_path, monkeypatch):
     taken = ["a.FASTA", "b.faa", "c.fas", "d.Fa.gz", "f.pep"]
     for file in (*taken, "g.fna", "i.fasta.bz2", "._a.fasta"):
         write(tmp_path / file, ["ACD"])
-    assert [path.name for path in fasta_files(tmp_path)] == taken
-    assert read_files(fasta_files(tmp_path)).names == tuple("abcdf")
+    assert protein.uniprot(str(tmp_path), None).names == tuple("abcdf")
 
 
 # ---- rows and batches ------------------------------------------------------------------------------------------------

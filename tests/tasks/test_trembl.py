@@ -115,13 +115,6 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
     assert alone[0]["tokens"].shape[0] == 1
 
 
-def test_chains(typed, tmp_path):
-    code, _, err = typed("task.chains=true", "task.max_length=64", "attention=relu")
-    assert code == 0, err
-    last = records(tmp_path / "run")[-1]
-    assert last["train_length_min"] == last["train_length_max"] == 64 and "floor_loss" not in last
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -140,19 +133,6 @@ def test_files_with_held_out_families(typed, tmp_path):
                          "task.held_out_families=[PF2]")
     last = records(tmp_path / "run")[-1]
     assert code == 0 and last["ood_sequences"] == 15 and last["perplexity_ood"] > 1, err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not PROTEINS.is_dir(), reason="needs $CRT_DATA/protein")
-def test_the_proteomes(tmp_path):
-    """Four of them; the last is held out. Frequencies of letters are those that UniProt states for TrEMBL, nearly."""
-    task = task_of(dataset="uniprot", data_dir=str(PROTEINS), max_length=64, cache_dir=str(tmp_path))
-    statistics = task.statistics()
-    assert sum(statistics[f"{split}_sequences"] for split in protein.SPLITS) == len(task.sequences) > 19_000
-    assert 250 < statistics["train_length_mean"] < 450 and statistics["ood_sequences"] > 4000
-    assert protein.LETTERS[task.unigram.argmax()] == "L" and 0.08 < task.unigram.max() < 0.12
-    found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "validation", Reader(task, batch=64))
-    assert 17 < found["unigram_perplexity"] < 19.5
 
 
 # ---- transfer --------------------------------------------------------------------------------------------------------
@@ -212,18 +192,6 @@ def test_two_processes_equal_one(direction, accumulate, typed, tmp_path):
         assert two[-1][key] == pytest.approx(one[-1][key], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_sharded_over_processes_in_bfloat16(typed, tmp_path):
-    """Blocks and what follows them; the model that is kept is whole, and its numbers nearly those of one process."""
-    layers = ["+task.sizes.layers=2", "task.dropout=0"]
-    assert typed(*layers)[0] == 0
-    code, _, err = typed(*layers, "trainer=fsdp", "trainer.processes=2", directory="two")
-    assert code == 0, err
-    one, two = (records(tmp_path / directory)[-1] for directory in ("run", "two"))
-    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
-    assert language.load(tmp_path / "two", "run").build().symbol.weight.dtype == torch.float32
-
-
 @pytest.mark.parametrize("attention", ["favorpp", pytest.param("reformer", marks=pytest.mark.slow)])
 def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch, interruptible):
     """Dropout, statistics and hashes included."""
@@ -258,17 +226,6 @@ def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path,
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")
-
-
-def test_malformed_files_and_tables(typed, tmp_path):
-    path, table = fasta(tmp_path / "data"), tmp_path / "families.tsv"
-    table.write_text("a\tb\n")
-    args = ["task.dataset=uniprot", f"task.data_dir={tmp_path / 'data'}"]
-    code, _, err = typed(*args, f"task.families={table}")
-    assert code == 2 and "expected columns uniprot_acc and pfamA_acc" in err
-    path.write_text(path.read_text() + ">tr|A0B|X_Y\nAC1\n")
-    code, _, err = typed(*args)
-    assert code == 2 and "a.fasta: >tr|A0B|X_Y has '1'" in err and not (tmp_path / "run").exists()
 
 
 def test_what_a_run_cannot_be_started_from(typed, tmp_path):
