@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from crt_exp import drawing
 from crt_exp.arguments import read
 from crt_exp.config import ConfigError, own_names
-from crt_exp.data import DataError, image_values, images, speech_table
-from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, decoded, padded, seconds_of
+from crt_exp.data import DataError, image_values, images
+from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decoded, padded, seconds_of
 from crt_exp.hints import Count, NotNegative, Whole, above, at_least, at_most, below, describe, parameters, shown
 from crt_exp.models import language, recogniser, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
@@ -192,15 +192,15 @@ def classified(kept: vision.KeptClassifier, inputs: Sequence[ImageInput]) -> lis
 
 def transcribe(options: AudioOptions) -> int:
     """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
-    files = speech_table.audio_files(options.input, "input")
+    files = audio_files(options.input, "input")
     with own_names([options.names] if options.names else []):
         known, tensors = recogniser.load(options.run, "run")
-    model, bad = recogniser.load_whole(known, tensors, f"run = {options.run}"), []
+    model, bad = recogniser.load_whole(known, tensors), []
     for file in files:
         try:
             audio = audio_of(file, known.rate)
         except BadAudio as error:
-            bad.append(f"  {file}: {error}")
+            bad.append(f"  {error}")
             continue
         text, symbols = recognised(model, known, audio, options.segment)
         print(f"{file} ({len(audio) / known.rate:.1f} s): {text}")
@@ -212,9 +212,9 @@ def transcribe(options: AudioOptions) -> int:
 
 def audio_of(file: Path, rate: int) -> np.ndarray:
     """(samples,) int16. Raises BadAudio, for audio too short to hold speech too."""
-    seconds = seconds_of(file)
+    seconds = seconds_of(file, str(file))
     if seconds < SHORTEST:
-        raise BadAudio(f"{seconds:.3f} s are too short: speech takes at least {SHORTEST} s")
+        raise BadAudio(f"{file}: {seconds:.3f} s are too short: speech takes at least {SHORTEST} s")
     return as_int16(decoded(AudioPart(str(file), seconds), rate))
 
 
@@ -226,7 +226,7 @@ def recognised(model: nn.Module, known: recogniser.Recogniser, audio: np.ndarray
     for first in range(0, len(cuts), SEGMENTS_AT_ONCE):
         part = cuts[first:first + SEGMENTS_AT_ONCE]
         samples = torch.tensor([end - start for start, end in part])
-        _, hypotheses = model(padded([audio[start:end] for start, end in part], np.int16), samples, search=greedy)
+        _, hypotheses = model(padded([audio[start:end] for start, end in part]), samples, search=greedy)
         for (start, _), hypothesis in zip(part, hypotheses):
             texts.append(known.symbols.decode(hypothesis.symbols))
             symbols += [(known.symbols.entries[symbol], start / known.rate + frame * STEP)

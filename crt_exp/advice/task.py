@@ -13,8 +13,7 @@ from crt_exp.advice.bench_pieces import BatchBench
 from crt_exp.advice.call import SAMPLES, advice_of, measured, mechanisms, spread, text_bench, to_stderr
 from crt_exp.advice.language import LEAST, length_of, opened, refuse_other, rows_of
 from crt_exp.advice.verdict import Advice
-from crt_exp.data import DataError, images, speech, speech_table
-from crt_exp.data.speech_table import entries
+from crt_exp.data import DataError, images, speech
 from crt_exp.hints import Count, Positive
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement
@@ -61,7 +60,7 @@ class Advise(Measurement):
     def inputs(self) -> list[Path]:
         """The audio that a table names."""
         table = Path(self.audio or "").expanduser()
-        return [entry.audio for entry in entries(table)] if table.is_file() else []
+        return [Path(name) for name in speech.read_table(table).audio] if table.is_file() else []
 
     def bench(self, seed: int) -> Bench:
         """Raises DataError and ValueError for a model, data and a length that do not go together."""
@@ -162,10 +161,10 @@ def spoken(source: str) -> list[speech.Utterance]:
     """Of a table that names files and their text, or of a folder of audio, without text."""
     path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
     if path.is_file():
-        heard = [each for split in speech_table.SPLITS for each in speech_table.utterances(path, split, faults)]
+        heard = [each for split in speech.SPLITS for each in speech.table_utterances(path, split, faults)]
     else:
-        parts = [(file, speech.header(file, faults)) for file in speech_table.audio_files(source, "task.audio")]
-        heard = [speech.Utterance(file.stem, "", (part,)) for file, part in parts if part]
+        heard = [speech.Utterance(file.stem, "", (speech.AudioPart(str(file), speech.seconds_of(file, str(file))),))
+                 for file in speech.audio_files(source, "task.audio")]
     faults.settle(len(heard))
     return speech.usable(heard, float("inf"), faults)
 
@@ -183,7 +182,7 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
         return {"audio": audio, "samples": torch.tensor([audio.shape[1]]), "targets": targets,
                 "target_lengths": torch.tensor([targets.shape[1]], dtype=torch.int32)}
 
-    return recogniser.load_whole(known, tensors, f"task.model = {run}"), batch
+    return recogniser.load_whole(known, tensors), batch
 
 
 def hearer(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:

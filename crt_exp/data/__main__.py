@@ -38,8 +38,7 @@ def parser() -> argparse.ArgumentParser:
               name="a folder such as uci, one set such as uci/abalone, or a pretrained model such as models/minilm")
     get.add_argument("--yes", action="store_true", help=f"download more than {shown(UNASKED)} without a question")
     add(commands, run_verify, "verify", "compare the files that are there with the published ones",
-        name="a folder or one set; all, if left out", nargs="?").add_argument(
-        "--index", metavar="DIR", help="compare all bytes of the indexes of proteins in DIR (task.cache_dir) instead")
+        name="a folder or one set; all, if left out", nargs="?")
     return root
 
 
@@ -182,20 +181,7 @@ def inspect_model(folder: Path) -> Finding:
     return Finding(OK, "weights as they were fetched")
 
 
-def verify_indexes(directory: Path) -> int:
-    from crt_exp.data import fasta
-
-    folders = sorted(directory.expanduser().glob("proteins-*"))
-    if not folders:
-        raise DataError(f"{directory} holds no index of proteins.")
-    reasons = [(str(folder), fasta.damaged(folder, whole=True)) for folder in folders]
-    print_table([(folder, "bad" if reason else "intact", reason or "") for folder, reason in reasons])
-    return int(any(reason for _, reason in reasons))
-
-
 def run_verify(options: argparse.Namespace) -> int:
-    if options.index is not None:
-        return verify_indexes(Path(options.index))
     root = data_root(options.dir)
     if root is None:
         raise DataError("Nobody said where the data are: give --dir DIR, or set CRT_DATA=DIR.")

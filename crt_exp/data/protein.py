@@ -1,4 +1,4 @@
-"""Proteins as tokens: the letters, the splits, single sequences and chains of them, statistics, the unigram baseline.
+"""Proteins as tokens: FASTA files, splits, single sequences and chains of them, statistics, the unigram baseline.
 
 Splits: a hash of its accession puts a sequence into training, validation or test, in every release of the data. Out of
 distribution (ood) are sequences of held-out Pfam families, or of held-out files. Performers, appendix C.
@@ -6,20 +6,24 @@ distribution (ood) are sequences of held-out Pfam families, or of held-out files
 Legend: B rows of a batch, L the longest row.
 """
 
-import csv
+import gzip
+import hashlib
+import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.fasta import SUFFIXES, Index, fasta_files, indexed
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
@@ -28,8 +32,15 @@ STANDARD, ANOMALOUS = "ACDEFGHIKLMNPQRSTVWY", "BOUXZ"       # UniProt's ambiguou
 LETTERS = STANDARD + ANOMALOUS
 PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
 TOKENS = len(LETTERS) + 4
+UNKNOWN = 255                                                # what CODES makes of a byte that is no letter
+CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
+ENDINGS = tuple(name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz"))
+HEADER = re.compile(r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)")  # UniProt's without a version
+BLOCK = 1 << 14                                              # sequences that are written at once
 LINES = 1 << 20                                              # of a table of families, read at once
 COUNTED = 100_000                                            # training rows that the unigram baseline is counted on
+ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": "S16", "hashes": np.uint32,
+          "files": np.uint16}
 SPLITS = ("train", "validation", "test", "ood")
 HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "PF17724", "PF10696", "PF11968",
             "PF04153", "PF06173", "PF12378", "PF04420", "PF10841", "PF06917", "PF03492", "PF06905", "PF15340",
@@ -38,9 +49,8 @@ HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "P
 
 def encode(text: str, what: str = "the sequence") -> list[int]:
     """Numbers of letters. Raises DataError, naming the first that is none."""
-    for place, letter in enumerate(text, 1):
-        if letter not in LETTERS:
-            raise DataError(f"{what}: {letter!r}, letter {place}, is no amino acid; known are {LETTERS}")
+    if unknown := next((letter for letter in text if letter not in LETTERS), None):
+        raise DataError(f"{what}: {unknown!r} is no amino acid; expected letters of {LETTERS}")
     return [LETTERS.index(letter) for letter in text]
 
 
@@ -49,148 +59,192 @@ def decode(tokens: Sequence[int]) -> str:
     return "".join(LETTERS[i] for i in tokens if i < len(LETTERS))
 
 
-# ---- files and splits ------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def uniprot(data_dir: str | None, cache_dir: str | None) -> Index:
-    """The index of all FASTA files of a folder, by default $CRT_DATA/protein. Raises DataError."""
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences by row, memory-mapped: letters of row i are tokens[ends[i - 1]:ends[i]].
+
+    hashes: 32 bits of each accession, to split by. files: the place of its file, or generated family, in names.
+    """
+
+    tokens: np.ndarray                                       # (letters,) uint8
+    ends: np.ndarray                                         # (n,) int64
+    accessions: np.ndarray                                   # (n,) S16
+    hashes: np.ndarray                                       # (n,) uint32
+    files: np.ndarray                                        # (n,) uint16
+    names: tuple[str, ...]
+    held: Any = field(default=None, repr=False)              # keeps a temporary folder alive
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.tokens[int(self.ends[row - 1]) if row else 0:int(self.ends[row])]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Letters of each sequence, (n,) int64."""
+        return np.diff(self.ends, prepend=0)
+
+
+def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
+    """The sequences of all FASTA files of a folder, by default $CRT_DATA/protein. Raises DataError."""
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
         raise missing("protein", folder and folder / "UP000000625_83333.fasta")
-    files = fasta_files(folder)
+    files = sorted(path for path in folder.iterdir()
+                   if path.name.lower().endswith(ENDINGS) and not path.name.startswith("."))
     if not files:
-        raise DataError(f"{folder} holds no FASTA file ({' '.join(SUFFIXES)}, with or without .gz). Put UniProt's "
-                        "there: `python -m crt_exp.data fetch protein`.")
-    return indexed(files, LETTERS, cache_dir)
+        raise DataError(f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz")
+    return read_files(files, cache_dir)
 
 
-def held_out_by_file(index: Index, names: Sequence[str] | None) -> np.ndarray:
-    """Which sequences are of held-out files (or generated families): (n,) bool. None: the last of several.
+def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Accession of each sequence and its letters as their places in LETTERS. Raises DataError."""
+    from Bio.SeqIO.FastaIO import SimpleFastaParser
 
-    Raises ConfigError for a name that is no file's, and where nothing is left.
+    try:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="latin-1") as stream:
+            if stream.read(1) != ">":
+                raise DataError(f"{path}: expected a FASTA file, which begins with >")
+            stream.seek(0)
+            for header, letters in SimpleFastaParser(stream):
+                match, tokens = HEADER.match(header), letters.encode("latin-1").translate(CODES)
+                if match is None or not tokens or UNKNOWN in tokens:
+                    wrong = repr(letters[tokens.find(UNKNOWN)]) if UNKNOWN in tokens else "an empty name or sequence"
+                    raise DataError(f"{path}: >{header[:40]} has {wrong}; expected >NAME and letters of {LETTERS}")
+                yield (match[1] or match[2]).encode("latin-1"), tokens
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def hash_of(accession: bytes) -> int:
+    """32 bits that depend on the accession alone, in every version of the data."""
+    return int.from_bytes(hashlib.blake2b(accession, digest_size=4).digest(), "little")
+
+
+def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Sequences:
+    """Reads FASTA files once; `cache_dir` keeps their arrays (None: a temporary folder) until a file changes.
+
+    The folder's name has the size and time of each file. Raises DataError.
     """
-    if names is None:
-        names = index.names[-1:] if len(index.names) > 1 else ()
-    unknown = [name for name in names if name not in index.names]
-    if unknown:
-        raise ConfigError(f"task.held_out_files: {unknown[0]} is none of the files {', '.join(index.names)}")
-    out = np.isin(index.files, [place for place, name in enumerate(index.names) if name in names])
-    if out.all():
-        raise ConfigError("task.held_out_files: every file is held out, and none is left to train on")
+    from filelock import FileLock
+
+    states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
+    cache = Path(cache_dir or held.name).expanduser()
+    folder = cache / f"proteins-{hashlib.sha256(repr((LETTERS, states)).encode()).hexdigest()[:32]}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                with TemporaryDirectory(dir=cache, prefix="proteins-part-") as part:
+                    write_arrays(files, Path(part, "arrays"))
+                    Path(part, "arrays").rename(folder)
+    except OSError as error:
+        raise DataError(f"task.cache_dir={cache_dir}: {error}; expected a folder to write to, or null") from None
+    names = tuple(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE) for file in files)
+    arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
+    return Sequences(**arrays, names=names, held=held)
+
+
+def write_arrays(files: Sequence[Path], folder: Path) -> None:
+    """Writes the arrays of `Sequences` block by block: TrEMBL has more letters than memory holds."""
+    folder.mkdir()
+    end = 0
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
+        for number, file in enumerate(files):
+            found = entries(file)
+            while block := list(islice(found, BLOCK)):
+                names, letters = zip(*block)
+                ends = end + np.cumsum([len(each) for each in letters])
+                end = int(ends[-1])
+                values = {"tokens": np.frombuffer(b"".join(letters), np.uint8), "ends": ends, "accessions": names,
+                          "hashes": [hash_of(name) for name in names], "files": [number] * len(names)}
+                for name, array in values.items():
+                    streams[name].write(np.asarray(array, ARRAYS[name]).tobytes())
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
+def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.ndarray:
+    """Which sequences are of held-out files: (n,) bool; None: of the last of several. Raises ConfigError."""
+    known = sequences.names
+    names = (known[-1:] if len(known) > 1 else ()) if names is None else names
+    if not set(names) <= set(known) or set(names) == set(known):
+        raise ConfigError(f"task.held_out_files={list(names)}: expected some of the files {', '.join(known)}, not all")
+    return np.isin(sequences.files, [known.index(name) for name in names])
+
+
+def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequence[str]) -> np.ndarray:
+    """Which sequences are of a held-out family: (n,) bool.
+
+    path: Pfam-A.regions.uniprot.tsv.gz, which Pfam publishes, or some lines of it and the first. Raises DataError.
+    """
+    import pandas as pd
+
+    try:
+        blocks = pd.read_csv(Path(path).expanduser(), sep="\t", usecols=["uniprot_acc", "pfamA_acc"], dtype=str,
+                             chunksize=LINES)
+        held = pd.concat(block.uniprot_acc[block.pfamA_acc.isin(families)] for block in blocks).unique()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(f"task.families={path}: {error}; expected columns uniprot_acc and pfamA_acc") from None
+    out = np.isin(np.char.partition(sequences.accessions, b"-")[:, 0], np.array([*held], "S"))   # isoforms: P12345-2
+    if not out.any():
+        raise DataError(f"task.families={path}: no sequence is of {', '.join(families[:3])} ...; expected some")
     return out
 
 
-def held_out_by_family(index: Index, mapping: str | Path, families: Sequence[str]) -> np.ndarray:
-    """Which sequences are of a held-out family, by a table of accessions and families: (n,) bool.
-
-    Lines are `accession<tab>family;family` as UniProt exports Pfam; no family is a line too, and a title line may stand
-    first. Raises DataError for lines that are none, and for sequences that the table misses.
-    """
-    wanted, rows = set(families), read_families(Path(mapping).expanduser())
-    names, places = np.unique(index.accessions, return_inverse=True)
-    seen, out = np.zeros((2, len(names)), bool)
-    while block := list(islice(rows, LINES)):
-        keys = np.array([accession for accession, _ in block])
-        at = np.searchsorted(names, keys).clip(max=len(names) - 1)
-        here = names[at] == keys
-        seen[at[here]] = True
-        out[at[here & [not wanted.isdisjoint(named) for _, named in block]]] = True
-    gone = np.flatnonzero(~seen[places])
-    if len(gone):
-        raise DataError(f"{mapping} misses {len(gone)} of the {len(index)} sequences, the first is "
-                        f"{index.accessions[gone[0]].decode()}. A sequence without a family has a line with nothing "
-                        "behind the tab.")
-    return out[places]
-
-
-def read_families(path: Path) -> Iterator[tuple[bytes, list[str]]]:
-    """Accession and families of each line."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as stream:
-            for number, row in enumerate(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE), 1):
-                if len(row) != 2 or not row[0]:
-                    raise DataError(f"{path}, line {number}: a line is an accession, a tab and its families.")
-                if number > 1 or row[0] != "Entry":
-                    yield row[0].encode(), [name.strip() for name in row[1].split(";")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: the table of families cannot be read ({error}).") from None
-
-
-def split_rows(index: Index, out: np.ndarray, validation: float, test: float) -> dict[str, np.ndarray]:
+def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: float) -> dict[str, np.ndarray]:
     """Rows of each split, in order; out (n,) bool: out of distribution. Raises DataError where one is empty."""
-    at = index.hashes / 2.0**32
+    at = sequences.hashes / 2.0**32
     which = np.where(at < test, 2, np.where(at < test + validation, 1, 0))
     which[out] = 3
     rows = {split: np.flatnonzero(which == i) for i, split in enumerate(SPLITS)}
-    empty = [split for split in SPLITS[:3] if not len(rows[split])]
-    if empty:
-        raise DataError(f"{len(index)} sequences with task.validation_share = {validation} and task.test_share = "
-                        f"{test} leave none for {empty[0]}: give more sequences or other shares")
+    if empty := [split for split in SPLITS[:3] if not len(rows[split])]:
+        raise DataError(f"{empty[0]}: no sequence of {len(sequences)} with task.validation_share={validation} and "
+                        f"task.test_share={test}; give more sequences or other shares")
     return rows if len(rows["ood"]) else {split: rows[split] for split in SPLITS[:3]}
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-class ProteinRow(NamedTuple):
-    """Tokens of a row of at most L, and whether the sequence ends with them."""
-
-    tokens: np.ndarray
-    ends: bool
-
-
-class ProteinRows(Protocol):
-    """What a task reads: rows by number, and the length of each."""
-
-    lengths: np.ndarray
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int) -> ProteinRow: ...
-
-
 @dataclass(frozen=True)
 class Singles:
     """One sequence a row, cut to L letters."""
 
-    index: Index
+    sequences: Sequences
     rows: np.ndarray
     longest: int
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        return np.minimum(self.index.lengths[self.rows], self.longest)
+        return np.minimum(self.sequences.lengths[self.rows], self.longest)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, i: int) -> ProteinRow:
-        letters = self.index.sequence(self.rows[i])
-        return ProteinRow(letters[:self.longest], len(letters) < self.longest)
-
-    def check_whole(self) -> None:
-        """Raises DataError, naming file and line, where a sequence is longer than L."""
-        longer = np.flatnonzero(self.index.lengths[self.rows] > self.longest)
-        if len(longer):
-            row = int(self.rows[longer[0]])
-            place = f"{self.index.place(row, LETTERS)}: " if self.index.paths else ""
-            name, length = self.index.accessions[row].decode(), len(self.index.sequence(row))
-            raise DataError(f"{place}{name} has {length} letters, and {len(longer)} sequences have more than "
-                            f"task.max_length = {self.longest}: raise it, or cut them with task.longer=cut")
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.sequences[self.rows[i]][:self.longest]
 
 
 @dataclass(frozen=True)
 class Chains:
     """All sequences, one after another with END between, in rows of exactly L tokens; the last ones fill none."""
 
-    index: Index
+    sequences: Sequences
     rows: np.ndarray
     longest: int
 
     @cached_property
     def ends(self) -> np.ndarray:
         """Where each sequence and its END end in the chain."""
-        return np.cumsum(self.index.lengths[self.rows] + 1)
+        return np.cumsum(self.sequences.lengths[self.rows] + 1)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -199,33 +253,28 @@ class Chains:
     def __len__(self) -> int:
         return int(self.ends[-1]) // self.longest
 
-    def __getitem__(self, i: int) -> ProteinRow:
+    def __getitem__(self, i: int) -> np.ndarray:
         first, last = i * self.longest, (i + 1) * self.longest
         a, b = np.searchsorted(self.ends, [first, last - 1], "right")
-        parts = [part for row in self.rows[a:b + 1] for part in (self.index.sequence(row), np.uint8([END]))]
-        begin = int(self.ends[a - 1]) if a else 0
-        return ProteinRow(np.concatenate(parts)[first - begin:last - begin], False)
+        parts = [np.append(self.sequences[row], np.uint8(END)) for row in self.rows[a:b + 1]]
+        begin = self.ends[a] - len(parts[0])
+        return np.concatenate(parts)[first - begin:last - begin]
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-def next_tokens(rows: Sequence[ProteinRow]) -> dict[str, Tensor]:
+def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
     """BEGIN and the row without its last token, to predict the row; END behind a sequence that ends within L."""
-    targets = [np.append(row.tokens, END) if row.ends else row.tokens for row in rows]
-    inputs = [np.concatenate([[BEGIN], target[:-1]]) for target in targets]
-    return batch_of(inputs, targets)
+    targets = [np.append(row, END) if len(row) < longest else row for row in rows]
+    return batch_of([np.append(BEGIN, target[:-1]) for target in targets], targets)
 
 
-def masked_tokens(rows: Sequence[ProteinRow], generators: Iterable[np.random.Generator],
+def masked_tokens(rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator],
                   masking: Masking) -> dict[str, Tensor]:
     """BERT's corruption of each row, by a generator of the row's own."""
-    inputs, labels = [], []
-    for row, rng in zip(rows, generators):
-        masked = masking(row.tokens[None].astype(np.int64), rng.random((3, 1, len(row.tokens))))
-        inputs.append(masked["input_ids"][0].numpy())
-        labels.append(masked["labels"][0].numpy())
-    return batch_of(inputs, labels)
+    made = [masking(row[None].astype(np.int64), rng.random((3, 1, len(row)))) for row, rng in zip(rows, generators)]
+    return batch_of(*([each[key][0].numpy() for each in made] for key in ("input_ids", "labels")))
 
 
 def masking(share: float) -> Masking:
@@ -249,13 +298,11 @@ def statistics(lengths: np.ndarray) -> dict[str, float]:
             "length_median": float(np.median(lengths))}
 
 
-def frequencies(rows: ProteinRows, counted: int = COUNTED) -> np.ndarray:
+def frequencies(rows: Singles | Chains, counted: int = COUNTED) -> np.ndarray:
     """Share of each letter in the rows, (25,): of at most `counted` of them, spread evenly; one more of each letter.
 
     Performers C.2: the empirical baseline predicts by these alone.
     """
     chosen = np.linspace(0, len(rows) - 1, min(counted, len(rows))).astype(np.int64)
-    counts = np.ones(len(LETTERS))
-    for i in chosen:
-        counts += np.bincount(rows[i].tokens, minlength=TOKENS)[:len(LETTERS)]
+    counts = sum(np.bincount(rows[i], minlength=TOKENS)[:len(LETTERS)] for i in chosen) + 1.0
     return counts / counts.sum()

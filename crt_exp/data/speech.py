@@ -1,29 +1,28 @@
-"""Speech with transcripts: LibriSpeech's layout, strings of spoken digits, sets of the hub; audio at one rate.
+"""Speech with transcripts: LibriSpeech's layout, strings of spoken digits, tables, sets of the hub; audio at one rate.
 
-What cannot be used is known before training where a header says so, named and counted, and an error unless the caller
-leaves it out. Nothing here draws from a global generator.
+Audio that cannot be used is known before training where a header shows it: an error, or left out and counted. Nothing
+here draws from a global generator.
 """
 
-import contextlib
+import csv
 import hashlib
 import io
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from fractions import Fraction
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from crt_exp.data import DataError, check_regular
+from crt_exp.data import DataError, read_text
 from crt_exp.data.cache import warn
-from crt_exp.data.endings import AUDIO, Sieve
-from crt_exp.data.hub import Hub, hub_examples
-from crt_exp.data.sources import SOURCES, missing, task_folder
-from crt_exp.data.text import numbered_lines
+from crt_exp.data.hub import Hub, from_hub
+from crt_exp.data.sources import missing, task_folder
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = "speech/free-spoken-digit-dataset"
@@ -31,18 +30,17 @@ SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  #
 LENGTHS = range(3, 9)              # digits of a string
 GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
 SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
-RATES = (1000, 768_000)            # Hz of audio that is read
 LOUDEST = 2                        # of samples from -1 to 1, which decoders of lossy formats exceed a little
-UNKNOWN = (2**31, 2**32)           # bytes, about: written in the header of a WAV whose end was not known, as of a pipe
-FINEST = 10_000                    # denominator of a ratio of rates: within a ten-thousandth, and at most 320,001 taps
+ENDLESS = 2**31 - 4096             # bytes: sizes in headers of WAV files that were written into a pipe are larger
+AUDIO = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64")
 
 
 class AudioPart(NamedTuple):
-    """A piece of audio: a file, or the content of one with its name, and its length by its header."""
+    """A file, or the content of one with its name, and its length by its header."""
 
     name: str
     seconds: float
-    content: bytes | None = None
+    content: Callable[[], bytes] | None = None
 
 
 class Utterance(NamedTuple):
@@ -58,315 +56,236 @@ class Utterance(NamedTuple):
         return sum(part.seconds for part in self.parts) + sum(self.gaps)
 
 
-class BadAudio(ValueError):
-    """Audio that cannot be read; the message says why, the caller whose it is."""
+class BadAudio(DataError):
+    """Audio that cannot be read; the message names it."""
 
 
 class Faults:
-    """What cannot be used, collected and reported at once: as an error, or with `skip` left out and said."""
+    """What cannot be used, reported at once: as an error, or with `skip` left out and counted."""
 
     def __init__(self, bad: Literal["error", "skip"], what: str):
         self.bad, self.what, self.noted = bad, what, []
 
-    def add(self, place: str, reason: str) -> None:
-        self.noted.append(f"{place}: {reason}")
+    def add(self, reason: object) -> None:
+        self.noted.append(str(reason))
 
     def settle(self, left: int) -> None:
         """Raises DataError where anything was noted that is not left out, or where nothing is left."""
-        if not self.noted and left == 0:
-            raise DataError(f"{self.what}: there are none. Training, validation and test each need some; in a table of "
-                            "your own the column split says which are which")
-        if not self.noted:
-            return
-        more = [f"and {len(self.noted) - 3} more"] if len(self.noted) > 3 else []
-        shown = "\n".join(f"  {line}" for line in self.noted[:3] + more)
-        said = f"{self.what}: {len(self.noted)} cannot be used"
-        if self.bad == "error":
-            raise DataError(f"{said}:\n{shown}\nMend or remove them, or leave them out with task.bad=skip.")
-        if left == 0:
-            raise DataError(f"{said}, and nothing is left:\n{shown}")
-        warn("%s and are left out, %s stay:\n%s", said, left, shown)
+        if left == 0 and not self.noted:
+            raise DataError(f"{self.what}: there are none; expected some for training, validation and test each")
+        found = f"{self.what}: {len(self.noted)} cannot be used, {left} can: {'; '.join(self.noted[:3])}"
+        if left == 0 or self.noted and self.bad == "error":
+            raise DataError(f"{found}; mend them, or leave them out with task.bad=skip if others are left")
+        if self.noted:
+            warn("%s", found)
 
 
-# ---- LibriSpeech -------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------
 
 
-def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> list[Utterance]:
+def audio_files(name: str | Path, option: str) -> list[Path]:
+    """The file, or those below the folder but hidden ones, sorted. Raises DataError, naming `option`, for none."""
+    path = Path(name).expanduser()
+    files = [path] if path.is_file() else sorted(
+        file for file in path.rglob("*") if file.suffix.lower() in AUDIO and not hidden(file, path))
+    if not files:
+        raise DataError(f"{option}={name}: expected an audio file, or a folder with some ({' '.join(AUDIO)})")
+    return files
+
+
+def hidden(file: Path, folder: Path) -> bool:
+    """Whether a system or program keeps the file beside the data, in .cache, __MACOSX, @eaDir or the like."""
+    return any(part.startswith((".", "__", "@", "#", "$")) for part in file.relative_to(folder).parts)
+
+
+def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
     """The utterances of subsets in the official layout, <subset>/<speaker>/<chapter>/*.flac with *.trans.txt, sorted.
 
     Raises DataError for a subset that is not there or holds nothing.
     """
-    return [utterance for subset in subsets for utterance in subset_utterances(subset, data_dir, faults)]
-
-
-def subset_utterances(subset: str, data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
-    folder = subset_folder(subset, data_dir)
-    audio, texts = {}, {}
-    files = (path for path in folder.glob("*/*/*") if not path.name.endswith(".trans.txt"))
-    for path in Sieve(AUDIO).only(folder, files):
-        if audio.setdefault(path.stem, path) != path:
-            faults.add(str(path), f"{audio[path.stem]} has the same name")
-    for path in Sieve((".txt",)).only(folder, folder.glob("*/*/*.trans.txt")):
-        for name, entry in transcripts(path):
-            if texts.setdefault(name, entry) != entry:
-                faults.add(entry[0], f"{name} has another transcript already, {texts[name][0]}")
-    if not audio and not texts:
-        raise DataError(f"{folder} holds no <speaker>/<chapter>/ with .flac files and a .trans.txt")
-    for name in sorted(audio.keys() - texts.keys()):
-        faults.add(str(audio[name]), "no transcript")
-    for name, (place, text) in sorted(texts.items()):
-        if name not in audio:
-            faults.add(place, f"{name} has no audio next to it")
-        elif not text:
-            faults.add(place, f"{name} has an empty transcript")
-        elif part := header(audio[name], faults):
-            yield Utterance(name, text, (part,))
-
-
-def subset_folder(subset: str, data_dir: str | None) -> Path:
     root = task_folder("speech/LibriSpeech", data_dir)
-    if root is not None and (root / subset).is_dir():
-        return root / subset
-    if (source := f"speech/LibriSpeech/{subset}") not in SOURCES:
-        known = ", ".join(name.rsplit("/", 1)[-1] for name in SOURCES if name.startswith("speech/LibriSpeech/"))
-        raise DataError(f"there is no subset {subset!r} in {root or 'LibriSpeech (CRT_DATA is not set)'}. LibriSpeech "
-                        f"has {known}; one of your own has .flac files and a .trans.txt in <speaker>/<chapter>/")
-    raise missing(source, root / subset if root else None)
+    for subset in subsets:
+        if root is None or not (root / subset).is_dir():
+            where = root or "CRT_DATA, which is not set"
+            raise DataError(f"task.subsets: {subset} is not in {where}; get it with python -m crt_exp.data fetch "
+                            f"speech/LibriSpeech/{subset}")
+        audio = {path.with_suffix(""): path for path in audio_files(root / subset, "task.data_dir")}
+        lines = [(path.parent, *line.strip().partition(" ")) for path in (root / subset).rglob("*.trans.txt")
+                 if not hidden(path, root / subset) for line in read_text(path, str(path)).split("\n") if line.strip()]
+        texts = {folder / name: text for folder, name, _, text in lines}
+        for name in texts.keys() - audio.keys():
+            faults.add(f"{name}: a transcript without audio beside it")
+        for name in sorted(audio, key=lambda name: name.name):
+            yield from utterance_of(audio[name], str(audio[name]), texts.get(name), faults)
 
 
-def transcripts(path: Path) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Name, and place and text, of each line; words are joined by single spaces."""
-    for number, line in numbered_lines(path):
-        name, _, text = line.strip().partition(" ")
-        if name:
-            yield name, (f"{path}, line {number}", " ".join(text.split()))
-
-
-def header(path: Path, faults: Faults) -> AudioPart | None:
-    """The length of a file by its header; None, and noted, where it cannot be read."""
+def utterance_of(source: Path | io.BytesIO, name: str, text: str | None, faults: Faults,
+                 content: Callable[[], bytes] | None = None) -> Iterator[Utterance]:
+    """Audio with its transcript; none, and noted, where one of them cannot be used."""
     try:
-        return AudioPart(str(path), seconds_of(path))
+        part, text = AudioPart(name, seconds_of(source, name), content), " ".join((text or "").split())
+        if not text:
+            raise BadAudio(f"{name}: no transcript")
+        yield Utterance(Path(name).stem, text, (part,))
     except BadAudio as error:
-        faults.add(str(path), str(error))
-        return None
+        faults.add(error)
+
+
+def table_utterances(path: str | Path, split: str, faults: Faults) -> Iterator[Utterance]:
+    """Of one split of a table of one's own."""
+    table = read_table(Path(path).expanduser())
+    for audio, text in table[table.split == split][["audio", "text"]].itertuples(index=False):
+        yield from utterance_of(Path(audio), audio, text, faults)
+
+
+def read_table(path: Path):
+    """A csv, tsv or jsonl file as a data frame: audio (a path from the file's folder), text and split.
+
+    Without a column split a hash of the path puts a tenth each into validation and test. Raises DataError.
+    """
+    import pandas as pd
+
+    try:
+        if path.suffix == ".jsonl":
+            table = pd.read_json(path, lines=True, dtype=False)
+        else:  # in a .tsv, as Common Voice writes them, a quotation mark is a character as any other
+            tabs = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+            table = pd.read_csv(path, dtype=str, keep_default_na=False, **tabs)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: {str(error).strip()}; expected a .csv, .tsv or .jsonl table") from None
+    cells = table.reindex(columns=["audio", "text", *table.columns.intersection(["split"])])
+    good = cells.map(lambda cell: isinstance(cell, str) and not re.search("[\n\t]", cell)).all(axis=1)
+    if not good.all() or not isinstance(table.index, pd.RangeIndex):
+        raise DataError(f"{path}, row {int(good.argmin()) + 1}: expected one line of text in columns audio and text")
+    if "split" not in cells:
+        cells["split"] = [by_hash(os.path.relpath(path.parent / name, path.parent)) for name in cells.audio]
+    if wrong := sorted(set(cells.split) - SPLITS.keys()):
+        raise DataError(f"{path}: split={wrong[0]!r}: expected {', '.join(SPLITS)} in each row, or no such column")
+    cells["audio"] = [str(path.parent / name) for name in cells.audio]
+    return cells
+
+
+def by_hash(name: str) -> str:
+    """The same split for a name whatever else the table holds."""
+    place = int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8], 16) % 10
+    return {0: "validation", 1: "test"}.get(place, "train")
 
 
 # ---- spoken digits -----------------------------------------------------------------------------------------
 
 
-class Recording(NamedTuple):
-    digit: int
-    speaker: str
-    index: int
-    part: AudioPart
-
-
-def recordings(data_dir: str | None, faults: Faults) -> list[Recording]:
-    """The files `<digit>_<speaker>_<index>.wav`, sorted. Raises DataError where there are none."""
+def recordings(data_dir: str | None) -> list[AudioPart]:
+    """The files `<digit>_<speaker>_<index>.wav`, sorted. Raises DataError for others."""
     folder = task_folder(f"{DIGITS}/recordings", data_dir)
     if folder is None or not folder.is_dir():
         raise missing(DIGITS, folder)
-    result = []
-    for path in Sieve(AUDIO).only(folder, folder.iterdir()):
-        named = re.fullmatch(r"(\d)_([a-z]+)_(\d+)", path.stem)
-        if named is None:
-            faults.add(str(path), "its name is not <digit>_<speaker>_<index>.wav")
-        elif part := header(path, faults):
-            result.append(Recording(int(named[1]), named[2], int(named[3]), part))
-    if not result:
-        raise DataError(f"{folder} holds no <digit>_<speaker>_<index>.wav")
-    return result
+    files = audio_files(folder, "task.data_dir")
+    if wrong := [path for path in files if not re.fullmatch(r"\d_[a-z]+_\d+", path.stem)]:
+        raise DataError(f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove it")
+    return [AudioPart(str(path), seconds_of(path, str(path))) for path in files]
 
 
-def digit_strings(every: list[Recording], split: str, count: int,
-                  held_out_speaker: str | None = None) -> list[Utterance]:
+def digit_strings(every: list[AudioPart], split: str, count: int) -> list[Utterance]:
     """`count` strings of 3 to 8 digits, each of one speaker, with short silences between; always the same ones.
 
-    Recordings 0 to 4 make the test strings, 5 to 7 those for validation, the others those for training. With a held-out
-    speaker all recordings of that one make the test strings, and none of them any other. Raises DataError where there
-    are none.
+    Recordings 0 to 4 make the test strings, 5 to 7 those for validation, the others those for training. Raises
+    DataError where there are none.
     """
-    speakers = sorted({each.speaker for each in every})
-    if held_out_speaker not in (None, *speakers):
-        raise DataError(f"task.held_out_speaker = {held_out_speaker}: the recordings are of {', '.join(speakers)}")
-    test = split == "test" and held_out_speaker is not None
-    own = [each for each in every if (each.speaker == held_out_speaker) == test]
-    wanted = [each for each in own if test or each.index in SPLITS[split]]
-    if not wanted:
-        first, last = SPLITS[split][0], SPLITS[split][-1]
-        raise DataError(f"no recordings for {split}: it takes those with the indices {first} to {last}")
-    own = [[each for each in wanted if each.speaker == speaker] for speaker in speakers]
-    rngs = (np.random.default_rng([list(SPLITS).index(split), i]) for i in range(count))
-    return [joined(list(filter(None, own)), f"{split}-{i}", rng) for i, rng in enumerate(rngs)]
-
-
-def joined(speakers: list[list[Recording]], name: str, rng: np.random.Generator) -> Utterance:
-    own = speakers[rng.integers(len(speakers))]
-    chosen = [own[i] for i in rng.integers(len(own), size=rng.choice(LENGTHS))]
-    gaps = tuple(rng.uniform(*GAPS, size=len(chosen) - 1).round(3).tolist())
-    text = " ".join(WORDS[each.digit] for each in chosen)
-    return Utterance(f"{name}-{own[0].speaker}", text, tuple(each.part for each in chosen), gaps)
+    speakers: dict[str, list[tuple[str, AudioPart]]] = {}
+    for part in every:
+        digit, speaker, index = Path(part.name).stem.split("_")
+        if int(index) in SPLITS[split]:
+            speakers.setdefault(speaker, []).append((WORDS[int(digit)], part))
+    if not speakers:
+        raise DataError(f"{split}: expected recordings of digits with indices {list(SPLITS[split])}")
+    result = []
+    for i in range(count):
+        rng = np.random.default_rng([list(SPLITS).index(split), i])
+        speaker = sorted(speakers)[rng.integers(len(speakers))]
+        own = speakers[speaker]
+        words, parts = zip(*(own[j] for j in rng.integers(len(own), size=rng.choice(LENGTHS))))
+        gaps = tuple(rng.uniform(*GAPS, size=len(parts) - 1).round(3).tolist())
+        result.append(Utterance(f"{split}-{i}-{speaker}", " ".join(words), parts, gaps))
+    return result
 
 
 # ---- the hub -----------------------------------------------------------------------------------------------
 
 
 class SpeechHub(Hub):
-    """The columns of audio and transcripts."""
+    """Splits of a set of the hub, and its columns of audio and transcripts."""
 
+    train: str
+    validation: str
+    test: str
     audio: str
     text: str
 
 
-def hub_utterances(hub: SpeechHub, split: str, faults: Faults, rank: int = 0, buffer: int = 0,
-                   **order: Any) -> Callable[[int], Iterator[Utterance]]:
-    """Passes over a split, streamed; rank, buffer, order: see `hub_examples`. soundfile reads audio from the bytes when
-    it is needed. Raises DataError where the set cannot be had or lacks a column.
-    """
-    name, audio, text = hub["name"], hub["audio"], hub["text"]
+def hub_utterances(hub: SpeechHub, split: str, faults: Faults) -> Iterator[Utterance]:
+    """Of a split that `datasets` downloads once. Raises DataError."""
+    from datasets import Audio, load_dataset
 
-    def prepared(stream: Any) -> Any:
-        from datasets import Audio
-
-        columns = stream.column_names or []
-        for column in (audio, text):
-            if columns and column not in columns:
-                raise DataError(f"{name} has no column {column!r}; it has {', '.join(columns)}.")
-        return stream.cast_column(audio, Audio(decode=False))
-
-    examples = hub_examples(hub, split, rank, buffer=buffer, prepared=prepared,
-                            otherwise="Or give files: task.source=files task.data_dir=DIR.", **order)
-
-    def utterances(epoch: int) -> Iterator[Utterance]:
-        for i, row in enumerate(examples(epoch)):
-            if utterance := row_utterance(row[audio], row[text], f"{name}, {split}, row {i} of process {rank}", faults):
-                yield utterance
-
-    return utterances
+    load = partial(load_dataset, hub["name"], hub["config"], split=hub[split], data_files=hub["data_files"])
+    rows = from_hub(load, hub["name"], "Or give files: task.source=files task.data_dir=DIR.", hub["data_files"])
+    if absent := {hub["audio"], hub["text"]} - set(rows.column_names):
+        raise DataError(f"{hub['name']} has no column {absent.pop()!r}; it has {', '.join(rows.column_names)}")
+    rows = rows.cast_column(hub["audio"], Audio(decode=False))
+    for i, row in enumerate(rows):
+        audio, content = row[hub["audio"]], partial(content_of, rows, i, hub["audio"])
+        name = audio["path"] or f"row-{i}"
+        yield from utterance_of(io.BytesIO(audio["bytes"]), name, row[hub["text"]], faults, content)
 
 
-def row_utterance(audio: dict[str, Any], text: str | None, place: str, faults: Faults) -> Utterance | None:
-    name, text = audio.get("path") or place, " ".join((text or "").split())
-    content = audio.get("bytes")
-    if not text:
-        return faults.add(f"{place} ({name})", "an empty transcript")
-    try:
-        content = Path(name).read_bytes() if content is None else content
-        return Utterance(Path(name).stem, text, (AudioPart(name, seconds_of(io.BytesIO(content)), content),))
-    except (BadAudio, OSError) as error:
-        return faults.add(f"{place} ({name})", str(error))
+def content_of(rows: Any, i: int, column: str) -> bytes:
+    return rows[i][column]["bytes"]
 
 
 # ---- audio -------------------------------------------------------------------------------------------------
 
 
-def seconds_of(source: Path | io.BytesIO) -> float:
-    """By the header. Raises BadAudio for what is no audio or has none, for a file that is shorter or longer than its
-    header says, and for a rate out of RATES."""
+def seconds_of(source: Path | io.BytesIO, name: str) -> float:
+    """By the header. Raises BadAudio for what is no audio, or shorter than its header states."""
     import soundfile
 
     try:
-        if isinstance(source, Path):
-            check_regular(source, least=1)
-        info = soundfile.info(source, verbose=True)
-    except (soundfile.SoundFileError, OSError, TypeError, ValueError) as error:
-        raise BadAudio(f"cannot be read ({reason(error)})") from None
+        info = soundfile.info(source)
+    except (soundfile.SoundFileError, OSError, TypeError) as error:
+        raise BadAudio(f"{name}: cannot be read: {error}") from None
     cut = re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M)
-    if cut and not any(abs(int(cut[1]) - size) <= 4096 for size in UNKNOWN):
-        raise BadAudio(f"is cut off: {cut[2]} of {cut[1]} bytes of audio are there")
-    if info.format == "WAV":
-        check_wav_end(source, info.samplerate)
-    if info.frames == 0:
-        raise BadAudio("holds no audio: 0 samples")
-    if not RATES[0] <= info.samplerate <= RATES[1]:
-        raise BadAudio(f"is at {info.samplerate} Hz: rates from {RATES[0]} to {RATES[1]} Hz are taken")
+    if cut and int(cut[1]) < ENDLESS:
+        raise BadAudio(f"{name}: is cut off: {cut[2]} of {cut[1]} bytes of audio are there")
     return info.frames / info.samplerate
-
-
-def check_wav_end(source: Path | io.BytesIO, rate: int) -> None:
-    """Raises BadAudio where a tenth of a second or more lies behind what the headers of a WAV file name."""
-    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
-        size, end, frame = stream.seek(0, io.SEEK_END), 12, 1
-        while stream.seek(end) < size and len(chunk := stream.read(8)) == 8 and chunk[:4].strip().isalnum():
-            if chunk[:4] == b"fmt ":
-                frame = int.from_bytes(stream.read(14)[12:], "little")
-            end += 8 + int.from_bytes(chunk[4:], "little") + (chunk[4] & 1)
-    if size - end >= SHORTEST * rate * frame:
-        raise BadAudio(f"holds {size - end} bytes behind the {end} that its header tells of")
-
-
-def reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def decoded(part: AudioPart, rate: int) -> np.ndarray:
     """(samples,) float32 at `rate`, channels averaged. Raises BadAudio, also where it ends before its header says."""
     import soundfile
 
-    source = Path(part.name) if part.content is None else io.BytesIO(part.content)
     try:
-        with soundfile.SoundFile(source) as file:
-            own, wanted, whole = file.samplerate, file.frames, file.format == "FLAC" and file.subtype == "PCM_16"
-            audio = file.read(dtype="int16" if whole else "float32", always_2d=True)
+        source = part.name if part.content is None else io.BytesIO(part.content())
+        audio, own = soundfile.read(source, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as error:
-        raise BadAudio(f"cannot be read ({reason(error)})") from None
-    if len(audio) < wanted:
-        raise BadAudio(f"is cut off: {len(audio)} of {wanted} samples are there")
-    if whole:
-        check_digest(source, audio)
-        audio = audio.astype(np.float32) / 2**15
-    if not np.isfinite(audio).all():
-        raise BadAudio("holds samples that are not finite")
-    if (peak := np.abs(audio).max()) > LOUDEST:
-        raise BadAudio(f"holds samples up to {peak:g}, expected -1 to 1: divide numbers of 16 bits by 32768")
-    mixed = audio.mean(1)
-    if audio.shape[1] > 1:
-        warn("audio of %s channels is averaged to one, such as %s", audio.shape[1], part.name)
-        if np.abs(mixed).max() < 1e-3 * peak:
-            warn("%s: its channels cancel each other out, their average is silent: keep one of them", part.name)
-    if own != rate:
-        warn("audio at %s Hz is resampled to %s Hz", own, rate)
-    return resampled(mixed, own, rate)
+        raise BadAudio(f"{part.name}: cannot be read: {error}") from None
+    if len(audio) < round(part.seconds * own):
+        raise BadAudio(f"{part.name}: is cut off: {len(audio) / own:.3f} of {part.seconds:.3f} s are there")
+    if not (peak := np.abs(audio).max()) <= LOUDEST:
+        raise BadAudio(f"{part.name}: holds samples up to {peak:g}, expected -1 to 1: divide 16-bit numbers by 32768")
+    return resampled(audio.mean(1), own, rate)
 
 
 def resampled(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
-    if own == rate:
-        return audio
     from scipy.signal import resample_poly
 
-    ratio = Fraction(rate, own).limit_denominator(FINEST)  # 16000 to 44101 would take a filter of a million taps
-    return resample_poly(audio, ratio.numerator, ratio.denominator, window=low_pass(ratio)).astype(np.float32)
-
-
-@lru_cache(maxsize=16)
-def low_pass(ratio: Fraction) -> np.ndarray:
-    """Of what both rates can hold; as scipy makes it, once for a ratio."""
-    from scipy.signal import firwin
-
-    most = max(ratio.numerator, ratio.denominator)
-    return firwin(20 * most + 1, 1 / most, window=("kaiser", 5.0)).astype(np.float32)
-
-
-def check_digest(source: Path | io.BytesIO, samples: np.ndarray) -> None:
-    """Raises BadAudio where the samples (n, channels) int16 of a FLAC file are not those that were packed."""
-    with open(source, "rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
-        stream.seek(0)
-        start = stream.read(1 << 16)
-    written = start[start.find(b"fLaC") + 26:][:16]
-    if any(written) and hashlib.md5(samples.astype("<i2").tobytes()).digest() != written:
-        raise BadAudio(f"holds other audio than was packed: its {len(samples)} samples do not have the header's MD5")
+    return audio if own == rate else resample_poly(audio, rate, own).astype(np.float32)
 
 
 def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:
     """(samples,) float32; speed 1.1 is a tenth faster, and higher, as of a tape. Raises BadAudio naming the file."""
     pieces = []
     for i, part in enumerate(utterance.parts):
-        try:
-            pieces.append(decoded(part, rate))
-        except BadAudio as error:
-            raise BadAudio(f"{part.name}: {error}") from None
-        if i < len(utterance.gaps):
-            pieces.append(np.zeros(round(utterance.gaps[i] * rate), np.float32))
+        gap = utterance.gaps[i] if i < len(utterance.gaps) else 0
+        pieces += [decoded(part, rate), np.zeros(round(gap * rate), np.float32)]
     return resampled(np.concatenate(pieces), round(rate * speed), rate)
 
 
@@ -374,24 +293,19 @@ def as_int16(audio: np.ndarray) -> np.ndarray:
     return (audio.clip(-1, 1 - 2**-15) * 2**15).round().astype(np.int16)
 
 
-def padded(rows: Sequence[np.ndarray], kind: Any) -> torch.Tensor:
+def padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """(B, longest), with zeros after the shorter ones."""
-    out = np.zeros((len(rows), max(map(len, rows))), kind)
-    for line, row in zip(out, rows):
-        line[:len(row)] = row
-    return torch.from_numpy(out)
+    return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
 def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> list[Utterance]:
     """Those of an allowed length; the others are noted."""
     kept = []
     for each in utterances:
-        if each.seconds > longest:
-            faults.add(each.parts[0].name, f"{each.seconds:.1f} s, above task.max_seconds = {longest:g}")
-        elif each.seconds < SHORTEST:
-            faults.add(each.parts[0].name, f"{each.seconds:.3f} s: speech takes at least {SHORTEST} s")
-        else:
+        if SHORTEST <= each.seconds <= longest:
             kept.append(each)
+        else:
+            faults.add(f"{each.parts[0].name}: {each.seconds:.3f} s, expected {SHORTEST} to {longest:g} s")
     return kept
 
 

@@ -1,21 +1,14 @@
 """What a recogniser writes: characters, words, or pieces of words, as numbers from 0 on; blank comes after the last."""
 
-from collections.abc import Iterable, Sequence
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from crt_exp.data.cache import cached, key_of, warn
-from crt_exp.data.sentence_pieces import loaded, unigram_model
+from crt_exp.data import DataError
 
 ALPHABET = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
 Kind = Literal["characters", "words", "pieces"]
-
-
-class UnknownSymbol(ValueError):
-    """A text that holds what the vocabulary does not; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +20,10 @@ class Symbols:
     pieces: bytes = b""
 
     @classmethod
-    def of(cls, kind: Kind, texts: Iterable[str], size: int, cache_dir: str | Path | None = None) -> "Symbols":
+    def of(cls, kind: Kind, texts: Sequence[str], size: int) -> "Symbols":
         """Those of the texts: all their characters or words, or `size` pieces, fewer where the texts have no more."""
         if kind == "pieces":
-            made = cls.of_pieces(trained(list(texts), size, cache_dir))
-            if len(made) < size:
-                warn("these transcripts give %s pieces, fewer than the %s that were asked for", len(made), size)
-            return made
+            return cls.of_pieces(trained(texts, size))
         symbols = {part for text in texts for part in (text if kind == "characters" else text.split())}
         return cls(kind, tuple(sorted(symbols)))
 
@@ -50,41 +40,37 @@ class Symbols:
         return len(self.entries)
 
     def encode(self, text: str) -> list[int]:
-        """Raises UnknownSymbol."""
+        """Raises DataError for a symbol that the vocabulary does not hold."""
         if self.processor is not None:
-            return self.known(self.processor.encode(text), text)
-        parts = text if self.kind == "characters" else text.split()
+            parts = self.processor.encode(text, out_type=str)
+        else:
+            parts = text if self.kind == "characters" else text.split()
         if unknown := next((part for part in parts if part not in self.numbers), None):
-            raise UnknownSymbol(f"{unknown!r} is not among the {len(self)} {self.kind} of the vocabulary")
+            raise DataError(f"{unknown!r} is not among the {len(self)} {self.kind} of the vocabulary")
         return [self.numbers[part] for part in parts]
-
-    def known(self, numbers: list[int], text: str) -> list[int]:
-        if self.processor.unk_id() in numbers:
-            alphabet = {character for entry in self.entries for character in entry}
-            unknown = next((c for c in text if c not in alphabet and c != " "), text)
-            raise UnknownSymbol(f"{unknown!r} is in none of the {len(self)} pieces of the vocabulary")
-        return numbers
 
     def decode(self, numbers: Sequence[int]) -> str:
         if self.processor is not None:
             return self.processor.decode(list(numbers))
         return " ".join(("" if self.kind == "characters" else " ").join(self.entries[i] for i in numbers).split())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Symbols) and self.content() == other.content()
 
-    def __hash__(self) -> int:
-        return hash(self.content())
+def loaded(model: bytes):
+    from sentencepiece import SentencePieceProcessor
 
-    def content(self) -> tuple:
-        return self.kind, self.entries, self.pieces
+    return SentencePieceProcessor(model_proto=model)
 
 
-def trained(texts: list[str], size: int, cache_dir: str | Path | None) -> bytes:
-    """A unigram model of sentencepiece, kept in `cache_dir` by its texts. Raises DataError for a size too small."""
-    def model() -> dict[str, np.ndarray]:
-        made = unigram_model(texts, f"{size} pieces of these {len(texts)} transcripts",
-                             "task.pieces, or task.symbols=characters", vocab_size=size, character_coverage=1.0)
-        return {"model": np.frombuffer(made, np.uint8)}
+def trained(texts: Sequence[str], size: int) -> bytes:
+    """A unigram model of sentencepiece, the same for the same texts. Raises DataError for a size too small."""
+    from sentencepiece import SentencePieceTrainer
 
-    return cached(cache_dir, key_of("sentencepiece 1", size, *texts), model)["model"].tobytes()
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=size,
+                                   character_coverage=1.0, hard_vocab_limit=False, num_threads=1, bos_id=-1, eos_id=-1,
+                                   normalization_rule_name="identity", minloglevel=2)
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise DataError(f"task.pieces={size}: {reason}; choose another number, or task.symbols=characters") from None
+    return model.getvalue()

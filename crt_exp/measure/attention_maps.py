@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from crt_exp.advice.bench import fitted
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, fasta
+from crt_exp.data import DataError, protein
 from crt_exp.data.protein import BEGIN, LETTERS, STANDARD
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.hints import Count
 from crt_exp.measure.base import SwapMeasurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
+from crt_exp.models.folder import folder_of
+from crt_exp.models.kept import WEIGHTS
 from crt_exp.schema import checked
 from crt_exp.swap.matrices import attention_matrices
 
@@ -57,9 +59,9 @@ class AttentionMaps(SwapMeasurement):
                     yield {"head": f"{i}.{j}", "query": [*range(len(A))],
                            "row": [" ".join(f"{weight:.3g}" for weight in row) for row in A.tolist()]}
         if mechanism.name == "exact":
-            index = fasta.indexed(fasta.fasta_files(folder), LETTERS)
+            index = protein.uniprot(None, None)
             order = np.argsort(index.hashes, kind="stable")[:self.sequences]  # the test split has the lowest hashes too
-            yield from self.similar(kept, [np.array(index.sequence(row)) for row in order])
+            yield from self.similar(kept, [np.array(index[row]) for row in order])
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(made, exact)]
         yield {"layer": [*range(len(errors))], "error": errors, "mean_error": float(np.mean(errors))}
 
@@ -86,7 +88,7 @@ def of_proteins(start: str) -> language.KeptLanguageModel:
 
 def entry_of(path: Path, accession: str) -> list[int]:
     """The tokens of an entry. Raises DataError where the file has no such entry."""
-    entries = {entry.accession.decode(): list(entry.tokens) for entry in fasta.entries(path, LETTERS)}
+    entries = {name.decode(): list(tokens) for name, tokens in protein.entries(path)}
     if accession not in entries:
         raise DataError(f"{path}: no entry {accession}; expected one of its accessions, such as {next(iter(entries))}")
     return entries[accession]
@@ -94,7 +96,7 @@ def entry_of(path: Path, accession: str) -> list[int]:
 
 def with_random_weights(kept: language.KeptLanguageModel, start: str) -> language.LanguageModel:
     """A model of the same sizes; its seed is a digest of the run's weights."""
-    weights = (language.folder_of(start, "task.start", "a run of task=trembl") / language.WEIGHTS).read_bytes()
+    weights = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
     digest = hashlib.sha256(weights).hexdigest()[:16]
     torch.manual_seed(int(hashlib.sha256(digest.encode()).hexdigest()[:8], 16))
     return language.LanguageModel(kept.description, kept.mechanism.layer).eval()

@@ -46,7 +46,9 @@ def load(model: str) -> tuple[nn.Module, Any]:
 @lru_cache(maxsize=4)
 def utterances(subset: str, seconds: float = 0) -> list[speech.Utterance]:
     """In a fixed random order; with seconds, clips of consecutive utterances."""
-    found = speech.official([subset], None, speech.Faults("error", subset))
+    faults = speech.Faults("error", subset)
+    found = list(speech.official([subset], None, faults))
+    faults.settle(len(found))
     found = clips(found, seconds) if seconds else found
     random.Random(0).shuffle(found)
     return found

@@ -61,12 +61,11 @@ PRESETS = {
 
 def check_sizes(sizes: ConformerSizes) -> None:
     """Raises ConfigError for sizes that do not go together."""
-    if sizes["dim"] % sizes["heads"]:
-        raise ConfigError(f"task.sizes: dim = {sizes['dim']} is no multiple of heads = {sizes['heads']}")
-    if sizes["kernel"] % 2 == 0:
-        raise ConfigError(f"task.sizes: kernel = {sizes['kernel']} is even: a convolution around a frame is odd")
-    if sizes["mels"] < 7:
-        raise ConfigError(f"task.sizes: mels = {sizes['mels']}: subsampling needs at least 7")
+    for key, right, wanted in (("dim", sizes["dim"] % sizes["heads"] == 0, f"a multiple of heads={sizes['heads']}"),
+                               ("kernel", sizes["kernel"] % 2, "an odd number, around a frame"),
+                               ("mels", 7 <= sizes["mels"] <= 512, "7 to 512")):
+        if not right:
+            raise ConfigError(f"task.sizes.{key}={sizes[key]}: expected {wanted}")
 
 
 # ---- front end ---------------------------------------------------------------------------------------------
@@ -80,10 +79,6 @@ def frames_of(samples, rate: int):
 def subsampled(frames):
     """Frames of the encoder: two convolutions of width 3 and stride 2, without padding."""
     return ((frames - 1) // 2 - 1) // 2
-
-
-def encoder_frames(samples, rate: int):
-    return subsampled(frames_of(samples, rate))
 
 
 def real(lengths: Tensor, most: int) -> Tensor:
@@ -109,14 +104,10 @@ class LogMel(nn.Module):
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         with as_given(audio):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
-            energy = self.spectrum(F.pad(audio, self.around))
-            frames = frames_of(samples, self.rate)
-            return self.normalised(torch.log(energy + FLOOR).mT, frames), frames
-
-    def normalised(self, x: Tensor, frames: Tensor) -> Tensor:
-        keep, count = real(frames, x.shape[1])[:, :, None], frames[:, None, None]
-        centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
-        return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt()
+            x, frames = torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT, frames_of(samples, self.rate)
+            keep, count = real(frames, x.shape[1])[:, :, None], frames[:, None, None]
+            centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
+            return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt(), frames
 
 
 def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
@@ -279,7 +270,7 @@ class ConformerTransducer(nn.Module):
                 search: Callable[["ConformerTransducer", Tensor, Tensor], list[Hypothesis]] | None = None):
         """audio (B, N) int16 with samples (B,); targets (B, U) int32 with target_lengths (B,); bands, spans: `masked`.
 
-        -> losses (B,), nats, None without targets; with a search (`greedy`, `Beam`) these and its hypotheses. In
+        -> losses (B,), nats, None without targets; with a search (`greedy`, `beam`) these and its hypotheses. In
         training the weighted CTC loss is added.
         """
         encoded, lengths = self.encoder(audio, samples, bands, spans)
@@ -295,7 +286,6 @@ class ConformerTransducer(nn.Module):
         logits = self.joiner(heard[:, :, None], said[:, None])  # (B, T, U + 1, V)
         lengths, target_lengths = lengths.int(), target_lengths.int()
         return rnnt_loss(logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none")
-
 
     def ctc_losses(self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
         """(B,): -log of the probability of each transcript where frames speak for themselves: Graves et al., 2006.
@@ -334,35 +324,24 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
             state = tuple(torch.where(says[:, None], a, b) for a, b in zip(after, state))
         here = torch.where(says, here + 1, 0)
         frame = frame + (active & ~says)
-    return paths(torch.stack(steps).permute(2, 1, 0).tolist(), score.tolist(), model.blank)
+    found = []
+    for (symbols, frames), total in zip(torch.stack(steps).permute(2, 1, 0).tolist(), score.tolist()):
+        said = [i for i, symbol in enumerate(symbols) if symbol != model.blank]
+        found.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said], total))
+    return found
 
 
-def paths(steps: list, scores: list[float], blank: int) -> list[Hypothesis]:
-    """steps: of each utterance the symbols, and the frames, of all steps of a search."""
-    paths = []
-    for (symbols, frames), score in zip(steps, scores):
-        said = [i for i, symbol in enumerate(symbols) if symbol != blank]
-        paths.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said], score))
-    return paths
-
-
-class Beam:
+@outside_graphs
+@torch.no_grad()
+def beam(model: ConformerTransducer, encoded: Tensor, lengths: Tensor, width: int) -> list[Hypothesis]:
     """torchaudio's beam search, one utterance at a time: it joins the paths of a transcript, and lets a frame say
     several symbols, which batched searches with one symbol a frame do not, and characters need.
 
     Ranks by the log probability itself: transducers are distributions over transcripts, so no length is favoured.
     """
-
-    def __init__(self, width: int):
-        self.width = width
-
-    @outside_graphs
-    @torch.no_grad()
-    def __call__(self, model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
-        search = _search(model, self.width)
-        heard = model.joiner.heard(encoded)
-        best = [search(x[None, :n], n, self.width)[0] for x, n in zip(heard, lengths)]
-        return [Hypothesis(symbols[1:], None, score) for symbols, _, _, score in best]
+    search = _search(model, width)
+    best = [search(x[None, :n], n, width)[0] for x, n in zip(model.joiner.heard(encoded), lengths)]
+    return [Hypothesis(symbols[1:], None, score) for symbols, _, _, score in best]
 
 
 def _search(model: ConformerTransducer, width: int):

@@ -8,7 +8,6 @@ config.json: sizes, symbols, and the attention by its names in conf/, which are 
 Legend: B sequences of a batch, L symbols of a sequence, V kinds of symbols.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,16 +18,15 @@ from torch import Tensor, nn
 
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError
-from crt_exp.hints import Count, Parameter, at_least, below, parameters
+from crt_exp.hints import Count, at_least, below, parameters
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
-                                   whole_folder)
+from crt_exp.models import kept as kept_folder
+from crt_exp.models.folder import check_shapes
 from crt_exp.models.transformer import Transformer
 from crt_exp.schema import check_keys
 from crt_exp.swap.swap import LayerMaker
 
-KIND, WEIGHTS = "language_model", "model.safetensors"
+KIND = "language_model"
 Dropout = Annotated[float, at_least(0), below(1)]
 Positions = Literal["learned", "rotary", "none"]
 
@@ -49,9 +47,8 @@ PRESETS = {"tiny": (4, 2, 128, 64), "small": (4, 4, 512, 128),
 
 def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSizes:
     """The sizes of a preset with other values for some keys; `option` is where those were given. Raises ConfigError."""
-    hints = {key: Parameter(hint, False) for key, (hint, _) in parameters(TransformerSizes).items()}
-    check_keys(f"{option}.", changes, hints)
     sizes = dict(zip(TransformerSizes.__annotations__, PRESETS[preset])) | dict(changes)
+    check_keys(f"{option}.", sizes, parameters(TransformerSizes))
     if sizes["d"] % sizes["heads"]:
         raise ConfigError(f"{option}: d = {sizes['d']} is no multiple of heads = {sizes['heads']}")
     return sizes
@@ -92,10 +89,9 @@ class SequenceModel(nn.Module):
         self.symbol = nn.Embedding(description.symbols, sizes["d"])
         self.place = nn.Embedding(description.length, sizes["d"]) if description.positions == "learned" else None
         self.dropout = nn.Dropout(description.dropout)
-        self.body = Transformer(**{"ffn" if key == "d_ff" else "dim" if key == "d" else key: value
-                                   for key, value in sizes.items()}, make=make, causal=description.causal,
-                                dropout=description.dropout, rotary=description.positions == "rotary",
-                                checkpointing=checkpointing)
+        self.body = Transformer(heads=sizes["heads"], layers=sizes["layers"], ffn=sizes["d_ff"], dim=sizes["d"],
+                                make=make, causal=description.causal, dropout=description.dropout,
+                                rotary=description.positions == "rotary", checkpointing=checkpointing)
         self.norm = nn.LayerNorm(sizes["d"])
 
     def begin_small(self) -> None:
@@ -110,14 +106,10 @@ class SequenceModel(nn.Module):
         start = pasts[0].length if pasts else 0
         x = self.symbol(tokens)
         if self.place is not None:
-            self._check_length(start + tokens.shape[1])
+            if start + tokens.shape[1] > (most := self.description.length):
+                raise ValueError(f"this model has learned positions for {most} symbols, got {start + tokens.shape[1]}")
             x = x + self.place(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         return self.body(self.dropout(x), key_mask, pasts)
-
-    def _check_length(self, length: int) -> None:
-        most = self.description.length
-        if length > most:
-            raise ValueError(f"this model has learned positions for {most} symbols, got {length}")
 
 
 class LanguageModel(SequenceModel):
@@ -148,8 +140,7 @@ class LanguageModel(SequenceModel):
         For eval mode, without gradient.
         """
         if not self.description.causal:
-            raise ValueError("a bidirectional model predicts masked symbols: only a unidirectional one goes symbol by "
-                             "symbol")
+            raise ValueError("a bidirectional model predicts masked symbols and does not go symbol by symbol")
         return self.body.begin(window)
 
 
@@ -165,6 +156,11 @@ class KeptLanguageModel(NamedTuple):
     tensors: dict[str, Tensor]
     named: str
 
+    def untied(self) -> dict[str, Tensor]:
+        """The tensors, with the weights of the head where those are the embeddings."""
+        tied = self.description.tied and "symbol.weight" in self.tensors
+        return self.tensors | ({"head.weight": self.tensors["symbol.weight"]} if tied else {})
+
     def build(self, mechanism: Mechanism | None = None) -> LanguageModel:
         """In eval mode, with its own attention and noise; or its weights with the attention of another mechanism, whose
         causal layers, where their features are fitted, then want `calibrate_attention`."""
@@ -179,42 +175,19 @@ def keep(description: LanguageDescription, mechanism: Mechanism, symbols: dict[s
     config = {"kind": KIND} | asdict(description) | {"attention": mechanism.saved(), "vocabulary": symbols}
     if description.tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
-    with whole_folder(directory) as folder:
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        save_tensors(tensors, folder / WEIGHTS)
+    kept_folder.write(directory, config, tensors, {})
 
 
 def load(run: str | Path, option: str) -> KeptLanguageModel:
     """What a run kept. Raises DataError, naming `option`, for what is none, ConfigError for attention that is gone."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    folder = folder_of(run, option, "the directory of a run of a sequence model, such as one of task=trembl")
     named = f"{option} = {run}"
-    try:
-        config = description_in(folder, named)
-        if config.pop("kind", None) != KIND:
-            raise DataError(f"{named} is a run of another task: {folder / CONFIG} describes no sequence model")
+    with kept_folder.read(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
-        tensors = load_file(folder / WEIGHTS)
-        check_numbers(tensors.items(), named)
         check_keys("", config, parameters(LanguageDescription))
         kept = KeptLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
-        check_sizes(kept)
+        exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]
+        check_shapes(lambda: LanguageModel(kept.description, exact), layers, kept.untied(), named)
         return kept
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise DataError(f"{named}: {folder} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def check_sizes(kept: KeptLanguageModel) -> None:
-    """Raises DataError for a description whose model has other weights than were kept, before it takes memory."""
-    layers, tensors = kept.description.sizes["layers"], dict(kept.tensors)
-    if kept.description.tied:
-        tensors["head.weight"] = tensors.get("symbol.weight")
-    exact = Mechanism.of("exact").layer
-    check_shapes(lambda: LanguageModel(kept.description, exact), layers, tensors, kept.named)
 
 
 def fill(model: LanguageModel, kept: KeptLanguageModel, mechanism: Mechanism) -> bool:
@@ -223,17 +196,14 @@ def fill(model: LanguageModel, kept: KeptLanguageModel, mechanism: Mechanism) ->
     Returns whether it has. Raises ConfigError for a weight that is missing, superfluous or of another shape.
     """
     same = mechanism.describe() == kept.mechanism.describe()
-    tensors = dict(kept.tensors)
-    if kept.description.tied:
-        tensors["head.weight"] = tensors.get("symbol.weight")
-    taken = {name: tensor for name, tensor in tensors.items() if same or ".attention." not in name}
+    taken = {name: tensor for name, tensor in kept.untied().items() if same or ".attention." not in name}
     make_room(model, taken)
     own = model.state_dict()
-    wanted = {name for name in own if same or ".attention." not in name}
-    wrong = sorted(wanted ^ taken.keys()) or sorted(name for name in wanted if taken[name].shape != own[name].shape)
-    if wrong:
-        shapes = [tuple(part[wrong[0]].shape) if wrong[0] in part else "none" for part in (taken, own)]
-        raise ConfigError(f"{kept.named}: {wrong[0]} is {shapes[0]} there and {shapes[1]} in this model: choose the "
-                          "sizes, length and positions of that run")
+    shapes = [{name: tuple(tensor.shape) for name, tensor in part.items() if same or ".attention." not in name}
+              for part in (taken, own)]
+    for name in sorted(shapes[0].keys() | shapes[1].keys()):
+        if shapes[0].get(name) != shapes[1].get(name):
+            raise ConfigError(f"{kept.named}: {name} is {shapes[0].get(name)} there and {shapes[1].get(name)} in this "
+                              "model: choose the sizes, length and positions of that run")
     model.load_state_dict(taken, strict=same)
     return same

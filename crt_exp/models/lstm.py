@@ -6,7 +6,6 @@ softmax kernel of queries (outputs) and keys (embeddings), which random features
 Legend: B columns of a text, T words of each in a batch, n of those that count, V words, D width.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.data import DataError
 from crt_exp.data.text import IGNORED
 from crt_exp.hints import Count, at_least, below, parameters
-from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
-                                   whole_folder)
+from crt_exp.models import kept
+from crt_exp.models.folder import check_shapes
 from crt_exp.schema import check_keys
 
-KIND, WEIGHTS = "word_lstm", "model.safetensors"
+KIND = "word_lstm"
 SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model
 
 
@@ -124,30 +122,15 @@ def keep(body: WordLSTM, words: tuple[str, ...], temperature: float, tensors: di
     """Writes `<directory>/model`, whole or not at all; `tensors` are the state of `body`. Raises OSError."""
     sizes = {"width": body.lstm.hidden_size, "layers": body.lstm.num_layers, "dropout": body.dropout.p}
     config = {"kind": KIND, "sizes": sizes, "temperature": temperature, "words": words}
-    with whole_folder(directory) as folder:
-        (folder / CONFIG).write_text(json.dumps(config, ensure_ascii=False) + "\n", encoding="utf-8")
-        save_tensors(tensors, folder / WEIGHTS)
+    kept.write(directory, config, tensors, {})
 
 
 def load(run: str | Path, option: str) -> KeptLSTM:
     """What a run of task=ptb kept. Raises DataError, naming `option`, for what is none."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    folder = folder_of(run, option, "the directory of a run of task=ptb")
-    try:
-        config = description_in(folder, f"{option} = {run}")
-        if config.get("kind") != KIND:
-            raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no language model "
-                            "of words. Give a run of task=ptb.")
-        sizes, tensors = {"words": len(config["words"]), **config["sizes"]}, load_file(folder / WEIGHTS)
+    with kept.read(run, option, KIND, "task=ptb") as (_, config, tensors):
+        sizes = {"words": len(config["words"]), **config["sizes"]}
         check_keys("", sizes, parameters(WordLSTM))
         check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option} = {run}")
         body = WordLSTM(**sizes)
         body.load_state_dict(tensors)
-        check_numbers(body.state_dict().items(), f"{option} = {run}")
         return KeptLSTM(body.eval(), tuple(config["words"]), config["temperature"])
-    except DataError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"{option} = {run}: {folder} cannot be read: {type(error).__name__}: {error}") from None

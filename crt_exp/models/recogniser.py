@@ -3,41 +3,22 @@
 Nothing in it names code that is run: the attention is rebuilt from names of conf/ and compared with what it was.
 """
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypedDict
+from typing import NamedTuple
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
-from crt_exp.hints import Count, at_most, parameters
+from crt_exp.hints import parameters
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.conformer_transducer import (
-    ConformerSizes,
-    ConformerTransducer,
-    Joiner,
-    Layer,
-    Predictor,
-    Subsampling,
-)
-from crt_exp.models.conformer_transducer import check_sizes as check_model_sizes
-from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
-                                   whole_folder)
-from crt_exp.schema import check, check_keys
+from crt_exp.models import kept
+from crt_exp.models.conformer_transducer import ConformerSizes, ConformerTransducer, check_sizes
+from crt_exp.models.folder import check_shapes
+from crt_exp.schema import check_keys
 
 KIND = "conformer_transducer"
-WEIGHTS, PIECES = "model.safetensors", "pieces.model"
-
-
-class KeptSymbols(TypedDict):
-    kind: Literal["characters", "words", "pieces"]
-    entries: Sequence[str]
+PIECES = "pieces.model"
 
 
 class Recogniser(NamedTuple):
@@ -59,48 +40,21 @@ def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) ->
     symbols = recogniser.symbols
     config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
               "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
-    with whole_folder(directory) as folder:
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        if symbols.kind == "pieces":
-            (folder / PIECES).write_bytes(symbols.pieces)
-        save_tensors(tensors, folder / WEIGHTS)
+    kept.write(directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else {})
 
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     """What a run kept, and its weights. Raises DataError, naming `option`, for what is no run of a recogniser."""
-    folder = folder_of(run, option, "the directory of a run of task=librispeech")
-    try:
-        config = description_in(folder, f"{option} = {run}")
-        if config.get("kind") != KIND:
-            raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no speech "
-                            "recogniser. Give a run of task=librispeech.")
-        symbols = config["symbols"]
-        check_keys("symbols.", symbols, parameters(KeptSymbols))
-        symbols = (Symbols.of_pieces((folder / PIECES).read_bytes()) if symbols["kind"] == "pieces"
-                   else Symbols(symbols["kind"], tuple(symbols["entries"])))
+    with kept.read(run, option, KIND, "task=librispeech") as (folder, config, tensors):
+        kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
+        symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
         mechanism = Mechanism.of_saved(config["attention"], f"{option} = {run}")
-        tensors = load_file(folder / WEIGHTS)
-        check_numbers(tensors.items(), f"{option} = {run}")
-        check("rate", config["rate"], Annotated[Count, at_most(10**6)])
-        check_sizes(config["sizes"], len(symbols) + 1, tensors, f"{option} = {run}")
-        return Recogniser(symbols, config["rate"], config["sizes"], mechanism), tensors
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise DataError(f"{option} = {run}: {folder} cannot be read: {type(error).__name__}: {error}") from None
-
-
-def check_sizes(sizes: ConformerSizes, symbols: int, tensors: dict[str, Tensor], named: str) -> None:
-    """Raises ConfigError and DataError for sizes that are not those of the weights, before a model takes memory."""
-    check_keys("sizes.", sizes, parameters(ConformerSizes))
-    check_model_sizes(sizes)
-    dim, cells = sizes["dim"], sizes["predictor"]
-    check_shapes(lambda: nn.ModuleDict({
-        "encoder": nn.ModuleDict({
-            "subsampling": Subsampling(sizes["mels"], sizes["channels"], dim, sizes["dropout"]),
-            "layers": nn.ModuleList(Layer(sizes) for _ in range(sizes["layers"]))}),
-        "predictor": Predictor(symbols, cells, sizes["dropout"]),
-        "joiner": Joiner(dim, cells, sizes["joiner"], symbols)}), sizes["layers"], tensors, named)
+        rate, sizes = config["rate"], config["sizes"]
+        check_keys("sizes.", sizes, parameters(ConformerSizes))
+        check_sizes(sizes)
+        check_shapes(lambda: ConformerTransducer(len(symbols) + 1, rate, sizes), sizes["layers"], tensors,
+                     f"{option} = {run}")
+        return Recogniser(symbols, rate, sizes, mechanism), tensors
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -111,20 +65,13 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            got = tuple(tensors[name].shape) if name in tensors else "not there"
-            raise ConfigError(f"{source}: {name} is {got}, and this model takes {tuple(tensor.shape)}: choose the "
-                              "task.preset and task.sizes of that run")
-    with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(tensors[name])
+            raise ConfigError(f"{source}: {name} is not of shape {tuple(tensor.shape)}; choose task.preset and "
+                              "task.sizes of that run")
+    model.load_state_dict({name: tensors[name] for name in state}, strict=False)
 
 
-def load_whole(recogniser: Recogniser, tensors: dict[str, Tensor], source: str) -> nn.Module:
+def load_whole(recogniser: Recogniser, tensors: dict[str, Tensor]) -> nn.Module:
     """The model as it was, its noise included, ready to recognise."""
     model = recogniser.build()
-    try:
-        model.load_state_dict(tensors)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise DataError(f"{source}: its weights do not fit its {CONFIG}: {reason}") from None
+    model.load_state_dict(tensors)
     return model.eval()

@@ -16,10 +16,10 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
-from crt_exp.data.sources import no_folder, task_folder
+from crt_exp.data.sources import task_folder
 from crt_exp.data.protein_families import Families, FamilyOptions
 from crt_exp.data.glue import by_length
-from crt_exp.data.protein import LETTERS, Chains, ProteinRows, Singles
+from crt_exp.data.protein import LETTERS, Chains, Singles
 from crt_exp.hints import Count
 from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader
@@ -41,7 +41,6 @@ class TrEMBL(SymbolTask):
     direction: Literal["unidirectional", "bidirectional"]
     max_length: Count
     chains: bool
-    longer: Literal["cut", "refuse"]
     share: Share
     validation_share: Share
     test_share: Share
@@ -59,52 +58,41 @@ class TrEMBL(SymbolTask):
         self.load()
         self.describe(protein.TOKENS, self.max_length, VOCABULARY)
         self.masking = protein.masking(self.share)
-        self.made = Families.of(self.generated) if self.dataset == "generated" else None
+        self.made = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
-        self.index = self.made.drawn(self.generated) if self.made else protein.uniprot(self.data_dir, self.cache_dir)
-        self.rows = {split: self.rows_of(rows, split) for split, rows in self.split().items()}
+        if self.made:
+            self.sequences = self.made.sample(self.generated["sequences"], self.generated["seed"])
+        else:
+            self.sequences = protein.uniprot(self.data_dir, self.cache_dir)
+        split = protein.split_rows(self.sequences, self.held_out(), self.validation_share, self.test_share)
+        kind = Chains if self.chains else Singles
+        self.rows = {name: kind(self.sequences, rows, self.max_length) for name, rows in split.items()}
+        if empty := [name for name, rows in self.rows.items() if not len(rows)]:
+            raise DataError(f"task.max_length={self.max_length}: the sequences of {empty[0]} fill no row; give more "
+                            "sequences, another share, or shorter rows")
 
     def inputs(self) -> list[Path | None]:
         return [] if self.made else [task_folder("protein", self.data_dir)]
 
-    # ---- options
-
     def check_options(self) -> None:
         if self.validation_share + self.test_share >= 1:
-            raise ConfigError(f"task.validation_share = {self.validation_share} and task.test_share = "
-                              f"{self.test_share} leave nothing to train on")
-        if self.made:
-            no_folder(self.data_dir, "task.dataset=generated", "leave it out, or set task.dataset=uniprot")
-        if self.made and (self.families or self.held_out_files is not None):
-            raise ConfigError("task.families and task.held_out_files are for dataset=uniprot: generated families are "
-                              "held out by task.generated.held_out")
+            raise ConfigError(f"task.validation_share={self.validation_share} task.test_share={self.test_share}: "
+                              "expected a sum below 1")
+        if self.made and (self.data_dir or self.families or self.held_out_files is not None):
+            raise ConfigError("task.dataset=generated: reads no task.data_dir, task.families and task.held_out_files; "
+                              "set task.dataset=uniprot")
         if self.held_out_families is not None and self.families is None:
-            raise ConfigError("task.held_out_families needs the table of families: task.families=<file>")
+            raise ConfigError("task.held_out_families: needs the table of families, task.families=FILE")
 
     # ---- data
-
-    def split(self) -> dict[str, np.ndarray]:
-        return protein.split_rows(self.index, self.held_out(), self.validation_share, self.test_share)
 
     def held_out(self) -> np.ndarray:
         """Which sequences are out of distribution, (n,) bool."""
         if self.made:
-            return self.index.files >= self.made.inside
+            return self.sequences.files >= self.made.inside
         if self.families is not None:
-            return protein.held_out_by_family(self.index, self.families, self.held_out_families or protein.HELD_OUT)
-        return protein.held_out_by_file(self.index, self.held_out_files)
-
-    def rows_of(self, rows: np.ndarray, split: str) -> ProteinRows:
-        if self.chains:
-            result = Chains(self.index, rows, self.max_length)
-            if not len(result):
-                raise DataError(f"the {len(rows)} sequences of {split} fill no row of task.max_length = "
-                                f"{self.max_length}: give more sequences, another share, or shorter rows")
-            return result
-        result = Singles(self.index, rows, self.max_length)
-        if self.longer == "refuse":
-            result.check_whole()
-        return result
+            return protein.held_out_by_family(self.sequences, self.families, self.held_out_families or protein.HELD_OUT)
+        return protein.held_out_by_file(self.sequences, self.held_out_files)
 
     def length(self, split: str) -> int:
         return len(self.rows[split])
@@ -114,7 +102,7 @@ class TrEMBL(SymbolTask):
         for numbers in by_length(data.lengths, split, plan, self.bucketed):
             rows = [data[i] for i in numbers]
             if self.causal:
-                yield protein.next_tokens(rows)
+                yield protein.next_tokens(rows, self.max_length)
             else:
                 yield protein.masked_tokens(rows, map(plan.rng, numbers), self.masking)
 
@@ -146,7 +134,7 @@ class TrEMBL(SymbolTask):
         rows = self.rows[split]
         letters = np.zeros((len(rows), self.max_length), np.uint8)
         for i in range(len(rows)):
-            letters[i, :rows.lengths[i]] = rows[i].tokens
+            letters[i, :rows.lengths[i]] = rows[i]
         letters = letters[:, :self.made.longest]
         inside = np.arange(letters.shape[1]) < rows.lengths[:, None]
         return float(-self.made.log_chances(letters, held_out=split == "ood")[inside].mean())
@@ -155,7 +143,7 @@ class TrEMBL(SymbolTask):
         """Of each split: of whole sequences, or of the rows of chains (Performers Table 1)."""
         result = {}
         for split, rows in self.rows.items():
-            lengths = rows.lengths if self.chains else self.index.lengths[rows.rows]
+            lengths = rows.lengths if self.chains else self.sequences.lengths[rows.rows]
             result |= {f"{split}_{key}": value for key, value in protein.statistics(lengths).items()}
         return result
 

@@ -123,7 +123,7 @@ def place(tmp_path_factory):
     transformers.ViTImageProcessor(size={"height": 12, "width": 12}).save_pretrained(root / "vit")
     write_images(root / "images", val=2)
     sizes = PRESETS["small"] | {"layers": 1, "dim": 16, "ffn": 32, "heads": 2, "predictor": 16, "joiner": 16}
-    heard = recogniser.Recogniser(Symbols.of("words", WORDS, 0, None), 8000, sizes, Mechanism.of("exact"))
+    heard = recogniser.Recogniser(Symbols.of("words", WORDS, 0), 8000, sizes, Mechanism.of("exact"))
     recogniser.keep(heard, heard.build().state_dict(), root / "speech")
     (root / "audio").mkdir()
     for number, word in enumerate(WORDS):

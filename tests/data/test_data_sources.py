@@ -19,7 +19,6 @@ from crt_exp.data import __main__ as command
 from crt_exp.data.__main__ import main
 from crt_exp.data.download import free, published, shown
 from crt_exp.data.fetch import OK, WRONG, beside, digest, fetch, inspect
-from crt_exp.data.protein import HELD_OUT, held_out_by_family, uniprot
 from crt_exp.data.sources import SOURCES, TABLE, File, Source, select
 
 ROWS = "".join(f"{i},{i * i}\n" for i in range(3000)).encode()
@@ -238,7 +237,7 @@ def test_the_table_has_every_file_that_a_recipe_names():
     named = {path for file in (CONF / "experiment").glob("*.yaml") for path in NAMED.findall(file.read_text())}
     known = {str(folder) for source in TABLE for file in source.files
              for folder in (Path(file.path), *Path(file.path).parents)}
-    assert {"pg19/train", "lm1b/test", "protein/families.tsv"} <= named <= known
+    assert {"pg19/train", "lm1b/test", "protein/pfam/Pfam-A.regions.uniprot.tsv.gz"} <= named <= known
 
 
 @pytest.mark.parametrize("name", ["protein/trembl", "protein/families", "protein/BPT1_BOVIN", "pg19", "lm1b", "imdb",
@@ -255,26 +254,3 @@ def test_sources_of_the_recipes(name):
 def test_a_name_is_itself_and_not_what_lies_below():
     assert [source.name for source in select("protein")] == ["protein"]
     assert sum(source.bytes for source in select("speech")) == pytest.approx(61e9, rel=0.02)
-
-
-def test_the_table_of_families_is_made_of_what_is_there(server, tmp_path):
-    """A line for each sequence, the held-out families alone; and the task reads it."""
-    rows = [("P10001", "PF00001"), ("P10002", HELD_OUT[3]), ("P10002", HELD_OUT[1]), ("A0A0000001", HELD_OUT[0]),
-            ("Q99999", HELD_OUT[0])]
-    text = "uniprot_acc\tseq_version\tcrc64\tmd5\tpfamA_acc\tseq_start\tseq_end\n" + "".join(
-        f"{accession}\t1\tAA\tbb\t{family}\t1\t20\n" for accession, family in rows)
-    body = gzip.compress(text.encode())
-    server.content |= {"r.tsv.gz": body, "md5": f"{hashlib.md5(body).hexdigest()}  r.tsv.gz\n".encode()}
-    regions = File("protein/pfam/Pfam-A.regions.uniprot.tsv.gz", server.url("r.tsv.gz"), digests=server.url("md5"))
-    source = Source("protein/families", "trembl", "https://example.org",
-                    (regions, File("protein/families.tsv", made="pfam")))
-    assert "holds no FASTA file" in refused(source, tmp_path)
-    names = ("sp|P10001|A", "sp|P10002-2|B", "tr|A0A0000001|C", "tr|A0A0000002|D")
-    (tmp_path / "protein/u.fasta").write_text("".join(f">{name} x\nMKV\n" for name in names))
-    said = []
-    fetch(source, tmp_path, said.append)
-    assert said[-1].endswith("4 sequences, 2 of the 20 held-out families")
-    assert (tmp_path / "protein/families.tsv").read_text() == (
-        f"Entry\tPfam\nP10001\t\nP10002-2\t{HELD_OUT[1]};{HELD_OUT[3]}\nA0A0000001\t{HELD_OUT[0]}\nA0A0000002\t\n")
-    index = uniprot(str(tmp_path / "protein"), str(tmp_path / "cache"))
-    assert held_out_by_family(index, tmp_path / "protein/families.tsv", HELD_OUT).tolist() == [False, True, True, False]

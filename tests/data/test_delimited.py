@@ -9,8 +9,6 @@ from test_data import rows_of
 from crt_exp.data import DataError, glue, own_table, tabular
 from crt_exp.data.delimited import PLAIN, QUOTED, table
 from crt_exp.data.labelled import read_pairs
-from crt_exp.data.protein import read_families
-from crt_exp.data.speech_table import entries
 
 WITHIN = ("\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e")
 
@@ -58,21 +56,10 @@ def pairs(path, separator, cells):
     return len(own_table.read(path, "y")[0])
 
 
-def speech(path, separator, cells):
-    lines = [separator.join([f"{i}.wav", cell, "train"]) for i, cell in enumerate(cells)]
-    path.write_text("\n".join([separator.join(("audio", "text", "split")), *lines]))
-    return len(entries(path))
-
-
 def sentences(path, separator, cells):
     path.write_text("\n".join(["sentence\tlabel", *(f"{cell}\t{i % 2}" for i, cell in enumerate(cells))]))
     read = glue.GlueReader(glue.TASKS["sst2"], path.rename(path.with_name("train.tsv")), True).read()
     return len(read) if read.sentence1 == cells else 0
-
-
-def families(path, separator, cells):
-    path.write_text("\n".join(f"P{i}\t{cell}" for i, cell in enumerate(cells)))
-    return len(list(read_families(path)))
 
 
 def documents(path, separator, cells):
@@ -91,8 +78,8 @@ def published(path, separator, cells):
                                          ('"', '"'), ('""', '"'), ('"x', '","')])
 @pytest.mark.parametrize("read, name, separator", [
     (own, "t.csv", ","), (pairs, "t.csv", ","), (own, "t.csv", ";"), (own, "t.tsv", "\t"),
-    (speech, "t.csv", ","), (speech, "t.tsv", "\t"), (sentences, "t.tsv", "\t"),
-    (families, "t.tsv", "\t"), (documents, "t.tsv", "\t"), (published, "car.data", ",")])
+    (sentences, "t.tsv", "\t"),
+    (documents, "t.tsv", "\t"), (published, "car.data", ",")])
 def test_a_lone_quotation_mark_loses_no_row_without_a_word(read, name, separator, first, last, tmp_path):
     """Every row is read, or the file is refused by its line; files that use no quoting (.tsv of GLUE) are read."""
     cells = ["word"] * ROWS

@@ -16,15 +16,16 @@ from crt_exp.models.conformer_transducer import (
     HOP,
     PRESETS,
     SUBSAMPLING,
-    Beam,
     ConformerTransducer,
     FrameNorm,
     LogMel,
     MaskedBatchNorm,
-    encoder_frames,
+    beam,
+    frames_of,
     greedy,
     masked,
     real,
+    subsampled,
 )
 
 RATE = 8000
@@ -37,6 +38,10 @@ LENGTHS = torch.tensor([5, 4, 1], dtype=torch.int32)
 @pytest.fixture(autouse=True)
 def quiet(one_thread):
     pass
+
+
+def encoder_frames(samples, rate):
+    return subsampled(frames_of(samples, rate))
 
 
 def model_of(attention="exact", symbols=6, **sizes):
@@ -261,7 +266,7 @@ def test_beam_search_finds_the_most_probable_transcript():
         encoded, lengths = model.encoder(audio, samples)
         every = [list(s) for n in range(4) for s in itertools.product(range(3), repeat=n)]
         scores = {tuple(s): log_probability(model, encoded[0, :lengths[0]], s) for s in every}
-        (best,), (first,) = Beam(3)(model, encoded, lengths), greedy(model, encoded, lengths)
+        (best,), (first,) = beam(model, encoded, lengths, 3), greedy(model, encoded, lengths)
     assert len(best.symbols) <= 3 and scores[tuple(best.symbols)] == max(scores.values())
     assert log_probability(model, encoded[0, :lengths[0]], first.symbols) <= max(scores.values())
     assert best.score <= max(scores.values()) + 1e-4
@@ -279,7 +284,7 @@ def test_a_beam_wider_than_the_symbols_is_searched(monkeypatch):
         model = quieter(model_of(symbols=4)).eval()
         audio, samples = torch.randn(1, 1600), torch.tensor([1600])
         encoded, lengths = model.encoder((audio * 3000).to(torch.int16), samples)
-        (narrow,), (wide,) = (Beam(width)(model, encoded, lengths) for width in (3, 64))
+        (narrow,), (wide,) = (beam(model, encoded, lengths, width) for width in (3, 64))
         assert wide.score >= narrow.score - 1e-4 and set(wide.symbols) <= {0, 1, 2}
         assert log_probability(model, encoded[0, :lengths[0]], wide.symbols) == pytest.approx(wide.score, abs=0.05)
         better += wide.score > narrow.score + 1e-4
@@ -323,8 +328,9 @@ def test_the_paper_preset_has_the_papers_sizes():
     assert model.predictor.lstm.hidden_size == 512 and model.joiner.out.in_features == 1024
 
 
-@pytest.mark.parametrize("sizes, words", [({"dim": 30, "heads": 4}, "dim = 30 is no multiple of heads = 4"),
-                                          ({"kernel": 8}, "kernel = 8 is even"), ({"mels": 5}, "mels = 5")])
+@pytest.mark.parametrize("sizes, words", [
+    ({"dim": 30, "heads": 4}, "task.sizes.dim=30: expected a multiple of heads=4"),
+    ({"kernel": 8}, "task.sizes.kernel=8: expected an odd number"), ({"mels": 5}, "task.sizes.mels=5: expected 7 to")])
 def test_sizes_that_do_not_go_together(sizes, words):
     with pytest.raises(ConfigError, match=words):
         model_of(**sizes)

@@ -236,5 +236,5 @@ def test_bad_sizes():
     with pytest.raises(ValueError, match="without key_mask"):
         model = model_of()
         model(tokens(), torch.ones(2, 20, dtype=torch.bool), pasts=model.begin())
-    with pytest.raises(ValueError, match="only a unidirectional one"):
+    with pytest.raises(ValueError, match="does not go symbol by symbol"):
         model_of(causal=False).begin()

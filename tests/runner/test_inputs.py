@@ -25,8 +25,8 @@ from crt_exp.tasks.pixels import Pixels
 NO_FILES = set(re.findall(r"\S+", """
 attentions cache_dir hub.name hub.config hub.splits hub.column rows preset positions counted source
 hub.split hub.validation hub.image hub.label unreadable interpolation augment.color augment.policy
-augment.mix_mode subsets.train subsets.validation subsets.test held_out_speaker hub.train hub.test
-hub.audio hub.text bad symbols environment looks scale softmax scaling what direction longer
+augment.mix_mode subsets.train subsets.validation subsets.test hub.train hub.test
+hub.audio hub.text bad symbols environment looks scale softmax scaling what direction
 held_out held_out_families held_out_files target kind coding regime fit resize kernel pool examples length lengths
 samples layers turn evaluated tied workers size sizes.patch sizes.width sizes.depth sizes.heads
 hub.classes ema rate beam max_length channels parts entry file method methods what baseline dtype split subset texts
