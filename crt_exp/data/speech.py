@@ -20,7 +20,7 @@ import torch
 
 from crt_exp.data import DataError, check_regular
 from crt_exp.data.cache import warn
-from crt_exp.data.endings import AUDIO, Sieve
+from crt_exp.data.endings import AUDIO, files_ending
 from crt_exp.data.hub import Hub, hub_examples
 from crt_exp.data.sources import SOURCES, missing, task_folder
 from crt_exp.data.text import numbered_lines
@@ -103,10 +103,10 @@ def subset_utterances(subset: str, data_dir: str | None, faults: Faults) -> Iter
     folder = subset_folder(subset, data_dir)
     audio, texts = {}, {}
     files = (path for path in folder.glob("*/*/*") if not path.name.endswith(".trans.txt"))
-    for path in Sieve(AUDIO).only(folder, files):
+    for path in map(Path, files_ending(folder, AUDIO, files)):
         if audio.setdefault(path.stem, path) != path:
             faults.add(str(path), f"{audio[path.stem]} has the same name")
-    for path in Sieve((".txt",)).only(folder, folder.glob("*/*/*.trans.txt")):
+    for path in map(Path, files_ending(folder, (".txt",), folder.glob("*/*/*.trans.txt"))):
         for name, entry in transcripts(path):
             if texts.setdefault(name, entry) != entry:
                 faults.add(entry[0], f"{name} has another transcript already, {texts[name][0]}")
@@ -167,7 +167,7 @@ def recordings(data_dir: str | None, faults: Faults) -> list[Recording]:
     if folder is None or not folder.is_dir():
         raise missing(DIGITS, folder)
     result = []
-    for path in Sieve(AUDIO).only(folder, folder.iterdir()):
+    for path in map(Path, files_ending(folder, AUDIO, folder.iterdir())):
         named = re.fullmatch(r"(\d)_([a-z]+)_(\d+)", path.stem)
         if named is None:
             faults.add(str(path), "its name is not <digit>_<speaker>_<index>.wav")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from crt_exp.data import DataError, read_text
 from crt_exp.data.delimited import PLAIN, table
-from crt_exp.data.endings import AUDIO, Sieve
+from crt_exp.data.endings import AUDIO, files_ending
 from crt_exp.data.speech import Faults, Utterance, header
 
 SPLITS = ("train", "validation", "test")
@@ -158,7 +158,7 @@ def audio_files(name: str, option: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(f"{option} = {name}: there is no such file or folder")
-    files = Sieve(AUDIO).only(path, path.rglob("*"))
+    files = [Path(file) for file in files_ending(path, AUDIO)]
     if not files:
         raise DataError(f"{option} = {name}: this folder holds no audio ({' '.join(AUDIO)})")
     return files

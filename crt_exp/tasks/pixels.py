@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from crt_exp.data import images
-from crt_exp.data.images import DIGITS
-from crt_exp.data.image_values import VALUES, squared
+from crt_exp.data.images import DIGITS, VALUES, squared
 from crt_exp.data.rows import few
 from crt_exp.data.sources import task_folder
 from crt_exp.hints import Count, above, at_least, at_most, below
@@ -48,8 +47,9 @@ class Pixels(SymbolTask):
     causal, predictable, length_option = True, VALUES, "size"
 
     def __post_init__(self):
-        digits = self.dataset == DIGITS and self.data_dir is None
-        self.size, self.channels = self.size or (8 if digits else 32), self.channels or (1 if digits else 3)
+        self.embedded = self.dataset == DIGITS and self.data_dir is None
+        self.size = self.size or (8 if self.embedded else 32)
+        self.channels = self.channels or (1 if self.embedded else 3)
         self.row_length = self.size**2 * self.channels
         self.load()
         self.describe(VALUES + 1, self.row_length, {"pixels": VALUES, "begin": BEGIN, "size": self.size,
@@ -60,8 +60,7 @@ class Pixels(SymbolTask):
     # ---- data
 
     def inputs(self) -> list[Path | None]:
-        embedded = self.dataset == DIGITS and self.data_dir is None
-        return [] if embedded else [task_folder(f"images/{self.dataset}", self.data_dir)]
+        return [] if self.embedded else [task_folder(f"images/{self.dataset}", self.data_dir)]
 
     def split(self) -> dict[str, images.Images]:
         loaded = images.load(self.dataset, self.data_dir)

@@ -285,7 +285,7 @@ def test_every_file_of_proteins_is_taken_and_others_are_counted(tmp_path, caplog
     for file in [*taken, "g.fna", "h.fna", "i.fasta.bz2", "README"]:
         write(tmp_path / file, ["ACD"])
     assert [path.name for path in fasta_files(tmp_path)] == taken
-    assert f"{tmp_path}: left out by their endings: 2 .fna, 1 without one, 1 .fasta.bz2 (taken are" in caplog.text
+    assert f"{tmp_path}: left out by their endings: 2 .fna, 1 .bz2, 1 without one (taken are" in caplog.text
     index = indexed(fasta_files(tmp_path), LETTERS)
     assert index.names == tuple("abcdef")
     assert protein.held_out_by_file(index, ["d"]).tolist() == [i == 3 for i in range(6)]
