@@ -36,10 +36,9 @@ class ImageTask(Task):
     validation, test = "val", "val"
 
     def __post_init__(self):
-        self.left_out, self.streamed = 0, self.hub["name"] is not None
-        self.embedded = self.dataset == data.DIGITS and self.data_dir is None and not self.streamed
+        self.left_out, self.embedded = 0, not self.inputs() and self.hub["name"] is None
         self.source_name = self.hub["name"] or (Path(self.data_dir).name if self.data_dir else self.dataset)
-        if self.streamed:
+        if self.hub["name"] is not None:
             if self.data_dir or self.held_out:
                 raise ConfigError(f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out")
             stream = Streamed(self.hub)
@@ -59,7 +58,9 @@ class ImageTask(Task):
             self.processes = 0 if self.embedded else cores()
 
     def inputs(self) -> list[Path | None]:
-        return [] if self.embedded or self.streamed else [task_folder(f"images/{self.dataset}", self.data_dir)]
+        if self.hub["name"] is not None or self.dataset == data.DIGITS and self.data_dir is None:
+            return []
+        return [task_folder(f"images/{self.dataset}", self.data_dir)]
 
     def length(self, split: str) -> int | None:
         return self.lengths[split]

@@ -47,9 +47,8 @@ class Pixels(SymbolTask):
     causal, predictable, length_option = True, VALUES, "size"
 
     def __post_init__(self):
-        self.embedded = self.dataset == DIGITS and self.data_dir is None
-        self.size = self.size or (8 if self.embedded else 32)
-        self.channels = self.channels or (1 if self.embedded else 3)
+        self.size = self.size or (32 if self.inputs() else 8)
+        self.channels = self.channels or (3 if self.inputs() else 1)
         self.row_length = self.size**2 * self.channels
         self.load()
         self.describe(VALUES + 1, self.row_length, {"pixels": VALUES, "begin": BEGIN, "size": self.size,
@@ -60,7 +59,8 @@ class Pixels(SymbolTask):
     # ---- data
 
     def inputs(self) -> list[Path | None]:
-        return [] if self.embedded else [task_folder(f"images/{self.dataset}", self.data_dir)]
+        embedded = self.dataset == DIGITS and self.data_dir is None
+        return [] if embedded else [task_folder(f"images/{self.dataset}", self.data_dir)]
 
     def split(self) -> dict[str, images.Images]:
         loaded = images.load(self.dataset, self.data_dir)

@@ -286,7 +286,7 @@ def test_streamed_validation_is_read_in_order_by_all(shards):
     ({"image": "jpg"}, "jpg is missing.*png"),
     ({"validation_images": 13}, "task.hub.validation_images=13: validation holds fewer"),
     ({"name": "someone/no-such-images", "data_files": None}, "no-such-images cannot be read from the Hugging Face hub"),
-    ({"cut": 13000}, "webdataset cannot be read after image 5: unexpected end of data"),
+    ({"cut": 12000}, "webdataset cannot be read after image .: unexpected end of data"),
 ])
 def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
     options = dict(options)
