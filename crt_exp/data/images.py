@@ -21,8 +21,7 @@ from crt_exp.data.endings import IMAGES, files_ending, hidden
 from crt_exp.data.sources import SOURCES, task_folder
 
 SPLITS = ("train", "val")
-SPLIT = re.compile(r"[\W\d_]*(train|val|valid|test|dev|eval)(ing|idation|uation)?[\W\d_]*(set|data|images?)?[\W\d_]*",
-                   re.IGNORECASE)
+SPLIT = re.compile(r"(?i)(train|val|valid|test|dev|eval)(ing|idation|uation|set|data|images?|[\W\d_])*")
 DIGITS = "digits"
 SHARE = 0.2                                                  # of a folder without splits is held out
 DIGITS_VAL = 360                                             # of 1797
@@ -74,17 +73,17 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
     root = task_folder(f"images/{dataset}", data_dir)
     if root is None or not root.is_dir():
         raise missing(dataset, root)
-    names = folders_in(root)
-    if not set(SPLITS) <= set(names):
-        return divided(root, names)
+    if not all((root / split).is_dir() for split in SPLITS):
+        return divided(root)
     splits = {split: images_in(root / split) for split in SPLITS}
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
         raise DataError(f"{root}: {min(different)} is in only one of train/ and val/: expected the same classes")
     return splits
 
 
-def divided(root: Path, names: Sequence[str]) -> dict[str, Images]:
+def divided(root: Path) -> dict[str, Images]:
     """Of <class>/ alone: SHARE of each class, always the same, is val."""
+    names = folders_in(root)
     inner = [f"{name}/{each}" for name in names for each in folders_in(root / name)]
     splits = [name for name in [*names, *inner] if SPLIT.fullmatch(Path(name).name)]
     if splits or names and all(re.search("train|test|val", name, re.IGNORECASE) for name in names):
@@ -103,7 +102,7 @@ def images_in(folder: Path) -> Images:
         place = folder / [*files][counts.index(0)] if counts else f"{folder}/<class>"
         raise DataError(f"{place}: no images there: expected files that end with {' '.join(IMAGES)}")
     paths = np.array([os.fsencode(path) for each in files.values() for path in each])   # a million in 100 MB
-    return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read_path)
+    return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read)
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -142,11 +141,11 @@ def digits() -> dict[str, Images]:
 # ---- single images ---------------------------------------------------------------------------------------------------
 
 
-def read(source: str | Path | tuple[bytes, str]) -> Any:
+def read(source: str | Path | bytes | tuple[bytes, str]) -> Any:
     """A file, or its content and name, as a PIL.Image in RGB, upright by its EXIF orientation. Raises Unreadable."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    file, name = (BytesIO(source[0]), source[1]) if isinstance(source, tuple) else (source, source)
+    file, name = (BytesIO(source[0]), source[1]) if isinstance(source, tuple) else (os.fsdecode(source),) * 2
     try:
         with Image.open(file) as image:
             image.load()
@@ -156,10 +155,6 @@ def read(source: str | Path | tuple[bytes, str]) -> Any:
     except Exception as error:  # each format's decoder raises its own
         reason = "no image" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
         raise Unreadable(f"{name} cannot be read as an image: {reason}.") from None
-
-
-def read_path(path: bytes) -> Any:
-    return read(os.fsdecode(path))
 
 
 def read_pixels(pixels: np.ndarray) -> Any:

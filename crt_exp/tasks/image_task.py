@@ -37,7 +37,6 @@ class ImageTask(Task):
 
     def __post_init__(self):
         self.left_out, self.embedded = 0, not self.inputs() and self.hub["name"] is None
-        self.source_name = self.hub["name"] or (Path(self.data_dir).name if self.data_dir else self.dataset)
         if self.hub["name"] is not None:
             if self.data_dir or self.held_out:
                 raise ConfigError(f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out")

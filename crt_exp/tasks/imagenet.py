@@ -5,6 +5,7 @@ Legend: B rows of a batch, C classes, H = W pixels of a side.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -77,7 +78,7 @@ class ImageNet(ImageTask):
 
     def __post_init__(self):
         super().__post_init__()
-        check_classes(self.classes, self.source_name)
+        check_classes(self.classes, self.hub["name"] or self.data_dir or self.dataset)
         self.description = self.described()
         self.description.check()
         self.training = training_transform(self.augment, self.description)
@@ -150,11 +151,11 @@ class ImageNet(ImageTask):
 
     def check_shards(self) -> None:
         if self.ema:
-            raise ConfigError("task.ema averages whole weights, and trainer=fsdp splits them: leave one out")
+            raise ConfigError(f"task.ema={self.ema} averages whole weights, and trainer=fsdp splits them")
 
     def check_adapters(self) -> None:
         if self.ema:
-            raise ConfigError("task.ema averages all weights, of which trainer.adapt=lora trains none: leave one out")
+            raise ConfigError(f"task.ema={self.ema} averages weights, of which trainer.adapt=lora trains none")
 
     def updated(self, model: nn.Module, step: int) -> None:
         for name, value in self.average.items():
@@ -171,12 +172,12 @@ class ImageNet(ImageTask):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Loss in nats, top-1 and top-5 accuracy of the images that can be read; of averaged weights with task.ema."""
-        rows, loss, before = [], 0.0, self.left_out
-        plain_model = getattr(model, "_orig_mod", model)         # torch.compile has other names for parameters
-        average = {name: value.to(reader.device) for name, value in self.average.items()}
+        rows, loss, before, forward = [], 0.0, self.left_out, model
+        if self.average:                                         # torch.compile has other names for parameters
+            average = {name: value.to(reader.device) for name, value in self.average.items()}
+            forward = partial(functional_call, getattr(model, "_orig_mod", model), average)
         for batch in reader.batches(split):
-            images, labels = batch["images"], batch["targets"]
-            logits = (functional_call(plain_model, average, images) if average else model(images)).float()
+            logits, labels = forward(batch["images"]).float(), batch["targets"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
             best = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices
             rows += torch.cat([labels[:, None], best], 1).tolist()
@@ -193,12 +194,6 @@ class ImageNet(ImageTask):
         """`<run>/model`, averaged weights with task.ema, and the confusion of classes as confusion.csv and .png."""
         vision.keep(self.description, self.mechanism, tensors | self.average, directory)
         pictures.confusion(self.confusion, self.classes, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        averaged = ", averaged weights" if self.ema else ""
-        return (f"imagenet ({self.source_name}): accuracy {last['accuracy']:.4f}, top-5 {last['accuracy_top5']:.4f}, "
-                f"loss {last['loss']:.4f} ({last['split']}, step {last['step']}{averaged})")
 
 
 def plain(images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:

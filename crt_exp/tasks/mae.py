@@ -170,10 +170,6 @@ class MAE(ImageTask):
         colours = [(part.permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)).clamp(0, 1) for part in panels]
         pictures.table(colours, titles, directory / "reconstructions.png")
 
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return f"mae ({self.source_name}): loss {last['loss']:.4f} ({last['split']}, step {last['step']})"
-
 
 def reconstructions(model: nn.Module, images: Tensor, predicted: Tensor, masks: Tensor, normalised: bool
                     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,8 +96,3 @@ class Pixels(SymbolTask):
         for i in chosen:
             counts += np.bincount(self.values("train", i), minlength=VALUES)
         return counts / counts.sum()
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (f"pixels: {last['bits_per_dim']:.3f} bits per dimension (unigram {last['unigram_bits_per_dim']:.3f}; "
-                f"{last['split']}, step {last['step']}; {self.size} x {self.size}, {self.row_length} values)")

@@ -1,6 +1,5 @@
 """Folders, streams and single images: what is read, what is refused, and that nothing depends on who reads it."""
 
-import os
 import random
 import shutil
 import tarfile
@@ -26,9 +25,6 @@ from crt_exp.data.speech import Faults, official, recordings
 from crt_exp.data.speech_table import audio_files
 from crt_exp.data.text import text_files
 from crt_exp.runner.progress import read_ahead
-
-real_data = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: official files are needed")
-
 
 # ---- folders -------------------------------------------------------------------------------------------------------
 
@@ -308,18 +304,7 @@ def test_an_example_without_an_image_is_named(tmp_path):
         list(Streamed(HUB | {"data_files": files, "validation_images": 7}).validation(Plan(4)))
 
 
-# ---- real images and the data command ------------------------------------------------------------------------------
-
-
-@real_data
-@pytest.mark.parametrize("name, classes, train, val", [
-    ("imagenette2-224", 10, 1500, 500), ("tiny-imagenet-200", 20, 2000, 1000), ("cifar10", 10, 3000, 600)])
-def test_real_folders(name, classes, train, val):
-    if not (Path(os.environ["CRT_DATA"]) / "images" / name).is_dir():
-        pytest.skip(f"images/{name} is not in CRT_DATA")
-    found = images.load(name)
-    assert len(found["train"].classes) == classes and len(found["train"]) == train and len(found["val"]) == val
-    assert all(part.read(part.sources[i]).mode == "RGB" for part in found.values() for i in range(0, len(part), 50))
+# ---- the data command ---------------- ------------------------------------------------------------------------------
 
 
 def test_the_data_command_knows_own_folders(tmp_path, capsys):

@@ -10,7 +10,7 @@ import timm
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from small_images import picture, write_images, write_shards
+from small_images import picture, write_images
 from stopping import stopped_and_continued
 from test_composed import composed
 from timm.optim import param_groups_layer_decay
@@ -22,7 +22,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.runner import checkpoint
 from crt_exp.runner.configuration import check_composed
-from crt_exp.runner.optim import make_optimizer
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.imagenet import ImageNet
 
@@ -89,7 +88,7 @@ def test_the_default_needs_no_data_and_learns(typed, tmp_path, monkeypatch):
                            "trainer.epochs=2", "trainer.batch=32", "trainer.lr=5e-3", *sizes)
     progress = [line for line in err.splitlines() if line.startswith("step ")]      # where it takes 10 s or more
     assert code == 0 and err.splitlines() == progress, err
-    assert "imagenet (digits): accuracy" in out and "val, step 88" in out
+    assert "imagenet: accuracy" in out and "val, step 88" in out
     last = records(tmp_path / "run")[-1]
     assert last["final"] and last["split"] == "val" and 0.25 < last["accuracy"] < last["accuracy_top5"]
     confusion = np.loadtxt(tmp_path / "run" / "confusion.csv", delimiter=",", skiprows=1, usecols=range(1, 11))
@@ -116,11 +115,8 @@ def test_what_is_kept_gives_the_recorded_numbers(typed, tmp_path, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["folder", "shards"])
-def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, monkeypatch):
+def test_a_stopped_run_continues_to_the_same_numbers(typed, tmp_path, monkeypatch):
     args = [*RICH, "attention=favorpp", "task.workers=2", "trainer.steps=9", "trainer.log_every=2"]
-    if source == "shards":
-        args += ["task.data_dir=null", *hub_arguments(tmp_path)]
     assert typed(*args)[0] == 0
     stopped_and_continued(typed, monkeypatch, ImageNet, 5, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
@@ -128,32 +124,9 @@ def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, mo
         assert equal(weights(tmp_path / "run", name), weights(tmp_path / "stopped", name))
 
 
-def hub_arguments(tmp_path):
-    shards = write_shards(tmp_path / "shards")
-    files = f"task.hub.data_files={{train: '{shards['train']}', validation: '{shards['validation']}'}}"
-    return ["task.hub.name=webdataset", "task.hub.image=png", "task.hub.label=cls", "task.hub.classes=3",
-            "task.hub.buffer=5", "task.hub.validation_images=12", files, "trainer.eval_every=9"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["folder", "shards"])
-def test_two_processes_equal_one(source, typed, tmp_path):
-    args = ["attention=favorpp", "task.workers=1", "trainer.steps=6", "task.augment.policy=rand-m9-mstd0.5-inc1"]
-    if source == "shards":
-        args += ["task.data_dir=null", *hub_arguments(tmp_path)]
-    assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", directory="two")
-    assert code == 0, err
-    one, two = records(tmp_path / "run")[-1], records(tmp_path / "two")[-1]
-    if source == "folder":                                   # two processes read other shards, so in another order
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert two["accuracy"] >= 0 and np.loadtxt(tmp_path / "two" / "confusion.csv", delimiter=",", skiprows=1,
-                                               usecols=(1, 2, 3)).sum() == 12
-
-
 def test_held_out_images_choose_the_weights(typed, tmp_path, folder):
     code, out, err = typed("attention=exact", "task.held_out=0.25", "trainer.select=best")
-    assert code == 0 and f"imagenet ({folder.name}): accuracy" in out, err
+    assert code == 0 and "imagenet: accuracy" in out, err
     found = records(tmp_path / "run")
     assert [r["split"] for r in found if r["split"] != "train"] == ["held_out", "held_out", "val"]
     best = max((r for r in found if r["split"] == "held_out"), key=lambda r: r["accuracy"])
@@ -198,12 +171,7 @@ def test_a_run_of_the_same_attention_gives_its_noise(typed, tmp_path):
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "next"))
     assert equal(weights(tmp_path / "run", "attention"), weights(tmp_path / "next", "attention"))
     code, _, err = typed("attention=favorp", init, directory="other")
-    assert code == 2 and "features (it was crt_exp.features.OPRF, now crt_exp.features.PosRF)" in err, err
-    way_out = f"task.init={tmp_path / 'run' / 'model' / 'model.safetensors'}"
-    assert way_out in err
-    sizes = [f"task.sizes.{k}={v}" for k, v in SIZES.items()]
-    code, _, err = typed("attention=favorp", way_out, *sizes, "trainer.steps=0", directory="other")
-    assert code == 0 and equal(weights(tmp_path / "run"), weights(tmp_path / "other")), err
+    assert code == 2 and f"task.init={tmp_path / 'run' / 'model' / 'model.safetensors'}" in err, err
 
 
 def test_positions_are_interpolated_to_other_sizes(typed, tmp_path, exact_run):
@@ -287,11 +255,8 @@ def test_layer_wise_rates_are_those_of_timm(folder):
 
 def test_positions_and_tokens_do_not_decay(folder):
     task = task_of(folder)
-    model = task.build(Mechanism.of("exact"))
-    optimizer = make_optimizer(model, "adamw", 1e-3, (0.9, 0.999), 1e-8, 0.05, task.lr_scale, task.decays)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    names = {name for name, p in model.named_parameters() if id(p) in decayed}
-    assert names == {name for name, p in model.named_parameters() if name.endswith("weight") and p.dim() > 1}
+    for name, parameter in task.build(Mechanism.of("exact")).named_parameters():
+        assert task.decays(name, parameter) == (name.endswith("weight") and parameter.dim() > 1)
 
 
 def test_averaged_weights_follow_their_formula(folder):
@@ -324,8 +289,6 @@ def test_mixed_targets_are_distributions(rows, folder):
     assert task.loss(model, batch).isfinite()
     again = next(iter(task.batches("train", Plan(rows, seed=2))))
     assert torch.equal(batch["images"], again["images"])
-    hard = next(iter(task.batches("val", Plan(rows))))
-    assert hard["targets"].shape == (rows,)
 
 
 def test_stochastic_depth_reaches_the_last_block(folder):
@@ -373,5 +336,5 @@ def test_bad_options(args, words, typed, tmp_path):
 
 def test_a_run_that_has_not_ended_is_no_start(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    with pytest.raises(DataError, match="has not ended(.|\n)*resume=auto"):
+    with pytest.raises(DataError, match="has not ended.*resume=auto"):
         vision.checkpoint_of(str(tmp_path))

@@ -57,7 +57,7 @@ def test_digits_need_no_data_and_their_patches_are_predicted(typed, tmp_path):
                            "trainer.batch=64")
     progress = [line for line in err.splitlines() if line.startswith("step ")]      # where it takes 10 s or more
     assert code == 0 and err.splitlines() == progress, err
-    assert "mae (digits): loss" in out
+    assert "mae: loss" in out
     last = records(tmp_path / "run")[-1]
     assert last["final"] and last["split"] == "val" and last["loss"] < 0.9
     assert (tmp_path / "run" / "reconstructions.png").stat().st_size > 1000
@@ -107,25 +107,8 @@ def test_a_classifier_begins_with_the_encoder(typed, tmp_path, folder, monkeypat
 
 
 @pytest.mark.slow
-def test_fine_tuning_and_uptraining_from_it(typed, tmp_path, folder, monkeypatch):
-    assert typed()[0] == 0
-    from crt_exp.train import main
-    for attention in ("exact", "favorpp"):
-        words = ["task=imagenet", f"task.data_dir={folder}", f"task.init={tmp_path / 'run'}", "task.workers=0",
-                 "logger=none", f"attention={attention}", "trainer.steps=1", "trainer.batch=8", "trainer.lr=1e-9",
-                 "task.pool=avg", f"hydra.run.dir={tmp_path / attention}"]
-        monkeypatch.setattr("sys.argv", ["crt_exp", *words])
-        main()
-        kept = checkpoint.load_tensors(tmp_path / attention / "model" / "model.safetensors")
-        old = vision.checkpoint_of(str(tmp_path / "run")).state()
-        torch.testing.assert_close(kept["blocks.1.attn.qkv.weight"], old["blocks.1.attn.qkv.weight"], atol=1e-6, rtol=0)
-        assert kept["pos_embed"].shape == (1, 17, 32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["favorpp", "exact"])
-def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch):
-    args = [f"attention={attention}", "task.workers=2", "trainer.steps=7", "trainer.log_every=2"]
+def test_a_stopped_run_continues_to_the_same_numbers(typed, tmp_path, monkeypatch):
+    args = ["attention=favorpp", "task.workers=2", "trainer.steps=7", "trainer.log_every=2"]
     assert typed(*args)[0] == 0
     stopped_and_continued(typed, monkeypatch, MAE, 5, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
@@ -160,10 +143,7 @@ def test_pictures_show_what_is_seen_in_its_place(folder):
     (["task.sizes.width=33"], ["task.sizes.width=33: expected a multiple of 4 and of task.sizes.heads=2"]),
     (["task.sizes.decoder_width=18"], ["task.sizes.decoder_width=18"]),
     (["task.mask_share=0.99"], ["leaves none of the 16 patches"]),
-    (["task.mask_share=1.0"], ["task.mask_share = 1.0"]),
     (["task.init=uptrain"], ["name it, task.model=..."]),
-    (["task.init=scrach"], ["did you mean scratch?"]),
-    (["task.data_dir=/nowhere"], ["/nowhere is not there"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

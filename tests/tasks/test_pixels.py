@@ -84,7 +84,7 @@ def typed(run_task):
 
 def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     code, out, err = typed("trainer.steps=40", "trainer.lr=1e-2")
-    assert code == 0 and "bits per dimension" in out, err
+    assert code == 0 and "pixels: bits_per_dim" in out, err
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["bits_per_dim"] < last["unigram_bits_per_dim"] - 0.1 and last["metric"] == "bits_per_dim"
     values = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
@@ -103,19 +103,8 @@ def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     assert infer.main([*words, "length=10"]) == 2 and "an image of this run has 64 values" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_weights_move_into_another_attention(typed, tmp_path):
-    assert typed("attention=exact")[0] == 0
-    code, _, err = typed(f"task.init={tmp_path / 'run'}", "trainer.steps=0", directory="moved")
-    assert code == 0 and err == "", err
-    code, _, err = typed(f"task.init={tmp_path / 'run'}", "task.channels=3", directory="other")
-    assert code == 2 and "was trained on other symbols: give a run of task=pixels" in err
-
-
 @pytest.mark.parametrize("args, words", [
-    (["task.size=7"], ["task.size = 7", "at least 8"]), (["task.size=65"], ["at most 64"]),
     (["task.size=16"], ["task.size=16: image 0 has 8 x 8 pixels"]),
-    (["task.channels=2"], ["task.channels = 2", "1 or 3"]),
     (["task.dataset=photos"], ["task.dataset=photos: ", "train/<class>/"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
