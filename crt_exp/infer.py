@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from crt_exp import drawing
 from crt_exp.arguments import read
 from crt_exp.config import ConfigError, own_names
-from crt_exp.data import DataError, image_values, images
+from crt_exp.data import DataError, endings, images
 from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decoded, padded, seconds_of
 from crt_exp.hints import Count, NotNegative, Whole, above, at_least, at_most, below, describe, parameters, shown
 from crt_exp.models import language, recogniser, vision
@@ -157,9 +157,9 @@ def image_files(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise DataError(f"input={place}: there is no such file or folder")
-    files = sorted(place / name for name in images.image_files(place))
+    files = [Path(file) for file in endings.files_ending(place, endings.IMAGES)]
     if not files:
-        raise DataError(f"input={place}: this folder holds no image ({' '.join(images.endings())})")
+        raise DataError(f"input={place}: this folder holds no image ({' '.join(endings.IMAGES)})")
     return files
 
 
@@ -392,7 +392,7 @@ class Pixels:
     def prompt(self, given: str) -> list[int]:
         if not given:
             return []
-        self.truth = image_values.in_square(images.read(Path(given).expanduser()), self.size, self.channels, given)
+        self.truth = images.in_square(images.read(Path(given).expanduser()), self.size, self.channels, given)
         return self.truth[:round(self.known * self.size)].reshape(-1).tolist()
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
@@ -400,8 +400,7 @@ class Pixels:
         made = made if self.truth is None else [self.truth, *made]
         times = max(1, SMALLEST_SIDE // self.size)           # each value a square, for small images to be seen
         made = [image.repeat(times, 0).repeat(times, 1) for image in made]
-        rows = [made[i:i + 8] for i in range(0, len(made), 8)]
-        image_values.save(image_values.grid(rows), Path(options.output).expanduser())
+        images.save_grid(made, Path(options.output).expanduser())
 
 
 # what a vocabulary that a run kept may hold

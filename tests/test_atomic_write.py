@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from crt_exp.data import image_values
+from crt_exp.data import images
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.models.folder import MODEL, save_tensors, whole_folder
 from crt_exp.runner.run import append_line, write_atomic
@@ -41,7 +41,7 @@ def save_a_figure(path):
 
 def save_an_animation(path):
     with whole(path, ".gif") as part:
-        image_values.picture(NOISE).save(part, save_all=True)
+        images.read_pixels(NOISE).save(part, save_all=True)
 
 
 def save_a_model(path):
@@ -49,7 +49,7 @@ def save_a_model(path):
         save_tensors({"a": torch.ones(10_000)}, folder / "model.safetensors")
 
 
-WRITERS = {"picture.png": save_a_figure, "image.png": lambda path: image_values.save(NOISE, path),
+WRITERS = {"picture.png": save_a_figure, "image.png": lambda path: images.save_grid([NOISE], path),
            "film.gif": save_an_animation, "rows.csv": lambda path: write_rows(path, [[i] for i in range(5000)]),
            "text.md": lambda path: write_atomic(path, "text " * 2000), MODEL: save_a_model,
            "run.log": lambda path: append_line(path, "line " * 2000, sync=False),

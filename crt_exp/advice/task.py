@@ -14,6 +14,7 @@ from crt_exp.advice.call import SAMPLES, advice_of, measured, mechanisms, spread
 from crt_exp.advice.language import LEAST, length_of, opened, refuse_other, rows_of
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import DataError, images, speech
+from crt_exp.data.endings import IMAGES, files_ending
 from crt_exp.hints import Count, Positive
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement
@@ -98,13 +99,13 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
     place = Path(folder).expanduser()
     if not place.is_dir():
         raise DataError(f"task.images = {folder}: there is no such folder")
-    files = images.image_files(place)
+    files = files_ending(place, IMAGES)
     judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
 
     def read(i: int) -> Tensor:
-        return transform(images.read(place / files[i]))[None]
+        return transform(images.read(files[i]))[None]
 
-    labels = [label_of(files[i], classes) for i in judged]
+    labels = [label_of(files[i][len(str(place)):], classes) for i in judged]
     return BatchBench(loaded, [read(i) for i in judged], [read(i) for i in training], noun="images", seed=seed,
                       labels=None if None in labels else [torch.tensor([label]) for label in labels])
 

@@ -20,8 +20,8 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, glue, images, listops, pathfinder
 from crt_exp.data.sources import no_folder, task_folder
 from crt_exp.data.cache import cached, key_of
-from crt_exp.data.endings import Sieve
-from crt_exp.data.image_values import squared
+from crt_exp.data.endings import files_ending
+from crt_exp.data.images import squared
 from crt_exp.data.text import content, numbered_lines, official_file
 from crt_exp.hints import Parameter
 from crt_exp.schema import check_keys
@@ -179,7 +179,7 @@ def reviews(folder: Path) -> Labelled:
     rows, labels = [], []
     for label, name in enumerate(("neg", "pos")):
         there(folder / name, "task.dataset=text", "https://ai.stanford.edu/~amaas/data/sentiment")
-        files = Sieve((".txt",)).only(folder / name, (folder / name).iterdir())
+        files = [Path(file) for file in files_ending(folder / name, (".txt",), (folder / name).iterdir())]
         if not files:
             raise DataError(f"{folder / name} holds no .txt file: a review is a file there.")
         rows += [bytes_of(file.read_bytes(), f"{file}") for file in files]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.data.endings import files_ending
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
@@ -94,8 +95,7 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
         raise missing("protein", folder and folder / "UP000000625_83333.fasta")
-    files = sorted(path for path in folder.iterdir()
-                   if path.name.lower().endswith(ENDINGS) and not path.name.startswith("."))
+    files = [Path(file) for file in files_ending(folder, ENDINGS, folder.iterdir())]
     if not files:
         raise DataError(f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz")
     return read_files(files, cache_dir)

@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from crt_exp.data import DataError, read_text
 from crt_exp.data.cache import warn
+from crt_exp.data.endings import AUDIO, files_ending, hidden
 from crt_exp.data.hub import Hub, from_hub
 from crt_exp.data.sources import missing, task_folder
 
@@ -32,7 +33,6 @@ GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
 SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
 LOUDEST = 2                        # of samples from -1 to 1, which decoders of lossy formats exceed a little
 ENDLESS = 2**31 - 4096             # bytes: sizes in headers of WAV files that were written into a pipe are larger
-AUDIO = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".au", ".caf", ".w64")
 
 
 class AudioPart(NamedTuple):
@@ -86,16 +86,10 @@ class Faults:
 def audio_files(name: str | Path, option: str) -> list[Path]:
     """The file, or those below the folder but hidden ones, sorted. Raises DataError, naming `option`, for none."""
     path = Path(name).expanduser()
-    files = [path] if path.is_file() else sorted(
-        file for file in path.rglob("*") if file.suffix.lower() in AUDIO and not hidden(file, path))
+    files = [path] if path.is_file() else [Path(file) for file in files_ending(path, AUDIO)]
     if not files:
         raise DataError(f"{option}={name}: expected an audio file, or a folder with some ({' '.join(AUDIO)})")
     return files
-
-
-def hidden(file: Path, folder: Path) -> bool:
-    """Whether a system or program keeps the file beside the data, in .cache, __MACOSX, @eaDir or the like."""
-    return any(part.startswith((".", "__", "@", "#", "$")) for part in file.relative_to(folder).parts)
 
 
 def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
@@ -111,7 +105,7 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
                             f"speech/LibriSpeech/{subset}")
         audio = {path.with_suffix(""): path for path in audio_files(root / subset, "task.data_dir")}
         lines = [(path.parent, *line.strip().partition(" ")) for path in (root / subset).rglob("*.trans.txt")
-                 if not hidden(path, root / subset) for line in read_text(path, str(path)).split("\n") if line.strip()]
+                 if not hidden(path.relative_to(root)) for line in read_text(path, str(path)).split("\n") if line.strip()]
         texts = {folder / name: text for folder, name, _, text in lines}
         for name in texts.keys() - audio.keys():
             faults.add(f"{name}: a transcript without audio beside it")

@@ -25,8 +25,7 @@ ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, 
 def refuse_adapters(path: Path, named: str) -> None:
     """Raises DataError for a run that kept adapters without the weights that they change."""
     if (path / ADAPTER).is_dir() and not (path / MODEL).is_dir():
-        raise DataError(f"{named}: this run kept its adapters alone ({ADAPTER}/). Run it with trainer.lora.merge=true, "
-                        f"which keeps {MODEL}/ with the adapters in its weights")
+        raise DataError(f"{named}: this run kept its adapters alone ({ADAPTER}/). Run it with trainer.lora.merge=true")
 
 
 @contextmanager
@@ -64,18 +63,12 @@ def digest_of(file: Path) -> str:
 
 def verify(folder: Path, named: str) -> None:
     """Raises DataError where a file of weights is not the one that the run wrote; folders of others have no digests."""
-    if not (folder / DIGESTS).is_file():
-        return
-    try:
-        digests = json_object(folder / DIGESTS)
-        if any(Path(name).name != name for name in digests):
-            raise ValueError("it names a file outside of its folder")
-        wrong = next((name for name in digests if digest_of(folder / name) != digests[name]), None)
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{named}: {folder / DIGESTS} cannot be compared with the weights: {error}") from None
-    if wrong:
-        raise DataError(f"{named}: {folder / wrong} is damaged: it is not what the run wrote ({DIGESTS} holds another "
-                        f"digest). Copy it again; if it was changed on purpose, delete {DIGESTS}")
+    digests = json_object(folder / DIGESTS) if (folder / DIGESTS).is_file() else {}
+    for name, digest in digests.items():
+        file = folder / Path(name).name
+        if not file.is_file() or digest_of(file) != digest:
+            raise DataError(f"{named}: {file} is damaged: it is not what the run wrote. Copy it again, or delete "
+                            f"{DIGESTS} if it was changed on purpose")
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
@@ -127,14 +120,14 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
 
     Raises DataError, naming `option`, where there is none.
     """
-    path = Path(run).expanduser()
+    path, problem = Path(run).expanduser(), "it holds no run"
     for folder in (path / MODEL, path):
         if (folder / CONFIG).is_file():
             verify(folder, f"{option} = {run}")
             return folder
     refuse_adapters(path, f"{option} = {run}")
     if (path / "config.yaml").is_file():
-        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "
-                        f"resume=auto hydra.run.dir={run}), or its task keeps no model. Give {wanted}.")
-    problem = "it holds no run" if path.is_dir() else "there is no such directory"
+        problem = f"it has not ended (continue it with resume=auto hydra.run.dir={run}), or its task keeps no model"
+    elif not path.is_dir():
+        problem = "there is no such directory"
     raise DataError(f"{option} = {run}: {problem}. Give {wanted}.")

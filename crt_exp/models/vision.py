@@ -7,6 +7,7 @@ weights were trained; attention.safetensors holds the noise and statistics of th
 
 import difflib
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from crt_exp.data import DataError
 from crt_exp.hints import shown
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
-from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
+from crt_exp.models.folder import CONFIG, MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
 from crt_exp.pretrained.published import fetched
 from crt_exp.stored import check_option, json_object
 
@@ -33,6 +34,10 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)     # of ImageNet
 ATTENTION = "attention.safetensors"
 HEAD = ("head.", "head_dist.", "fc_norm.", "norm.", "attn_pool.")   # what depends on classes and pooling
 DEEPEST, LARGEST = 512, 2**13                                # layers and pixels of a side that a file may ask for
+MAE_NAMES = {  # of transformers and of timm
+    r"^embeddings\.patch_embeddings\.projection": "patch_embed.proj", r"^embeddings\.position_embeddings": "pos_embed",
+    r"^embeddings\.cls_token": "cls_token", r"^layers": "blocks", r"^layernorm\.": "norm.", "layernorm_before": "norm1",
+    "layernorm_after": "norm2", r"attention\.o_proj": "attn.proj"}
 FOREIGN = ("decoder", "mask_token")                          # parts of pretraining that a classifier has no place for
 
 
@@ -66,16 +71,13 @@ class VisionDescription:
         """Raises ConfigError for sizes that do not go together, before anything is written."""
         width, heads = self.options.get("embed_dim"), self.options.get("num_heads")
         if width and heads and width % heads:
-            raise ConfigError(f"task.sizes.width = {width} is no multiple of task.sizes.heads = {heads}")
+            raise ConfigError(f"task.sizes.width={width}: expected a multiple of task.sizes.heads={heads}")
         with torch.device("meta"):                           # which takes neither memory nor random numbers
             model = self.make()
         patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
         if patch is None:
-            raise ConfigError(f"task.model = {self.model} has no patches: it is not a vision transformer")
-        if self.size % patch[0]:
-            near = max(patch[0], round(self.size / patch[0]) * patch[0])
-            raise ConfigError(f"task.size = {self.size} is no multiple of the patch of {patch[0]} pixels: take "
-                              f"task.size={near}")
+            raise ConfigError(f"task.model={self.model} has no patches: it is not a vision transformer")
+        check_patch(self.size, patch[0])
 
     def transform(self) -> Callable[[Any], Tensor]:
         """A PIL.Image to (3, size, size) as the model is evaluated on."""
@@ -101,26 +103,19 @@ class VisionDescription:
         """Raises DataError where it is no configuration of timm or of transformers' ViTMAE."""
         if content.get("model_type") == "vit_mae":
             return cls.of_mae(content)
-        if "architecture" not in content:
-            raise DataError(f"{path} describes no model of timm, and no ViTMAE of transformers")
         try:
             config = content.get("pretrained_cfg", content)
             config |= {"num_classes": content.get("num_classes", config.get("num_classes"))}
             options = {k: v for k, v in content.get("model_args", {}).items() if k not in ("img_size", "num_classes")}
             check_written(content["architecture"], config, options)
             return cls.of_timm(content["architecture"], config, options)
-        except ConfigError as error:
-            raise DataError(f"{path}: {error}") from None
-        except KeyError as error:
-            raise DataError(f"{path} says no {error.args[0]}, which timm writes there") from None
-        except (TypeError, AttributeError, IndexError) as error:
-            raise DataError(f"{path} is no configuration as timm writes it: {error}") from None
+        except (ConfigError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DataError(f"{path} is no configuration as timm writes it: {type(error).__name__}: {error}") from None
 
     @classmethod
     def of_timm(cls, model: str, config: dict[str, Any], options: dict[str, Any]) -> "VisionDescription":
         """config: what timm calls a pretrained_cfg."""
-        count = config.get("num_classes") or 0
-        names = config.get("label_names") or [str(i) for i in range(count)]
+        names = config.get("label_names") or [str(i) for i in range(config.get("num_classes") or 0)]
         return cls(model, config["input_size"][-1], options, tuple(names) or None, tuple(config["mean"]),
                    tuple(config["std"]), config.get("crop_pct") or 1.0, config.get("interpolation") or "bicubic")
 
@@ -135,18 +130,24 @@ class VisionDescription:
         return cls(SIZED, config.image_size, options)
 
 
+def check_patch(size: int, patch: int) -> None:
+    """Raises ConfigError for an image whose side is no multiple of the patch."""
+    if size % patch:
+        near = max(patch, round(size / patch) * patch)
+        raise ConfigError(f"task.size={size}: expected a multiple of the patch of {patch} pixels, such as {near}")
+
+
 def check_written(model: Any, config: dict[str, Any], options: dict[str, Any]) -> None:
     """Raises ConfigError for what a file may not say: another name than timm's, values that are none, huge sizes."""
     import timm
 
     if not isinstance(model, str) or not timm.is_model(model.partition(".")[0]):
-        raise ConfigError(f"architecture = {shown(model)}: timm has no such model")
+        raise ConfigError(f"architecture={shown(model)}: timm has no such model")
     sizes = {"num_classes": config["num_classes"] or 0, "input_size": list(config["input_size"])}
     for key, value in (options | sizes).items():
         check_option(key, value)
     if not 0 < options.get("depth", 1) <= DEEPEST or max(config["input_size"]) > LARGEST:
-        raise ConfigError(f"depth = {shown(options.get('depth'))}, input_size = {shown(config['input_size'])}: it "
-                          f"takes up to {DEEPEST} layers and {LARGEST} pixels")
+        raise ConfigError(f"expected at most {DEEPEST} layers and {LARGEST} pixels of a side")
 
 
 def known(model: str) -> VisionDescription:
@@ -155,13 +156,11 @@ def known(model: str) -> VisionDescription:
 
     base, _, tag = model.partition(".")
     names = timm.list_models(f"{base}*", pretrained=bool(tag))
-    if not timm.is_model(base) or (tag and model not in names):
-        near = difflib.get_close_matches(model, timm.list_models("*vit*"), n=1) if not names else names[:5]
-        raise ConfigError(f"task.model = {model}: timm has no such model{'; it has ' if near else ''}{', '.join(near)}")
+    if not timm.is_model(base) or tag and model not in names:
+        near = names[:5] or difflib.get_close_matches(model, timm.list_models("*vit*"), n=1)
+        raise ConfigError(f"task.model={model}: timm has no such model{', but ' * bool(near)}{', '.join(near)}")
     config = timm.get_pretrained_cfg(model)
-    if config is None:
-        return VisionDescription(model, 224)
-    return VisionDescription.of_timm(model, config.to_dict(), {})
+    return VisionDescription.of_timm(model, config.to_dict(), {}) if config else VisionDescription(model, 224)
 
 
 # ---- where weights come from
@@ -181,10 +180,10 @@ class Checkpoint(NamedTuple):
     def state(self) -> dict[str, Tensor]:
         """By timm's names, without noise. Raises DataError."""
         verify(self.path, self.named)
-        config = self.path / "config.json"
+        config = self.path / CONFIG
         if config.is_file() and json_object(config).get("model_type") == "vit_mae":
             return mae_state(self.path, self.named)
-        tensors = tensors_of(weights_in(self.path), self.named)
+        tensors = tensors_of(self.path, self.named)
         return {name: tensor for name, tensor in tensors.items() if ".swapped." not in name}
 
 
@@ -193,47 +192,42 @@ def checkpoint_of(init: str) -> Checkpoint | None:
     Raises DataError for what is not there."""
     if init in ("scratch", "pretrained"):
         return None
-    path = fetched(init, "task.init") or Path(init).expanduser()
+    path, named = fetched(init, "task.init") or Path(init).expanduser(), f"task.init={init}"
     if path.is_file():
-        return Checkpoint(f"task.init = {init}", path, None, {})
+        return Checkpoint(named, path, None, {})
     for folder in (path / MODEL, path):
-        if (folder / "config.json").is_file():
-            content = json_object(folder / "config.json")
+        if (config := folder / CONFIG).is_file():
+            content = json_object(config)
             own = content.get("crt_exp", {})
             if not isinstance(own, dict):
-                raise ConfigError(f"{folder / 'config.json'}: crt_exp = {shown(own)} is not what a run writes there")
-            return Checkpoint(f"task.init = {init}", folder, VisionDescription.read(content, folder / "config.json"),
-                              {} if own.get("described") == EXACT or "described" not in own else own)
-    refuse_adapters(path, f"task.init = {init}")
+                raise ConfigError(f"{config}: crt_exp={shown(own)} is not what a run writes there")
+            return Checkpoint(named, folder, VisionDescription.read(content, config),
+                              {} if own.get("described", EXACT) == EXACT else own)
+    refuse_adapters(path, named)
     if (path / "config.yaml").is_file():
-        raise DataError(f"task.init = {init}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with "
-                        f"resume=auto hydra.run.dir={init}")
+        raise DataError(f"{named}: this run has not ended: continue it with resume=auto hydra.run.dir={init}")
     near = difflib.get_close_matches(init, ("scratch", "pretrained"), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise DataError(f"task.init = {init}: it takes scratch, pretrained, a file of weights, or a folder with "
-                    f"config.json, a model's or that of a run of task=imagenet or task=mae, and there is none{hint}")
+    raise DataError(f"{named}: expected scratch, pretrained, a file of weights, a model's folder with {CONFIG} or run "
+                    f"of task=imagenet or task=mae{f'; did you mean {near[0]}?' if near else ''}")
 
 
-def weights_in(path: Path) -> Path:
-    """The file of weights, of a folder the one that timm writes."""
-    files = [file for file in (path, path / "model.safetensors", path / "pytorch_model.bin") if file.is_file()]
-    if not files:
-        raise DataError(f"{path} has a config.json and no model.safetensors")
-    return files[0]
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def tensors_of(file: Path, named: str) -> dict[str, Tensor]:
-    """Of safetensors, or of torch.save (tensors alone, nothing else is unpickled). Raises DataError."""
+def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
+    """Of safetensors, or of torch.save (tensors alone, nothing else is unpickled); of a folder that of timm."""
     from safetensors.torch import load_file
 
+    names = [path, path / "model.safetensors", path / "pytorch_model.bin"]
+    file = next((each for each in names if each.is_file()), names[1])
     try:
         safe = file.suffix == ".safetensors"
         tensors = load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # safetensors, zipfile and pickle have their own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DataError(f"{named}: {file} cannot be read as weights: {reason}") from None
+        raise DataError(f"{named}: {file} cannot be read as weights: {first_line(error)}") from None
     for key in ("model", "state_dict"):                      # as training scripts wrap them
-        tensors = tensors.get(key, tensors) if isinstance(tensors.get(key), dict) else tensors
+        tensors = tensors[key] if isinstance(tensors.get(key), dict) else tensors
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
@@ -243,33 +237,18 @@ def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
 
     try:
         with quiet():
-            model = ViTMAEModel.from_pretrained(folder, dtype=torch.float32)   # files of all versions
+            theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()   # files of all versions
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DataError(f"{named}: its weights cannot be read: {reason}") from None
-    embeddings = model.embeddings
-    state = {"cls_token": embeddings.cls_token, "pos_embed": embeddings.position_embeddings,
-             **prefixed("patch_embed.proj", embeddings.patch_embeddings.projection),
-             **prefixed("norm", model.layernorm)}
-    for i, layer in enumerate(model.layers):
-        state |= block(f"blocks.{i}", layer)
-    return {name: tensor.detach() for name, tensor in state.items()}
-
-
-def block(name: str, layer: nn.Module) -> dict[str, Tensor]:
-    """One layer of transformers' ViTMAE; timm has queries, keys and values in one matrix."""
-    parts = [layer.attention.q_proj, layer.attention.k_proj, layer.attention.v_proj]
-    state = {f"{name}.attn.qkv.weight": torch.cat([part.weight for part in parts])}
-    if parts[0].bias is not None:
-        state[f"{name}.attn.qkv.bias"] = torch.cat([part.bias for part in parts])
-    for own, module in {"attn.proj": layer.attention.o_proj, "norm1": layer.layernorm_before,
-                        "norm2": layer.layernorm_after, "mlp.fc1": layer.mlp.fc1, "mlp.fc2": layer.mlp.fc2}.items():
-        state |= prefixed(f"{name}.{own}", module)
+        raise DataError(f"{named}: its weights cannot be read: {first_line(error)}") from None
+    state = {}
+    for name, tensor in theirs.items():
+        for old, new in MAE_NAMES.items():
+            name = re.sub(old, new, name)
+        state[name] = tensor
+    for name in [name for name in state if ".q_proj." in name]:   # timm has queries, keys and values in one matrix
+        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        state[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
     return state
-
-
-def prefixed(name: str, module: nn.Module) -> dict[str, Tensor]:
-    return {f"{name}.{key}": tensor for key, tensor in module.named_parameters()}
 
 
 # ---- the model of a run
@@ -305,41 +284,34 @@ def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -
 
     config, name = timm.get_pretrained_cfg(description.model), description.model
     if config is None or not config.has_weights:
-        raise ConfigError(f"task.init = pretrained: timm has no weights of task.model = {name}")
+        raise ConfigError(f"task.init=pretrained: timm has no weights of task.model={name}")
     if config.num_classes and not new_head and config.num_classes != len(description.classes):
-        raise other_classes(f"task.model = {name}", config.num_classes, len(description.classes))
+        raise other_classes(f"task.model={name}", config.num_classes, len(description.classes))
     try:
         with quiet():
             model = timm.create_model(name, pretrained=True, drop_path_rate=drop_path, **description.arguments())
     except (OSError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DataError(f"task.init = pretrained: the weights of task.model = {name} are not on this machine, and the "
-                        f"Hugging Face hub does not give them: {reason}\nWith network: `hf download timm/{name} "
-                        "--local-dir DIR`. Without: copy that folder (config.json, model.safetensors) here. Then set "
-                        "task.init=DIR.") from None
+        raise DataError(f"task.init=pretrained: the weights of task.model={name} are not here "
+                        f"({first_line(error)}): `hf download timm/{name} --local-dir DIR`, task.init=DIR") from None
     if new_head and config.num_classes:
         model.reset_classifier(len(description.classes))
     return model
 
 
-def other_classes(named: str, theirs: int, ours: int) -> ConfigError:
-    return ConfigError(f"{named} was trained on {theirs} classes, and the images have {ours}: task.new_head=true "
+def other_classes(named: str, theirs: Any, ours: Any) -> ConfigError:
+    return ConfigError(f"{named} was trained on other classes: {theirs}, the images have {ours}: task.new_head=true "
                        "starts a new head on the same encoder")
 
 
 def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_head: bool) -> None:
     """Raises ConfigError where the checkpoint has a head for other classes, in number or, where known, in name."""
-    theirs = checkpoint.description.classes if checkpoint.description else None
-    if new_head or theirs is None:
+    theirs, ours = checkpoint.description and checkpoint.description.classes, description.classes
+    if new_head or not theirs or theirs == ours:
         return
-    if len(theirs) != len(description.classes):
-        raise other_classes(checkpoint.named, len(theirs), len(description.classes))
-    numbers = tuple(str(i) for i in range(len(theirs)))      # what stands for names where a checkpoint has none
-    if theirs != description.classes and theirs != numbers:
-        place = next(i for i, (a, b) in enumerate(zip(theirs, description.classes)) if a != b)
-        raise ConfigError(f"{checkpoint.named} was trained on other classes: its class {place} is {theirs[place]}, "
-                          f"that of the images is {description.classes[place]}. task.new_head=true starts a new head "
-                          "on the same encoder")
+    if len(theirs) != len(ours):
+        raise other_classes(checkpoint.named, len(theirs), len(ours))
+    if theirs != tuple(map(str, range(len(theirs)))):        # what stands for names where a checkpoint has none
+        raise other_classes(checkpoint.named, *next((a, b) for a, b in zip(theirs, ours) if a != b))
 
 
 def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
@@ -357,34 +329,21 @@ def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool)
     A missing head stays as it is. Raises DataError for weights of another width, depth or kind, ConfigError for a head
     of other classes.
     """
-    stem = state.get("patch_embed.proj.weight")
-    if stem is None:
-        raise DataError(f"{named} holds no weights of a vision transformer: patch_embed.proj.weight is missing")
-    own = model.state_dict()
-    width = own["patch_embed.proj.weight"].shape[0]
-    if stem.shape[0] != width:
-        raise DataError(f"{named} is a checkpoint of width {stem.shape[0]}, and the model's is {width}: choose the "
-                        "task.model or task.sizes.width that it was trained with")
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", lambda state, model: state)
-    with quiet():
-        state = adapt(state, model)
-    head = {name for name in own if name.startswith("head.")}
-    theirs = {name: tensor for name, tensor in state.items() if name in own and not (new_head and name in head)}
-    shapes = [name for name in theirs if theirs[name].shape != own[name].shape]
-    if set(shapes) & head:
-        raise other_classes(named, len(state["head.weight"]), len(own["head.weight"]))
-    check_fit([name for name in own if name not in theirs and not name.startswith(HEAD)], "lacks", named)
-    more = [name for name in state if name not in own and not name.startswith((*HEAD, *FOREIGN))]
-    check_fit(more, "holds, besides the model's,", named)
-    check_fit(shapes, "has another shape of", named)
-    model.load_state_dict(theirs, strict=False)
-
-
-def check_fit(names: list[str], what: str, named: str) -> None:
-    if names:
-        more = f" and {len(names) - 1} more such weights" if names[1:] else ""
-        raise DataError(f"{named} {what} {sorted(names)[0]}{more}: not a checkpoint of this task.model with these "
-                        "task.sizes")
+    try:
+        with quiet():
+            state = adapt(dict(state), model)
+        state = {name: tensor for name, tensor in state.items() if not (new_head and name.startswith("head."))}
+        head = model.state_dict().get("head.weight")
+        if head is not None and len(state.get("head.weight", head)) != len(head):
+            raise other_classes(named, len(state["head.weight"]), len(head))
+        missing, more = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        missing, more = [" ".join(str(error).split())[:300]], []
+    wrong = [name for name in missing if not name.startswith(HEAD)]
+    wrong += [name for name in more if not name.startswith((*HEAD, *FOREIGN))]
+    if wrong:
+        raise DataError(f"{named} does not fit this task.model with these task.sizes, first at: {wrong[0]}")
 
 
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -414,12 +373,10 @@ def keep(description: VisionDescription, mechanism: Mechanism, tensors: dict[str
 
 def check_memory(checkpoint: Checkpoint) -> None:
     """Raises DataError for a description of a far larger model than its weights are of, before it takes memory."""
-    kept = sum(tensor.numel() for tensor in checkpoint.state().values())
     with torch.device("meta"):
         described = sum(weight.numel() for weight in checkpoint.description.make().parameters())
-    if described > 2 * kept:
-        raise DataError(f"{checkpoint.named}: its config.json describes a model of {described} numbers, and its "
-                        f"weights have {kept}")
+    if described > 2 * sum(tensor.numel() for tensor in checkpoint.state().values()):
+        raise DataError(f"{checkpoint.named}: its {CONFIG} describes a far larger model than its weights are of")
 
 
 class KeptClassifier(NamedTuple):

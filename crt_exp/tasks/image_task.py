@@ -1,16 +1,20 @@
 """What tasks that read images share: where these come from, and how workers make batches of them."""
 
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from joblib import cpu_count
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
+from crt_exp.data import DataError
 from crt_exp.data import images as data
-from crt_exp.data.image_stream import ImageHub, Streamed
-from crt_exp.data.loading import Draw, Folders, Loader, Micro, fitting_workers
+from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, listed
 from crt_exp.data.sources import task_folder
 from crt_exp.hints import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
@@ -32,51 +36,59 @@ class ImageTask(Task):
     validation, test = "val", "val"
 
     def __post_init__(self):
-        self.check_source()
-        self.images = Streamed(self.hub, self.unreadable == "skip") if self.hub["name"] is not None else self.listed()
-        self.classes = self.images.classes
-        workers = 0 if self.embedded else fitting_workers()  # processes cost more than images of 8 x 8 pixels
-        self.loader = Loader(workers if self.workers is None else self.workers, self.unreadable == "skip")
-
-    def listed(self) -> Folders:
-        splits = data.load(self.dataset, self.data_dir)
-        if self.held_out:
-            self.validation = "held_out"
-            splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
-        return Folders(splits)
+        self.left_out, self.embedded = 0, not self.inputs() and self.hub["name"] is None
+        if self.hub["name"] is not None:
+            if self.data_dir or self.held_out:
+                raise ConfigError(f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out")
+            stream = Streamed(self.hub)
+            self.classes, self.read_source = stream.classes, data.read
+            self.asked = {"train": stream.training, "val": stream.validation}
+            self.lengths = {"train": None, "val": self.hub["validation_images"]}
+        else:
+            splits = data.load(self.dataset, self.data_dir)
+            if self.held_out:
+                self.validation = "held_out"
+                splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
+            self.classes, self.read_source = splits["train"].classes, splits["train"].read
+            self.asked = {split: partial(listed, part, split) for split, part in splits.items()}
+            self.lengths = {split: len(part) for split, part in splits.items()}
+        self.processes = self.workers                        # they cost more than images of 8 x 8 pixels
+        if self.workers is None:
+            self.processes = 0 if self.embedded else cores()
 
     def inputs(self) -> list[Path | None]:
-        streamed = self.hub["name"] is not None
-        return [] if self.embedded or streamed else [task_folder(f"images/{self.dataset}", self.data_dir)]
-
-    @property
-    def embedded(self) -> bool:
-        return self.dataset == data.DIGITS and self.data_dir is None and self.hub["name"] is None
-
-    @property
-    def source_name(self) -> str:
-        """What the images are called."""
-        return self.hub["name"] or (Path(self.data_dir).name if self.data_dir else self.dataset)
-
-    def check_source(self) -> None:
-        """Raises ConfigError where two places are named, or rows of a stream are to be held out."""
-        if self.hub["name"] is not None and (self.data_dir or self.held_out):
-            raise ConfigError("task.hub.name names images that are streamed: leave out "
-                              f"{'task.data_dir' if self.data_dir else 'task.held_out, and name task.hub.validation'}")
+        if self.hub["name"] is not None or self.dataset == data.DIGITS and self.data_dir is None:
+            return []
+        return [task_folder(f"images/{self.dataset}", self.data_dir)]
 
     def length(self, split: str) -> int | None:
-        return self.images.length(split)
+        return self.lengths[split]
 
     def read(self, split: str, plan: Plan, transform: Callable[[Any], Tensor],
              finish: Callable[[Tensor, Tensor, list[Draw]], Batch], repeats: int = 1) -> Iterator[Batch]:
-        """The batches that `finish` makes of images, labels and their rows' generators."""
-        micro = Micro(self.images.read, transform, finish, plan.rng)
-        return self.loader(self.images.asked(split, plan, repeats), micro)
+        """The batches that `finish` makes of images, labels and their rows' generators.
+
+        Raises DataError for an image that cannot be read; with task.unreadable=skip it is named, counted and left out.
+        """
+        asked = self.asked[split](plan, repeats) if split == "train" else self.asked[split](plan)
+        micro = Micro(self.read_source, transform, finish, plan.rng)
+        for batch, problems in micro.batches(asked, self.processes):
+            if problems and (batch is None or self.unreadable == "error"):
+                raise DataError(f"{problems[0]} Replace it, or leave such images out: task.unreadable=skip")
+            self.left_out += len(problems)
+            for problem in problems:
+                warnings.warn(f"{problem} It is left out.", stacklevel=2)
+            yield batch
 
     def weight(self, batch: Batch) -> float | None:
         """Where images may be left out, micro-batches differ in size."""
-        return float(len(next(iter(batch.values())))) if self.loader.skip else None
+        return float(len(next(iter(batch.values())))) if self.unreadable == "skip" else None
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         """Position embeddings and tokens have no weight decay, as in the recipes of MAE and DeiT."""
         return parameter.dim() >= 2 and name.split(".")[-1] not in TOKENS
+
+
+def cores() -> int:
+    """Of this process: those of the machine are shared by its processes; at most 8."""
+    return max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

@@ -14,18 +14,17 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data.loading import Draw
-from crt_exp.hints import Count, above, at_most, below
+from crt_exp.hints import Count, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.models.vision import MEAN, STD, VisionDescription
+from crt_exp.models.vision import MEAN, STD, VisionDescription, check_patch
 from crt_exp.features.nonfinite import NotFinite
 from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
-from crt_exp.tasks.imagenet import Share
+from crt_exp.tasks.imagenet import Part, Share
 
-Part = Annotated[float, above(0), at_most(1)]
 DRAWN = 6                                                    # images in the picture of reconstructions
 
 
@@ -73,25 +72,28 @@ class MAE(ImageTask):
         new = self.model is None and self.init == "scratch"
         self.origin = None if new else encoders.origin_of(self.model or "", self.init)
         self.config = self.new_config() if new else self.saved_config()
+        self.config.mask_ratio, self.config.norm_pix_loss = self.mask_share, self.normalised
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
         if int(self.patches * (1 - self.mask_share)) == 0:
-            raise ConfigError(f"task.mask_share = {self.mask_share} leaves none of the {self.patches} patches to see")
-        self.transforms = self.made_transforms()
+            raise ConfigError(f"task.mask_share={self.mask_share} leaves none of the {self.patches} patches to see")
         self.shown: list[tuple[Tensor, Tensor, Tensor]] = []
 
     # ---- the model
 
     def new_config(self):
+        """Positions are sines and cosines of two coordinates, so that widths are multiples of 4."""
         from transformers import ViTMAEConfig
 
         sizes, size = self.sizes, self.size or (8 if self.embedded else 224)
         patch = sizes["patch"] or (2 if self.embedded else 16)
         for kind in ("", "decoder_"):
-            check_sizes(kind, sizes[f"{kind}width"], sizes[f"{kind}heads"])
-        check_size(size, patch)
+            width, heads = sizes[f"{kind}width"], sizes[f"{kind}heads"]
+            if width % heads or width % 4:
+                raise ConfigError(f"task.sizes.{kind}width={width}: expected a multiple of 4 and of task.sizes."
+                                  f"{kind}heads={heads}")
+        check_patch(size, patch)
         return ViTMAEConfig(
-            image_size=size, patch_size=patch, mask_ratio=self.mask_share, norm_pix_loss=self.normalised,
-            layer_norm_eps=1e-6,                             # timm's, which fine-tunes it
+            image_size=size, patch_size=patch, layer_norm_eps=1e-6,  # timm's, which fine-tunes it
             hidden_size=sizes["width"], num_hidden_layers=sizes["depth"], num_attention_heads=sizes["heads"],
             intermediate_size=4 * sizes["width"], decoder_hidden_size=sizes["decoder_width"],
             decoder_num_hidden_layers=sizes["decoder_depth"], decoder_num_attention_heads=sizes["decoder_heads"],
@@ -100,34 +102,32 @@ class MAE(ImageTask):
     def saved_config(self):
         config = encoders.load_config(self.origin)
         if config.model_type != "vit_mae":
-            raise ConfigError(f"{self.origin.option} = {self.origin.name} is a model of type {config.model_type}: "
-                              "task=mae takes vit_mae, such as facebook/vit-mae-base")
+            raise ConfigError(f"{self.origin.option}={self.origin.name}: a model of type {config.model_type}, expected "
+                              "vit_mae, such as facebook/vit-mae-base")
         if self.size not in (None, config.image_size):
-            raise ConfigError(f"task.size = {self.size}: {self.origin.option} = {self.origin.name} has fixed positions "
-                              f"for images of {config.image_size} pixels. Leave it out")
-        config.mask_ratio, config.norm_pix_loss = self.mask_share, self.normalised
+            raise ConfigError(f"task.size={self.size}: the positions of {self.origin.name} are for {config.image_size} "
+                              "pixels: leave it out")
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)
         model = encoders.load_model("AutoModelForPreTraining", self.config, origin, mechanism)
-        if not origin.weights:
-            place(model, self.patches)
+        if not origin.weights:                               # transformers leaves the fixed positions at zero
+            model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False   # else nothing is done
+            model.vit.embeddings.initialize_weights()
+            model.decoder.initialize_weights(self.patches)
         return model
 
     # ---- batches
 
-    def made_transforms(self) -> dict[bool, object]:
-        """By whether they are for training."""
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         from timm.data import create_transform
 
-        size, scale = self.config.image_size, tuple(self.augment["scale"])
-        train = create_transform(size, is_training=True, scale=scale, hflip=self.augment["flip"], color_jitter=None,
-                                 interpolation="bicubic", mean=MEAN, std=STD)
-        return {True: train, False: VisionDescription("", size).transform()}
-
-    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        return self.read(split, plan, self.transforms[split == "train"], self.masked)
+        size, transform = self.config.image_size, VisionDescription("", self.config.image_size).transform()
+        if split == "train":
+            transform = create_transform(size, is_training=True, scale=tuple(self.augment["scale"]), std=STD, mean=MEAN,
+                                         hflip=self.augment["flip"], color_jitter=None, interpolation="bicubic")
+        return self.read(split, plan, transform, self.masked)
 
     def masked(self, images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
         """noise: (B, P) in [0, 1); patches with the smallest are seen, the others masked."""
@@ -142,56 +142,44 @@ class MAE(ImageTask):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """The mean squared error of masked pixels; with task.normalised each patch's own mean colour would have 1."""
         total, count, self.shown = 0.0, 0, []
-        every = self.drawn_every(split, reader.plan)
+        batches = -(-(self.length(split) or 1) // (reader.plan.batch * reader.plan.world))
+        every = batches // DRAWN or 1                        # images lie by class: a batch may hold a single one
         for i, batch in enumerate(reader.batches(split)):
-            result = model(**batch)
-            total += float(result.loss) * len(batch["noise"])
-            count += len(batch["noise"])
+            result, size = model(**batch), len(batch["noise"])
+            total += float(result.loss) * size
+            count += size
             if i % every == 0 and len(self.shown) < DRAWN:
+                places = range(0, size, size if every > 1 else -(-size // DRAWN))
                 self.shown += [tuple(t[j].float().cpu() for t in (batch["pixel_values"], result.logits, result.mask))
-                               for j in pictures.spread(len(batch["noise"]), 1 if every > 1 else DRAWN)]
+                               for j in places]
         total, count = reader.sum(total, count)
         if not np.isfinite(total):
             raise NotFinite("the model predicts pixels that are not finite; a lower trainer.lr may help")
         return {"loss": total / count}
 
-    def drawn_every(self, split: str, plan: Plan) -> int:
-        """Batches from one drawn image to the next: they lie by class, and one batch may hold a single class."""
-        batches = -(-(self.length(split) or 1) // (plan.batch * plan.world))
-        return batches // DRAWN or 1
-
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """`<run>/model`, which from_pretrained and task.init of task=imagenet load, and reconstructions.png."""
         from transformers import ViTImageProcessorPil
 
-        size = self.config.image_size
-        sizes = {"height": size, "width": size}
-        processor = ViTImageProcessorPil(size=sizes, image_mean=list(MEAN), image_std=list(STD))
+        size = {"height": self.config.image_size, "width": self.config.image_size}
+        processor = ViTImageProcessorPil(size=size, image_mean=list(MEAN), image_std=list(STD))
         encoders.keep(model, tensors, processor, directory)
-        pictures.reconstructions(self.shown[:DRAWN], self.config.patch_size, self.normalised, MEAN, STD, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return f"mae ({self.source_name}): loss {last['loss']:.4f} ({last['split']}, step {last['step']})"
-
-
-def place(model: nn.Module, patches: int) -> None:
-    """Gives a new ViTMAE its fixed positions: transformers leaves those of encoder and decoder at zero, and a decoder
-    without them predicts the same for all masked patches of an image."""
-    embeddings = model.vit.embeddings
-    embeddings.patch_embeddings.projection._is_hf_initialized = False   # else its method does nothing
-    embeddings.initialize_weights()
-    model.decoder.initialize_weights(patches)
+        images, predicted, masks = map(torch.stack, zip(*self.shown[:DRAWN]))
+        panels = reconstructions(model, images, predicted, masks, self.normalised)
+        titles = ("seen", "reconstructed" + ", mean and\nspread by the image" * self.normalised, "image")
+        colours = [(part.permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)).clamp(0, 1) for part in panels]
+        pictures.table(colours, titles, directory / "reconstructions.png")
 
 
-def check_sizes(kind: str, width: int, heads: int) -> None:
-    """Positions are sines and cosines of two coordinates, so they come in fours."""
-    if width % heads or width % 4:
-        raise ConfigError(f"task.sizes.{kind}width = {width} must be a multiple of 4 and of task.sizes.{kind}heads = "
-                          f"{heads}")
+def reconstructions(model: nn.Module, images: Tensor, predicted: Tensor, masks: Tensor, normalised: bool
+                    ) -> tuple[Tensor, Tensor, Tensor]:
+    """What is seen, seen and predicted patches together, and the images, each (B, 3, H, W).
 
-
-def check_size(size: int, patch: int) -> None:
-    if size % patch:
-        raise ConfigError(f"task.size = {size} is no multiple of the patch of {patch} pixels: take "
-                          f"task.size={max(patch, round(size / patch) * patch)}")
+    predicted: (B, P, numbers of a patch). masks: (B, P), 1 where masked. normalised: predictions have mean 0 and
+    variance 1 in each patch; they get its own.
+    """
+    patches, masked = model.patchify(images), masks[..., None].bool()
+    if normalised:
+        predicted = predicted * (patches.var(-1, keepdim=True) + 1e-6).sqrt() + patches.mean(-1, keepdim=True)
+    seen = patches.masked_fill(masked, 0.0)                  # the mean colour of the data
+    return model.unpatchify(seen), model.unpatchify(patches.where(~masked, predicted)), images

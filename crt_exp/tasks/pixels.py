@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from crt_exp.data import images
-from crt_exp.data.images import DIGITS
-from crt_exp.data.image_values import VALUES, squared
+from crt_exp.data.images import DIGITS, VALUES, squared
 from crt_exp.data.rows import few
 from crt_exp.data.sources import task_folder
 from crt_exp.hints import Count, above, at_least, at_most, below
@@ -48,8 +47,8 @@ class Pixels(SymbolTask):
     causal, predictable, length_option = True, VALUES, "size"
 
     def __post_init__(self):
-        digits = self.dataset == DIGITS and self.data_dir is None
-        self.size, self.channels = self.size or (8 if digits else 32), self.channels or (1 if digits else 3)
+        self.size = self.size or (32 if self.inputs() else 8)
+        self.channels = self.channels or (3 if self.inputs() else 1)
         self.row_length = self.size**2 * self.channels
         self.load()
         self.describe(VALUES + 1, self.row_length, {"pixels": VALUES, "begin": BEGIN, "size": self.size,
@@ -97,8 +96,3 @@ class Pixels(SymbolTask):
         for i in chosen:
             counts += np.bincount(self.values("train", i), minlength=VALUES)
         return counts / counts.sum()
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (f"pixels: {last['bits_per_dim']:.3f} bits per dimension (unigram {last['unigram_bits_per_dim']:.3f}; "
-                f"{last['split']}, step {last['step']}; {self.size} x {self.size}, {self.row_length} values)")

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +10,10 @@ import timm
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from small_images import picture, write_images, write_shards
+from small_images import picture, write_images
 from stopping import stopped_and_continued
 from test_composed import composed
 from timm.optim import param_groups_layer_decay
-from torch import nn
 
 from crt_exp import describe_attention
 from crt_exp.config import CONF, ConfigError
@@ -24,20 +22,17 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.runner import checkpoint
 from crt_exp.runner.configuration import check_composed
-from crt_exp.runner.optim import make_optimizer
 from crt_exp.tasks.base import Plan, Reader
-from crt_exp.tasks.imagenet import Average, ImageNet, layers_of
+from crt_exp.tasks.imagenet import ImageNet
 
 official = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: official files are needed")
 SIZES = {"patch": 4, "width": 32, "depth": 2, "heads": 2}
-AUGMENT = {"scale": [0.5, 1.0], "flip": 0.5, "color": None, "policy": None, "erase": 0.0, "repeats": 1, "mixup": 0.0,
-           "cutmix": 0.0, "mix_share": 1.0, "mix_switch": 0.5, "mix_mode": "batch"}
+AUGMENT = {"scale": [0.5, 1.0], "flip": 0.5, "policy": None, "erase": 0.0, "repeats": 1, "mixup": 0.0, "cutmix": 0.0}
 HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "image": "png", "label": "cls",
        "classes": 3, "data_files": None, "buffer": 0, "validation_images": 12}
 OPTIONS = {"dataset": "mine", "data_dir": None, "hub": HUB, "held_out": 0.0, "unreadable": "error", "workers": 0,
            "model": None, "sizes": SIZES, "size": 12, "pool": None, "init": "scratch", "new_head": False, "crop": 1.0,
-           "interpolation": "bicubic", "augment": AUGMENT, "smoothing": 0.1, "drop_path": 0.0, "layer_decay": 1.0,
-           "ema": None}
+           "augment": AUGMENT, "smoothing": 0.1, "drop_path": 0.0, "layer_decay": 1.0, "ema": None}
 RICH = ["task.augment.policy=rand-m9-mstd0.5-inc1", "task.augment.erase=0.5", "task.augment.mixup=0.8",
         "task.augment.cutmix=1.0", "task.augment.flip=0.5", "task.drop_path=0.2", "task.ema=0.9",
         "task.layer_decay=0.7"]
@@ -93,7 +88,7 @@ def test_the_default_needs_no_data_and_learns(typed, tmp_path, monkeypatch):
                            "trainer.epochs=2", "trainer.batch=32", "trainer.lr=5e-3", *sizes)
     progress = [line for line in err.splitlines() if line.startswith("step ")]      # where it takes 10 s or more
     assert code == 0 and err.splitlines() == progress, err
-    assert "imagenet (digits): accuracy" in out and "val, step 88" in out
+    assert "imagenet: accuracy" in out and "val, step 88" in out
     last = records(tmp_path / "run")[-1]
     assert last["final"] and last["split"] == "val" and 0.25 < last["accuracy"] < last["accuracy_top5"]
     confusion = np.loadtxt(tmp_path / "run" / "confusion.csv", delimiter=",", skiprows=1, usecols=range(1, 11))
@@ -120,21 +115,8 @@ def test_what_is_kept_gives_the_recorded_numbers(typed, tmp_path, folder):
 
 
 @pytest.mark.slow
-def test_number_of_workers_changes_nothing(typed, tmp_path):
-    """With everything that draws: policy, erasing, mixup, cutmix, drop path."""
-    for workers in (0, 2):
-        code, _, err = typed(*RICH, "attention=favorpp", f"task.workers={workers}", directory=f"w{workers}")
-        assert code == 0, err
-    assert records(tmp_path / "w0") == records(tmp_path / "w2")
-    assert equal(weights(tmp_path / "w0"), weights(tmp_path / "w2"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["folder", "shards"])
-def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, monkeypatch):
+def test_a_stopped_run_continues_to_the_same_numbers(typed, tmp_path, monkeypatch):
     args = [*RICH, "attention=favorpp", "task.workers=2", "trainer.steps=9", "trainer.log_every=2"]
-    if source == "shards":
-        args += ["task.data_dir=null", *hub_arguments(tmp_path)]
     assert typed(*args)[0] == 0
     stopped_and_continued(typed, monkeypatch, ImageNet, 5, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
@@ -142,44 +124,9 @@ def test_a_stopped_run_continues_to_the_same_numbers(source, typed, tmp_path, mo
         assert equal(weights(tmp_path / "run", name), weights(tmp_path / "stopped", name))
 
 
-def hub_arguments(tmp_path):
-    shards = write_shards(tmp_path / "shards")
-    files = f"task.hub.data_files={{train: '{shards['train']}', validation: '{shards['validation']}'}}"
-    return ["task.hub.name=webdataset", "task.hub.image=png", "task.hub.label=cls", "task.hub.classes=3",
-            "task.hub.buffer=5", "task.hub.validation_images=12", files, "trainer.eval_every=9"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["folder", "shards"])
-def test_two_processes_equal_one(source, typed, tmp_path):
-    args = ["attention=favorpp", "task.workers=1", "trainer.steps=6", "task.augment.policy=rand-m9-mstd0.5-inc1"]
-    if source == "shards":
-        args += ["task.data_dir=null", *hub_arguments(tmp_path)]
-    assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", directory="two")
-    assert code == 0, err
-    one, two = records(tmp_path / "run")[-1], records(tmp_path / "two")[-1]
-    if source == "folder":                                   # two processes read other shards, so in another order
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert two["accuracy"] >= 0 and np.loadtxt(tmp_path / "two" / "confusion.csv", delimiter=",", skiprows=1,
-                                               usecols=(1, 2, 3)).sum() == 12
-
-
-@official
-@pytest.mark.slow
-def test_real_images_by_the_experiment(typed, tmp_path, monkeypatch):
-    if not (Path(os.environ["CRT_DATA"]) / "images" / "imagenette2-224").is_dir():
-        pytest.skip("images/imagenette2-224 is not in CRT_DATA")
-    data = f"{os.environ['CRT_DATA']}/images/imagenette2-224"
-    code, _, err = typed("experiment=imagenette", f"task.data_dir={data}", "task.size=64", "task.sizes.patch=16",
-                         "attention=favorpp", "task.workers=2", "trainer.batch=50", "trainer.steps=40")
-    assert code == 0, err
-    assert records(tmp_path / "run")[-1]["accuracy"] > 0.15  # a tenth by guessing, 500 images
-
-
 def test_held_out_images_choose_the_weights(typed, tmp_path, folder):
     code, out, err = typed("attention=exact", "task.held_out=0.25", "trainer.select=best")
-    assert code == 0 and f"imagenet ({folder.name}): accuracy" in out, err
+    assert code == 0 and "imagenet: accuracy" in out, err
     found = records(tmp_path / "run")
     assert [r["split"] for r in found if r["split"] != "train"] == ["held_out", "held_out", "val"]
     best = max((r for r in found if r["split"] == "held_out"), key=lambda r: r["accuracy"])
@@ -216,18 +163,6 @@ def exact_run(tmp_path_factory, folder):
 
 
 @pytest.mark.slow
-def test_uptraining_starts_from_the_exact_model(typed, tmp_path, exact_run):
-    """Without a step: more features are nearer to the exact loss."""
-    found = {}
-    for name, args in {"exact": ["attention=exact"], "2": ["attention=favorpp", "features.m=2"],
-                       "512": ["attention=favorpp", "features.m=512"]}.items():
-        code, _, err = typed(f"task.init={exact_run}", "trainer.steps=0", *args, directory=name)
-        assert code == 0, err
-        found[name] = records(tmp_path / name)[-1]["loss"]
-    assert 0 < abs(found["512"] - found["exact"]) < abs(found["2"] - found["exact"])
-
-
-@pytest.mark.slow
 def test_a_run_of_the_same_attention_gives_its_noise(typed, tmp_path):
     assert typed("attention=favorpp", "trainer.steps=2")[0] == 0
     init = f"task.init={tmp_path / 'run'}"
@@ -236,12 +171,7 @@ def test_a_run_of_the_same_attention_gives_its_noise(typed, tmp_path):
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "next"))
     assert equal(weights(tmp_path / "run", "attention"), weights(tmp_path / "next", "attention"))
     code, _, err = typed("attention=favorp", init, directory="other")
-    assert code == 2 and "features (it was crt_exp.features.OPRF, now crt_exp.features.PosRF)" in err, err
-    way_out = f"task.init={tmp_path / 'run' / 'model' / 'model.safetensors'}"
-    assert way_out in err
-    sizes = [f"task.sizes.{k}={v}" for k, v in SIZES.items()]
-    code, _, err = typed("attention=favorp", way_out, *sizes, "trainer.steps=0", directory="other")
-    assert code == 0 and equal(weights(tmp_path / "run"), weights(tmp_path / "other")), err
+    assert code == 2 and f"task.init={tmp_path / 'run' / 'model' / 'model.safetensors'}" in err, err
 
 
 def test_positions_are_interpolated_to_other_sizes(typed, tmp_path, exact_run):
@@ -268,37 +198,29 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
     assert task_of(folder, init=str(tmp_path), sizes=NO_SIZES, size=None).description.mean == (0.5, 0.5, 0.5)
 
 
-@pytest.mark.parametrize("content, words", [
-    ({"pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3, "num_classes": 3}}, "says no input_size"),
-    ({"pretrained_cfg": [3]}, "is no configuration as timm writes it"),
-    ({"model_args": {"embed_dim": 32, "depth": 2}, "pretrained_cfg": {
-        "input_size": [3, 224, 224], "mean": [0.5] * 3, "std": [0.5] * 3, "num_classes": 3}}, "embed_dim"),
-])
-def test_a_config_that_says_too_little(content, words, tmp_path, folder):
-    """The last has no number of heads: timm's own 3 do not divide the width."""
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224", "num_classes": 3}
-                                                     | content))
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises((DataError, ConfigError), match=words):
+def test_a_config_that_says_too_little(tmp_path, folder):
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"mean": [0.5] * 3, "std": [0.5] * 3}}))
+    with pytest.raises(DataError, match="no configuration as timm writes it: KeyError: 'input_size'"):
         task_of(folder, init=str(tmp_path), sizes=NO_SIZES, size=None)
 
 
 def test_weights_of_the_hub_that_are_not_here(folder):
     task = task_of(folder, model="vit_tiny_patch16_224.augreg_in21k", init="pretrained", sizes=NO_SIZES, size=None,
                    new_head=True)
-    with pytest.raises(DataError, match="not on this machine(.|\n)*hf download timm/vit_tiny_patch16_224.augreg_in21k"):
+    with pytest.raises(DataError, match="are not here.*hf download timm/vit_tiny_patch16_224.augreg_in21k"):
         task.build(Mechanism.of("exact"))
-    with pytest.raises(ConfigError, match="trained on 21843 classes, and the images have 3: task.new_head=true"):
+    with pytest.raises(ConfigError, match="other classes: 21843, the images have 3: task.new_head=true"):
         replace(task, new_head=False).build(Mechanism.of("exact"))
 
 
 @pytest.mark.parametrize("change, options, words", [
-    ({"classes": 4}, {}, ["trained on 3 classes, and the images have 4", "task.new_head=true"]),
-    ({"names": True}, {}, ["its class 0 is class0, that of the images is other0", "task.new_head=true"]),
-    ({}, {"sizes": SIZES | {"width": 64}}, ["task.sizes.width = 64", "has 32"]),
-    ({}, {"file": True, "sizes": SIZES | {"width": 64}}, ["checkpoint of width 32, and the model's is 64"]),
-    ({}, {"file": True, "sizes": SIZES | {"depth": 1}}, ["holds, besides the model's, blocks.1", "not a checkpoint"]),
-    ({}, {"file": True, "sizes": SIZES | {"depth": 3}}, ["lacks blocks.2", "not a checkpoint of this"]),
+    ({"classes": 4}, {}, "other classes: 3, the images have 4: task.new_head=true"),
+    ({"names": True}, {}, "other classes: class0, the images have other0: task.new_head=true"),
+    ({}, {"sizes": SIZES | {"width": 64}}, "task.sizes is for a new model"),
+    ({}, {"file": True, "sizes": SIZES | {"width": 64}}, "does not fit this task.model .*size mismatch.* 32"),
+    ({}, {"file": True, "sizes": SIZES | {"depth": 1}}, "does not fit this task.model .*blocks.1"),
+    ({}, {"file": True, "sizes": SIZES | {"depth": 3}}, "does not fit this task.model .*blocks.2"),
 ], ids=["number of classes", "names of classes", "width of a run", "width of a file", "less deep", "deeper"])
 def test_checkpoints_that_do_not_fit(change, options, words, tmp_path, exact_run):
     root = write_images(tmp_path / "own", classes=change.get("classes", 3))
@@ -307,9 +229,8 @@ def test_checkpoints_that_do_not_fit(change, options, words, tmp_path, exact_run
             path.rename(path.with_name(path.name.replace("class", "other")))
     options = {"sizes": NO_SIZES} | options
     init = exact_run / "model" / "model.safetensors" if options.pop("file", False) else exact_run
-    with pytest.raises((ConfigError, DataError)) as error:
+    with pytest.raises((ConfigError, DataError), match=words):
         task_of(root, init=str(init), **options).build(Mechanism.of("exact"))
-    assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_new_head_stands_on_the_same_encoder(tmp_path, exact_run):
@@ -334,25 +255,18 @@ def test_layer_wise_rates_are_those_of_timm(folder):
 
 def test_positions_and_tokens_do_not_decay(folder):
     task = task_of(folder)
+    for name, parameter in task.build(Mechanism.of("exact")).named_parameters():
+        assert task.decays(name, parameter) == (name.endswith("weight") and parameter.dim() > 1)
+
+
+def test_averaged_weights_follow_their_formula(folder):
+    task = task_of(folder, ema=0.75)
     model = task.build(Mechanism.of("exact"))
-    optimizer = make_optimizer(model, "adamw", 1e-3, (0.9, 0.999), 1e-8, 0.05, task.lr_scale, task.decays)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    names = {name for name, p in model.named_parameters() if id(p) in decayed}
-    assert names == {name for name, p in model.named_parameters() if name.endswith("weight") and p.dim() > 1}
-
-
-def test_averaged_weights_follow_their_formula_and_leave_the_model_as_it_was():
-    model = nn.Linear(2, 2)
-    average, first = Average(0.75), model.weight.detach().clone()
-    average.begin(model)
+    first = model.head.weight.detach().clone()
     with torch.no_grad():
-        model.weight.add_(4.0)
-    average.update(model)
-    torch.testing.assert_close(average.values["weight"], first + 1.0)
-    own = model.weight.detach().clone()
-    with average.within(model):
-        torch.testing.assert_close(model.weight.detach(), first + 1.0)
-    assert torch.equal(model.weight, own)
+        model.head.weight.add_(4.0)
+        task.updated(model, 1)
+    torch.testing.assert_close(task.average["head.weight"], first + 1.0)
 
 
 def test_averaged_weights_are_evaluated_and_kept(typed, tmp_path, folder):
@@ -375,13 +289,11 @@ def test_mixed_targets_are_distributions(rows, folder):
     assert task.loss(model, batch).isfinite()
     again = next(iter(task.batches("train", Plan(rows, seed=2))))
     assert torch.equal(batch["images"], again["images"])
-    hard = next(iter(task.batches("val", Plan(rows))))
-    assert hard["targets"].shape == (rows,)
 
 
 def test_stochastic_depth_reaches_the_last_block(folder):
     model = task_of(folder, drop_path=0.3).build(Mechanism.of("favorpp", m=4))
-    assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.3) and layers_of(model)["head.weight"] == 3
+    assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted((CONF / "experiment").glob("*.yaml"))
@@ -400,25 +312,21 @@ def test_experiments_fit_their_models(name, tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.data_dir=/nowhere"], ["/nowhere is not there", "train/<class>/ and val/<class>/"]),
+    (["task.data_dir=/nowhere"], ["/nowhere is not there"]),
     (["task.data_dir=null", "task.dataset=imagenet"], ["CRT_DATA is not set", "image-net.org"]),
-    (["task.size=13"], ["task.size = 13", "patch of 4 pixels", "task.size=12"]),
-    (["task.sizes.width=33"], ["task.sizes.width = 33", "task.sizes.heads = 2"]),
-    (["task.model=vit_base_patch16_22"], ["task.model = vit_base_patch16_22", "vit_base_patch16_224"]),
-    (["task.model=vit_base_patch16_224.nonsense"], ["timm has no such model; it has vit_base_patch16_224."]),
-    (["task.model=resnet18"], ["task.model = resnet18"]),
+    (["task.size=13"], ["task.size=13", "patch of 4 pixels, such as 12"]),
+    (["task.sizes.width=33"], ["task.sizes.width=33", "task.sizes.heads=2"]),
+    (["task.model=vit_base_patch16_22"], ["task.model=vit_base_patch16_22", "vit_base_patch16_224"]),
+    (["task.model=vit_base_patch16_224.nonsense"], ["timm has no such model, but vit_base_patch16_224."]),
+    (["task.model=resnet18"], ["task.model"]),
     (["task.model=vit_tiny_patch16_224", "+task.sizes.width=3"], ["task.sizes is for a new model"]),
     (["task.init=pretrained"], ["name it, task.model=..."]),
     (["task.init=scrach"], ["did you mean scratch?"]),
-    (["task.augment.policy=nonsense"], ["task.augment.policy = nonsense", "rand-m9-mstd0.5-inc1"]),
-    (["task.augment.mixup=-1"], ["task.augment.mixup = -1"]),
+    (["task.augment.policy=nonsense"], ["task.augment.policy=nonsense", "rand-m9-mstd0.5-inc1"]),
     (["task.held_out=0.001"], ["leaves none to hold out"]),
-    (["task.hub.name=webdataset"], ["leave out task.data_dir"]),
-    (["task.pool=sum"], ["task.pool = sum"]),
-    (["task.ema=1.0"], ["task.ema = 1.0"]),
+    (["task.hub.name=webdataset"], ["expected no task.data_dir"]),
     (["task.ema=0.9", "trainer=fsdp", "trainer.processes=2"], ["averages whole weights, and trainer=fsdp splits them"]),
     (["trainer.prefetch=2"], ["trainer.prefetch=0, or task.workers=1"]),
-    (["experiment=dei"], ["did you mean deit?"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     code, _, err = typed(*args, "attention=exact")
@@ -428,5 +336,5 @@ def test_bad_options(args, words, typed, tmp_path):
 
 def test_a_run_that_has_not_ended_is_no_start(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    with pytest.raises(DataError, match="has not ended(.|\n)*resume=auto"):
+    with pytest.raises(DataError, match="has not ended.*resume=auto"):
         vision.checkpoint_of(str(tmp_path))

@@ -13,9 +13,8 @@ from transformers import AutoModelForPreTraining, ViTMAEForPreTraining, ViTMAEMo
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.runner import checkpoint
-from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Plan, Reader
-from crt_exp.tasks.mae import MAE
+from crt_exp.tasks.mae import MAE, reconstructions
 
 SIZES = {"patch": 4, "width": 32, "depth": 2, "heads": 2, "decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
 HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "image": "image", "label": "label",
@@ -58,7 +57,7 @@ def test_digits_need_no_data_and_their_patches_are_predicted(typed, tmp_path):
                            "trainer.batch=64")
     progress = [line for line in err.splitlines() if line.startswith("step ")]      # where it takes 10 s or more
     assert code == 0 and err.splitlines() == progress, err
-    assert "mae (digits): loss" in out
+    assert "mae: loss" in out
     last = records(tmp_path / "run")[-1]
     assert last["final"] and last["split"] == "val" and last["loss"] < 0.9
     assert (tmp_path / "run" / "reconstructions.png").stat().st_size > 1000
@@ -108,39 +107,13 @@ def test_a_classifier_begins_with_the_encoder(typed, tmp_path, folder, monkeypat
 
 
 @pytest.mark.slow
-def test_fine_tuning_and_uptraining_from_it(typed, tmp_path, folder, monkeypatch):
-    assert typed()[0] == 0
-    from crt_exp.train import main
-    for attention in ("exact", "favorpp"):
-        words = ["task=imagenet", f"task.data_dir={folder}", f"task.init={tmp_path / 'run'}", "task.workers=0",
-                 "logger=none", f"attention={attention}", "trainer.steps=1", "trainer.batch=8", "trainer.lr=1e-9",
-                 "task.pool=avg", f"hydra.run.dir={tmp_path / attention}"]
-        monkeypatch.setattr("sys.argv", ["crt_exp", *words])
-        main()
-        kept = checkpoint.load_tensors(tmp_path / attention / "model" / "model.safetensors")
-        old = vision.checkpoint_of(str(tmp_path / "run")).state()
-        torch.testing.assert_close(kept["blocks.1.attn.qkv.weight"], old["blocks.1.attn.qkv.weight"], atol=1e-6, rtol=0)
-        assert kept["pos_embed"].shape == (1, 17, 32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["favorpp", "exact"])
-def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path, monkeypatch):
-    args = [f"attention={attention}", "task.workers=2", "trainer.steps=7", "trainer.log_every=2"]
+def test_a_stopped_run_continues_to_the_same_numbers(typed, tmp_path, monkeypatch):
+    args = ["attention=favorpp", "task.workers=2", "trainer.steps=7", "trainer.log_every=2"]
     assert typed(*args)[0] == 0
     stopped_and_continued(typed, monkeypatch, MAE, 5, *args)
     assert records(tmp_path / "stopped") == records(tmp_path / "run")
     one, two = (checkpoint.load_tensors(tmp_path / d / "model" / "model.safetensors") for d in ("run", "stopped"))
     assert all(torch.equal(one[key], two[key]) for key in one)
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(typed, tmp_path):
-    args = ["trainer.steps=4", "task.workers=1"]
-    assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", directory="two")
-    assert code == 0, err
-    assert records(tmp_path / "two")[-1]["loss"] == pytest.approx(records(tmp_path / "run")[-1]["loss"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -155,30 +128,22 @@ def test_a_run_goes_on_with_its_noise(typed, tmp_path):
     assert code == 2 and "trained with another attention" in err
 
 
-def test_pictures_show_what_is_seen_in_its_place():
-    image = torch.arange(3 * 64.).reshape(3, 8, 8)
-    patches = pictures.patchify(image, 4)
-    assert torch.equal(pictures.unpatchify(patches, 4, 8), image)
-    config = ViTMAEForPreTraining.config_class(
-        image_size=8, patch_size=4, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, decoder_hidden_size=8,
-        decoder_num_hidden_layers=1, decoder_num_attention_heads=1)
-    assert torch.equal(ViTMAEForPreTraining(config).patchify(image[None])[0], patches)
-    own = (patches - patches.mean(1, keepdim=True)) / (patches.var(1, keepdim=True) + 1e-6).sqrt()
-    seen, made, whole = pictures.panels(image, own, torch.tensor([1.0, 0.0, 0.0, 1.0]), 4, True)
+def test_pictures_show_what_is_seen_in_its_place(folder):
+    model, image = task_of(folder, size=8).build(Mechanism.of("exact")), torch.arange(3 * 64.).reshape(1, 3, 8, 8)
+    patches = model.patchify(image)
+    own = (patches - patches.mean(-1, keepdim=True)) / (patches.var(-1, keepdim=True) + 1e-6).sqrt()
+    seen, made, whole = reconstructions(model, image, own, torch.tensor([[1.0, 0.0, 0.0, 1.0]]), True)
     torch.testing.assert_close(made, image)                  # a perfect prediction
-    assert torch.equal(whole, image) and torch.equal(seen[:, :4, 4:], image[:, :4, 4:]) and not seen[:, :4, :4].any()
-    assert pictures.spread(7, 3) == [0, 2, 4] and pictures.spread(2, 6) == [0, 1]
+    assert torch.equal(whole, image) and torch.equal(seen[..., :4, 4:], image[..., :4, 4:])
+    assert not seen[..., :4, :4].any() and not seen[..., 4:, 4:].any()
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.size=18"], ["task.size = 18", "patch of 4 pixels", "task.size="]),
-    (["task.sizes.width=33"], ["task.sizes.width = 33", "a multiple of 4 and of task.sizes.heads = 2"]),
-    (["task.sizes.decoder_width=18"], ["task.sizes.decoder_width = 18"]),
+    (["task.size=18"], ["task.size=18", "patch of 4 pixels"]),
+    (["task.sizes.width=33"], ["task.sizes.width=33: expected a multiple of 4 and of task.sizes.heads=2"]),
+    (["task.sizes.decoder_width=18"], ["task.sizes.decoder_width=18"]),
     (["task.mask_share=0.99"], ["leaves none of the 16 patches"]),
-    (["task.mask_share=1.0"], ["task.mask_share = 1.0"]),
     (["task.init=uptrain"], ["name it, task.model=..."]),
-    (["task.init=scrach"], ["did you mean scratch?"]),
-    (["task.data_dir=/nowhere"], ["/nowhere is not there"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")
