@@ -1,84 +1,74 @@
 """python -m crt_exp.infer run=DIR [key=value ...]: use the model that a run has trained. The run's task decides.
 
-imagenet                the five likeliest classes of input=, an image or a folder of images
-librispeech             the text in input=, an audio file or a folder, and the second at which each symbol was said;
-                        long audio is cut where it is quietest
-trembl, books, pixels   sequences that the model generates
+Every run: run, its directory; names, the folder of your own names that it had as --config-dir.
+
+imagenet: the five likeliest classes of input, an image or a folder of images, as csv.
+librispeech: the text in input, an audio file or a folder, and the second at which each symbol was said.
+  segment      seconds of audio that are heard at once (20); longer audio is cut where it is quietest
+trembl, books, pixels: generated sequences.
+  prompt       what each sequence begins with; for pixels an image, whose lower half is generated
+  n            sequences (1)
+  length       symbols of a sequence, with the prompt (what the model was trained for)
+  temperature  1: the model's own probabilities; 0: always the most likely symbol
+  top_k        sample from the k most likely symbols
+  top_p        sample from the fewest symbols with this probability together
+  seed         of the first sequence (0); the others count on from it
+  device       cpu or cuda (cpu)
+  output       file to write: FASTA, text or PNG; without it sequences are printed
 
 Exit code 2: a mistake, which is printed, or files that could not be read.
 """
 
 import math
-import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from crt_exp import drawing
 from crt_exp.arguments import read
 from crt_exp.config import ConfigError, own_names
-from crt_exp.data import DataError, endings, images
+from crt_exp.data import DataError, images
+from crt_exp.data.endings import IMAGES, files_ending
 from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decoded, padded, seconds_of
-from crt_exp.hints import Count, NotNegative, Whole, above, at_least, at_most, below, describe, parameters, shown
+from crt_exp.hints import Count, NotNegative, above, at_least, at_most
 from crt_exp.models import language, recogniser, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
 from crt_exp.models.generation import TokenChoice, generate
-from crt_exp.features.nonfinite import NotFinite
-from crt_exp.schema import check
-from crt_exp.atomic_write import whole
 
-LIKELIEST, IMAGES_AT_ONCE = 5, 16              # classes of an image; images in a batch
-SEGMENTS_AT_ONCE, BLOCK = 8, 0.02            # of audio; seconds over which loudness is measured
-SMALLEST_SIDE = 96                           # pixels that a generated image has at least, about
-
-WORDS = {"run": "directory of the run", "names": "folder of your own names, the --config-dir of that run",
-         "input": "file, or a folder of files", "size": "pixels of a side, where they differ from the run's",
-         "segment": "seconds of audio that are heard at once",
-         "prompt": "what each sequence begins with; for pixels an image, to complete",
-         "known": "share of the rows of that image that are given, from the top", "n": "sequences",
-         "length": "symbols of a sequence, with the prompt; null: what the model was trained for",
-         "temperature": "1: the model's own probabilities; 0: always the most likely symbol",
-         "top_k": "of the k most likely symbols", "top_p": "of the fewest symbols with this probability together",
-         "seed": "of the first sequence; the others count on from it", "batch": "sequences at once",
-         "device": "such as cpu or cuda", "output": "file to write, FASTA, text or PNG; null: print"}
+LIKELIEST = 5                    # classes of an image
+QUIET = 0.2                      # seconds of the quietest part of audio, in which it is cut
+AT_ONCE = 16                     # sequences
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     run: str
     input: str
-    size: Annotated[int, at_least(1), at_most(2**12)] | None = None     # beyond, positions fill the memory
     names: str | None = None
 
 
-@dataclass(frozen=True)
-class AudioOptions:
-    run: str
-    input: str
+@dataclass(frozen=True, kw_only=True)
+class AudioOptions(ImageOptions):
     segment: Annotated[float, at_least(1)] = 20.0
-    names: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SequenceOptions:
     run: str
     prompt: str = ""
-    known: Annotated[float, above(0), below(1)] = 0.5
     n: Count = 1
     length: Count | None = None
     temperature: NotNegative = 1.0
     top_k: Count | None = None
     top_p: Annotated[float, above(0), at_most(1)] | None = None
     seed: Annotated[int, at_least(0), at_most(2**32 - 1)] = 0
-    batch: Count = 16
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     output: str | None = None
     names: str | None = None
 
@@ -86,289 +76,152 @@ class SequenceOptions:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or {"--help", "-h"} & set(arguments):
-        print(usage())
+    if not arguments or {"--help", "-h"} & {*arguments}:
+        print(__doc__)
         return 0 if arguments else 2
     try:
-        with torch.no_grad():
-            return infer(arguments)
+        run = next((word.removeprefix("run=") for word in arguments if word.startswith("run=")), "")
+        if not run:
+            raise ConfigError("run=... is missing: it takes the directory of a run")
+        folder = folder_of(run, "run", "the directory of a run of task=imagenet, librispeech, trembl, books or pixels")
+        described = description_in(folder, f"run={run}")
+        kind = "imagenet" if "architecture" in described else str(described.get("kind"))
+        if kind not in KINDS:
+            raise DataError(f"run={run} is a run of another task than imagenet, librispeech, trembl, books, pixels")
+        options = read(KINDS[kind][0], arguments)
+        with torch.no_grad(), own_names([options.names] if options.names else []):
+            return KINDS[kind][1](options) or 0
     except (ConfigError, DataError, ValueError, OSError) as error:
         print(f"crt_exp.infer: error: {error}", file=sys.stderr)
         return 2
 
 
-def usage() -> str:
-    lines = [__doc__]
-    for kind, (options, _) in KINDS.items():
-        lines.append(f"keys of {kind}:")
-        lines += [f"  {key:12} {WORDS[key]} ({describe(each.hint)})" for key, each in parameters(options).items()]
-    return "\n".join(lines)
+def classify(options: ImageOptions) -> int:
+    """Print a line of csv for each image: its name, its likeliest classes and their probabilities."""
+    import pandas as pd
 
-
-def infer(arguments: list[str]) -> int:
-    """Raises ConfigError and DataError."""
-    run = next((word.removeprefix("run=") for word in arguments if word.startswith("run=")), "")
-    if not run:
-        raise ConfigError("run=... is missing: it takes the directory of a run")
-    kind, call = KINDS[kind_of(run)]
-    options = read(kind, arguments)
-    return call(options) or 0
-
-
-def kind_of(run: str) -> str:
-    """What the model of a run works on. Raises DataError where it is none of KINDS."""
-    folder = folder_of(run, "run", "the directory of a run of task=imagenet, librispeech, trembl, books or pixels")
-    described = description_in(folder, f"run = {run}")
-    kinds = {recogniser.KIND: "audio", language.KIND: "sequences"}
-    kind = "images" if "architecture" in described else kinds.get(str(described.get("kind")))
-    if kind is None:
-        raise DataError(f"run = {run} is a run of another task: {folder} describes no model of imagenet, librispeech, "
-                        "trembl, books or pixels")
-    return kind
-
-
-# ---- images ----------------------------------------------------------------------------------------------------------
-
-
-class ImageInput(NamedTuple):
-    """An image as the model takes it, (3, H, W)."""
-
-    name: str
-    tensor: Tensor
-
-
-def classify(options: ImageOptions) -> None:
-    with own_names([options.names] if options.names else []):
-        kept = vision.load(options.run, options.size)
-    files = image_files(Path(options.input).expanduser())
-    results = []
-    for at in range(0, len(files), IMAGES_AT_ONCE):
-        results += classified(kept, list(readable(files[at:at + IMAGES_AT_ONCE], kept, alone=len(files) == 1)))
-    if not results:
-        raise DataError(f"none of the {len(files)} files of {options.input} can be read as an image")
-    print(drawing.markdown(["image", *(f"{place}." for place in range(1, 1 + len(results[0][1])))],
-                           [[name, *(f"{label} {share:.3f}" for label, share in likely)] for name, likely in results]),
-          end="")
-
-
-def image_files(place: Path) -> list[Path]:
-    """The image itself, or all images below the folder, in the order of their names. Raises DataError for none."""
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
-        raise DataError(f"input={place}: there is no such file or folder")
-    files = [Path(file) for file in endings.files_ending(place, endings.IMAGES)]
-    if not files:
-        raise DataError(f"input={place}: this folder holds no image ({' '.join(endings.IMAGES)})")
-    return files
-
-
-def readable(files: Sequence[Path], kept: vision.KeptClassifier, alone: bool) -> Iterator[ImageInput]:
-    """Those that are images; in a folder the others are named and left out."""
+    place = Path(options.input).expanduser()
+    files = [Path(file) for file in files_ending(place, IMAGES)] if place.is_dir() else [place]
+    kept, rows, bad = vision.load(options.run), [], []
     for file in files:
         try:
-            yield ImageInput(str(file), kept.transform(images.read(file)))
+            pixels = kept.transform(images.read(file))
         except images.Unreadable as error:
-            if alone:
-                raise
-            print(f"crt_exp.infer: left out: {error}", file=sys.stderr)
-
-
-def classified(kept: vision.KeptClassifier, inputs: Sequence[ImageInput]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """The name of each image, and its likeliest classes with their probabilities."""
-    if not inputs:
-        return []
-    shares = kept.model(torch.stack([each.tensor for each in inputs])).float().softmax(-1)
-    if not bool(shares.isfinite().all()):
-        raise NotFinite(f"{inputs[int((~shares.isfinite()).any(-1).nonzero()[0])].name}: the model's outputs are not "
-                        "finite")
-    best = shares.topk(min(LIKELIEST, len(kept.classes)))
-    return [(each.name, [(kept.classes[i], share) for i, share in zip(classes, shares)])
-            for each, classes, shares in zip(inputs, best.indices.tolist(), best.values.tolist())]
-
-
-# ---- audio -----------------------------------------------------------------------------------------------------------
+            bad.append(error)
+            continue
+        likely = kept.model(pixels[None])[0].float().softmax(-1).topk(min(LIKELIEST, len(kept.classes)))
+        rows.append({"image": file})
+        for rank, (i, share) in enumerate(zip(likely.indices.tolist(), likely.values.tolist()), 1):
+            rows[-1] |= {f"class{rank}": kept.classes[i], f"probability{rank}": round(share, 3)}
+    print(pd.DataFrame(rows).to_csv(index=False), end="")
+    return exit_code(bad, files, options.input)
 
 
 def transcribe(options: AudioOptions) -> int:
-    """Prints what is heard in each file; 2 where some could not be read, which are named and counted."""
-    files = audio_files(options.input, "input")
-    with own_names([options.names] if options.names else []):
-        known, tensors = recogniser.load(options.run, "run")
-    model, bad = recogniser.load_whole(known, tensors), []
+    """Print what is heard in each file, and each symbol with the seconds from the start at which it was said."""
+    files, bad = audio_files(options.input, "input"), []
+    known, tensors = recogniser.load(options.run, "run")
+    model = recogniser.load_whole(known, tensors)
     for file in files:
         try:
-            audio = audio_of(file, known.rate)
+            seconds = seconds_of(file, str(file))
+            if seconds < SHORTEST:
+                raise BadAudio(f"{file}: {seconds:.3f} s are too short: speech takes at least {SHORTEST} s")
+            audio = as_int16(decoded(AudioPart(str(file), seconds), known.rate))
         except BadAudio as error:
-            bad.append(f"  {error}")
+            bad.append(error)
             continue
-        text, symbols = recognised(model, known, audio, options.segment)
-        print(f"{file} ({len(audio) / known.rate:.1f} s): {text}")
-        print("  " + "  ".join(f"{at:.2f} {'_' if symbol == ' ' else symbol}" for symbol, at in symbols))
-    if bad:
-        print(f"crt_exp.infer: {len(bad)} of {len(files)} files cannot be heard:", *bad, sep="\n", file=sys.stderr)
-    return 2 if bad else 0
+        texts, times = [], []
+        for start, end in segments(audio, known.rate, options.segment):
+            _, (heard,) = model(padded([audio[start:end]]), torch.tensor([end - start]), search=greedy)
+            texts.append(known.symbols.decode(heard.symbols))
+            times += [f"{start / known.rate + frame * STEP:.2f} {known.symbols.entries[symbol].replace(' ', '_')}"
+                      for symbol, frame in zip(heard.symbols, heard.frames)]
+        print(f"{file} ({len(audio) / known.rate:.1f} s): {' '.join(filter(None, texts))}")
+        print(" ", "  ".join(times))
+    return exit_code(bad, files, options.input)
 
 
-def audio_of(file: Path, rate: int) -> np.ndarray:
-    """(samples,) int16. Raises BadAudio, for audio too short to hold speech too."""
-    seconds = seconds_of(file, str(file))
-    if seconds < SHORTEST:
-        raise BadAudio(f"{file}: {seconds:.3f} s are too short: speech takes at least {SHORTEST} s")
-    return as_int16(decoded(AudioPart(str(file), seconds), rate))
-
-
-def recognised(model: nn.Module, known: recogniser.Recogniser, audio: np.ndarray,
-               longest: float) -> tuple[str, list[tuple[str, float]]]:
-    """The text, and each symbol with the seconds from the start at which it was said."""
-    texts, symbols = [], []
-    cuts = list(segments(audio, known.rate, longest))
-    for first in range(0, len(cuts), SEGMENTS_AT_ONCE):
-        part = cuts[first:first + SEGMENTS_AT_ONCE]
-        samples = torch.tensor([end - start for start, end in part])
-        _, hypotheses = model(padded([audio[start:end] for start, end in part]), samples, search=greedy)
-        for (start, _), hypothesis in zip(part, hypotheses):
-            texts.append(known.symbols.decode(hypothesis.symbols))
-            symbols += [(known.symbols.entries[symbol], start / known.rate + frame * STEP)
-                        for symbol, frame in zip(hypothesis.symbols, hypothesis.frames)]
-    return " ".join(filter(None, texts)), symbols
+def exit_code(bad: list, files: list[Path], given: str) -> int:
+    """2 where there are no files, or some could not be read, which are named and counted."""
+    if bad or not files:
+        print(f"{len(bad)} of {len(files)} files of input={given} cannot be read:", *bad, sep="\n  ", file=sys.stderr)
+        return 2
+    return 0
 
 
 def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int, int]]:
-    """First sample and the one after the last of each: a segment ends in the quietest moment of its second half."""
-    start, most, least = 0, int(longest * rate), math.ceil(SHORTEST * rate)
+    """First sample and the one after the last of each segment, which ends in the quietest part of its second half."""
+    start, most, least, width = 0, int(longest * rate), math.ceil(SHORTEST * rate), int(QUIET * rate)
     while (left := len(audio) - start) > most:
-        end = start + quietest(audio[start:start + min(most, left - least)], rate)
+        half = start + most // 2
+        loudness = np.square(audio[half:start + min(most, left - least)].astype(np.float64)).cumsum()
+        end = half + int((loudness[width:] - loudness[:-width]).argmin()) + width // 2
         yield start, end
         start = end
     yield start, len(audio)
 
 
-def quietest(audio: np.ndarray, rate: int) -> int:
-    """The middle of the quietest fifth of a second in the second half."""
-    block, half = round(BLOCK * rate), len(audio) // 2
-    count = (len(audio) - half) // block
-    energy = np.square(audio[half:half + count * block].astype(np.float64)).reshape(count, block).mean(1)
-    width = min(10, count)
-    around = np.convolve(energy, np.ones(width) / width, "valid")
-    return half + (int(around.argmin()) + width // 2) * block
-
-
-# ---- sequences -------------------------------------------------------------------------------------------------------
-
-
 def sample(options: SequenceOptions) -> None:
-    """Generates and writes the sequences."""
-    check_device(options.device)
-    check_output(options)
-    with own_names([options.names] if options.names else []):
-        kept = language.load(options.run, "run")
+    """Generate and write the sequences."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch finds no GPU here")
+    kept = language.load(options.run, "run")
     if not kept.description.causal:
-        raise ConfigError(f"run = {options.run} predicts masked symbols (task.direction=bidirectional): sequences are "
-                          "drawn from a unidirectional one")
-    alphabet = alphabet_of(kept.symbols, options)
-    if max(alphabet.begin, alphabet.end or 0, alphabet.symbols - 1) >= kept.description.symbols:
-        raise ConfigError(f"run = {options.run}: its vocabulary has more symbols than its model, "
-                          f"{kept.description.symbols}")
-    given = alphabet.prompt(options.prompt)
-    count = checked_length(options, kept.description, alphabet, len(given)) - len(given)
-    prompt = torch.tensor([alphabet.begin, *given], device=options.device)
-    model = kept.build().to(options.device)
+        raise ConfigError(f"run={options.run} predicts masked symbols: sequences take task.direction=unidirectional")
+    alphabet, longest = alphabet_of(kept.symbols, options.run), kept.description.length
+    given, length = alphabet.prompt(options.prompt), options.length or longest
+    if alphabet.end is None and (options.output is None or length != longest):
+        raise ConfigError(f"this run generates images of {longest} values: leave out length, name a PNG, output=FILE")
+    if len(given) >= length:
+        raise ConfigError(f"prompt={options.prompt}: its {len(given)} symbols leave none of length={length}")
+    model, prompt = kept.build().to(options.device), torch.tensor([alphabet.begin, *given], device=options.device)
     choice = TokenChoice(options.temperature, options.top_k, options.top_p)
-    never = set(range(kept.description.symbols)) - set(range(alphabet.symbols)) - {alphabet.end}
+    never = {*range(alphabet.symbols, kept.description.symbols)} - {alphabet.end}
     rows, seeds = [], range(options.seed, options.seed + options.n)
-    for first in range(0, options.n, options.batch):
-        rows += generate(model, prompt, count, choice, seeds[first:first + options.batch], never=never,
-                         end=alphabet.end)
+    for i in range(0, options.n, AT_ONCE):
+        part = seeds[i:i + AT_ONCE]
+        rows += generate(model, prompt, length - len(given), choice, part, never=never, end=alphabet.end)
     alphabet.write([[*given, *row] for row in rows], options)
-
-
-def check_device(name: str) -> None:
-    """Raises ConfigError for what is no device, or is not there."""
-    try:
-        torch.empty(1, device=name).add(1).cpu()
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without the device
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise ConfigError(f"device = {name}: it takes a device that is there, such as cpu or cuda: {reason}") from None
-
-
-def check_output(options: SequenceOptions) -> None:
-    """Raises ConfigError where the file to write is one that is read, by whatever name."""
-    given = options.run, options.output or "", options.prompt
-    run, output, prompt = (Path(os.path.expanduser(text)) for text in given)
-    kept = [file for file in run.rglob("*") if file.suffix in (".safetensors", ".json", ".yaml")]
-    for path in (prompt, *kept) if output.is_file() else ():
-        if os.path.exists(path) and os.path.samefile(path, output):
-            raise ConfigError(f"output = {options.output}: this command reads that file, {path}; give another name")
-
-
-def checked_length(options: SequenceOptions, description: language.LanguageDescription, alphabet: Any,
-                   given: int) -> int:
-    """Symbols of a sequence. Raises ConfigError where the model has no positions for them, or the prompt no room."""
-    length = description.length if options.length is None else options.length
-    if alphabet.end is None and length != description.length:
-        raise ConfigError(f"length = {length}: an image of this run has {description.length} {alphabet.unit}; leave it "
-                          "out")
-    if description.positions == "learned" and length > description.length:
-        raise ConfigError(f"length = {length}: the run has learned positions for {description.length}")
-    if given >= length:
-        raise ConfigError(f"prompt: its {given} {alphabet.unit} leave none of length = {length} to draw")
-    return length
 
 
 def write_text(text: str, output: str | None) -> None:
     if output is None:
-        print(text, end="")
-        return
-    with whole(Path(output).expanduser()) as part:
-        part.write_text(text)
+        print(text)
+    else:
+        Path(output).expanduser().write_text(text + "\n")
 
 
-# The classes below say what the symbols of a sequence stand for. begin: the symbol before the first, which the prompt
-# follows. end: the symbol that ends a sequence, or None. symbols: how many may be drawn, the first ones. unit: what one
-# is called.
+# The classes below hold what the symbols of a sequence stand for. begin: the symbol before the first. end: the symbol
+# that ends a sequence, or None. symbols: how many may be sampled, the first ones.
 
 
 class Letters:
     """Proteins: a line for each sequence, or a FASTA file."""
-
-    unit = "letters"
 
     def __init__(self, vocabulary: dict[str, Any]):
         self.letters, self.begin, self.end = (vocabulary[key] for key in ("letters", "begin", "end"))
         self.symbols = len(self.letters)
 
     def prompt(self, given: str) -> list[int]:
-        for place, letter in enumerate(given, 1):
-            if letter not in self.letters:
-                raise ConfigError(f"prompt: {letter!r}, letter {place}, is not in the vocabulary of the run, "
-                                  f"{self.letters}")
+        if wrong := [letter for letter in given if letter not in self.letters]:
+            raise ConfigError(f"prompt={given}: {wrong[0]!r} is none of the run's letters, {self.letters}")
         return [self.letters.index(letter) for letter in given]
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
         lines = ["".join(self.letters[i] for i in row) for row in rows]
-        if options.output is None:
-            print("\n".join(lines))
-            return
-        given = {key: value for key, value in asdict(options).items() if value is not None}
-        how = " ".join(f"{key}={given[key]}" for key in ("run", "temperature", "top_k", "top_p") if key in given)
-        write_text("".join(f">sample-{options.seed + i} {how}\n"
-                           + "".join(f"{line[j:j + 60]}\n" for j in range(0, len(line), 60))
-                           for i, line in enumerate(lines)), options.output)
+        if options.output is not None:
+            lines = [f">sample-{options.seed + i}\n{textwrap.fill(line, 60)}" for i, line in enumerate(lines)]
+        write_text("\n".join(lines), options.output)
 
 
 class Text:
     """A text for each sequence, with an empty line between."""
 
-    unit = "tokens"
-
     def __init__(self, vocabulary: dict[str, Any]):
         from tokenizers import Tokenizer
 
-        try:
-            self.tokenizer = Tokenizer.from_str(vocabulary["tokenizer"])
-        except Exception as error:  # tokenizers raises nothing else
-            raise ConfigError(f"the tokenizer that this run kept cannot be read: {error}") from None
+        self.tokenizer = Tokenizer.from_str(vocabulary["tokenizer"])
         self.begin = self.end = vocabulary["end"]
         self.symbols = max(self.tokenizer.get_vocab().values()) + 1
 
@@ -376,59 +229,44 @@ class Text:
         return self.tokenizer.encode(given, add_special_tokens=False).ids
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
-        write_text("\n\n".join(self.tokenizer.decode(row) for row in rows) + "\n", options.output)
+        write_text("\n\n".join(self.tokenizer.decode(row) for row in rows), options.output)
 
 
 class Pixels:
-    """Images in a PNG, eight side by side. A prompt is the file of an image: the share `known` of its rows, from the
-    top, is given and the rest drawn; the image itself stands first."""
+    """Images in a PNG, eight side by side. A prompt is the file of an image: its upper half is given and the lower one
+    generated; the image itself stands first."""
 
-    unit, end = "values", None
+    end = None
 
-    def __init__(self, vocabulary: dict[str, Any], known: float):
+    def __init__(self, vocabulary: dict[str, Any]):
         self.symbols, self.begin = vocabulary["pixels"], vocabulary["begin"]
-        self.size, self.channels, self.known, self.truth = vocabulary["size"], vocabulary["channels"], known, None
+        self.size, self.channels, self.truth = vocabulary["size"], vocabulary["channels"], []
 
     def prompt(self, given: str) -> list[int]:
         if not given:
             return []
-        self.truth = images.in_square(images.read(Path(given).expanduser()), self.size, self.channels, given)
-        return self.truth[:round(self.known * self.size)].reshape(-1).tolist()
+        image = images.read(Path(given).expanduser())
+        self.truth = [images.in_square(image, self.size, self.channels, given)]
+        return self.truth[0][:self.size // 2].reshape(-1).tolist()
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
         made = [np.array(row, np.uint8).reshape(self.size, self.size, self.channels) for row in rows]
-        made = made if self.truth is None else [self.truth, *made]
-        times = max(1, SMALLEST_SIDE // self.size)           # each value a square, for small images to be seen
-        made = [image.repeat(times, 0).repeat(times, 1) for image in made]
+        times = max(1, 96 // self.size)                      # each value a square, for small images to be seen
+        made = [image.repeat(times, 0).repeat(times, 1) for image in [*self.truth, *made]]
         images.save_grid(made, Path(options.output).expanduser())
 
 
-# what a vocabulary that a run kept may hold
-STORED = {"letters": str, "tokenizer": str, "pixels": Annotated[Count, at_most(256)], "begin": Whole, "end": Whole,
-          "size": Annotated[Count, at_most(2**12)], "channels": Literal[1, 3]}
+def alphabet_of(vocabulary: dict[str, Any], run: str) -> Letters | Text | Pixels:
+    """Raises ConfigError for a vocabulary that is none of these."""
+    try:
+        kind = Letters if "letters" in vocabulary else Pixels if "pixels" in vocabulary else Text
+        return kind(vocabulary)
+    except Exception as error:  # tokenizers raises nothing else
+        raise ConfigError(f"run={run} has no letters, pixels or text to write: {error!r}") from None
 
 
-def alphabet_of(vocabulary: Any, options: SequenceOptions) -> Letters | Text | Pixels:
-    """Raises ConfigError, also where no file for images is named."""
-    run = options.run
-    if not isinstance(vocabulary, dict):
-        raise ConfigError(f"run = {run}: its vocabulary is {shown(vocabulary)}, and no keys with values")
-    for key in vocabulary.keys() & STORED.keys():
-        check(f"run = {run}: vocabulary.{key}", vocabulary[key], STORED[key])
-    if vocabulary.keys() >= {"letters", "begin", "end"}:
-        return Letters(vocabulary)
-    if vocabulary.keys() >= {"pixels", "begin", "size", "channels"}:
-        if options.output is None:
-            raise ConfigError("this run draws images: name the PNG to write, output=<file>")
-        return Pixels(vocabulary, options.known)
-    if vocabulary.keys() >= {"tokenizer", "end"}:
-        return Text(vocabulary)
-    raise ConfigError(f"run = {run} has no letters, pixels or text to write: give a run of task=trembl, pixels or "
-                      "books")
-
-
-KINDS = {"images": (ImageOptions, classify), "audio": (AudioOptions, transcribe),
-         "sequences": (SequenceOptions, sample)}
+KINDS = {"imagenet": (ImageOptions, classify), recogniser.KIND: (AudioOptions, transcribe),
+         language.KIND: (SequenceOptions, sample)}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,7 @@
 """python -m crt_exp.infer: what it prints is what the model of the run gives, and mistakes are one line."""
 
+import dataclasses
+import io
 import json
 import re
 import shutil
@@ -8,24 +10,23 @@ import sys
 
 import hostile
 import numpy as np
+import pandas as pd
 import pytest
 import soundfile
 import torch
-from safetensors.torch import load_file, save_file
 from small_speech import tone, write_digits
 from test_language import kept, mechanism
 from test_librispeech import spoken
 from test_speech_data import cut
 from test_trembl import GENERATED, OPTIONS
 
-from crt_exp import Mechanism, infer, swap_attention
+from crt_exp import Mechanism, infer
 from crt_exp.config import own_names
 from crt_exp.data import cache, images
 from crt_exp.data.plan import Plan
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import greedy
 from crt_exp.report.sweeps import run_missing, sweep
-from crt_exp.swap.matrices import attention_matrices
 from crt_exp.tasks.trembl import VOCABULARY, TrEMBL
 
 
@@ -80,42 +81,20 @@ def speech(root):
 @pytest.mark.parametrize("name", ["exact", "favorpp"])
 def test_table_holds_the_probabilities_of_the_model(name, root, called):
     code, out, _ = called(f"run={root / name}", f"input={root / 'digits'}")
-    rows = [line.split(" | ") for line in out.splitlines()[2:]]
+    rows = pd.read_csv(io.StringIO(out), dtype=str).values.tolist()
     model = vision.load(root / name)
-    pixels = torch.stack([model.transform(images.read(root / f"digits/{i}.png")) for i in range(3)])
-    expected = model.model(pixels).softmax(-1)
     assert code == 0 and len(rows) == 3
     for i, (first, *cells) in enumerate(rows):
-        assert first == f"| {root / f'digits/{i}.png'}" and len(cells) == 5
-        found = {label: float(share) for label, share in (cell.strip(" |").split() for cell in cells)}
-        best = expected[i].topk(5)
-        assert found == {model.classes[j]: round(p, 3) for j, p in zip(best.indices.tolist(), best.values.tolist())}
-
-
-def test_matrices_are_those_of_the_attention(root):
-    """Rows sum to 1, exact ones are the softmax, linear ones approach them; that of uniform attention is known."""
-    model, _, transform = vision.load(root / "exact")
-    pixels = transform(images.read(root / "digits/0.png"))[None]
-    with pytest.raises(ValueError, match="no attention of this VisionTransformer is swapped"):
-        attention_matrices(model, pixels)
-    exact = attention_matrices(swap_attention(model, "exact"), pixels)
-    block = model.blocks[0]
-    tokens = model._pos_embed(model.patch_embed(pixels))
-    q, k, _ = block.attn.qkv(block.norm1(tokens)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-    assert len(exact) == 2 and torch.allclose(exact[0], (q @ k.mT / 8**0.5).softmax(-1), atol=1e-6)
-    linear = attention_matrices(swap_attention(model, "favorpp", m=4096), pixels)
-    assert torch.allclose(linear[0].sum(-1), torch.ones(1, 4, 17), atol=1e-5)
-    assert (linear[0] - exact[0]).abs().max() < 0.1 * exact[0].max()
-    uniform = attention_matrices(swap_attention(model, "uniform"), pixels)
-    assert torch.allclose(uniform[0], torch.full((1, 4, 17, 17), 1 / 17), atol=1e-6)
+        expected = model.model(model.transform(images.read(root / f"digits/{i}.png"))[None])[0].softmax(-1).topk(5)
+        assert first == str(root / f"digits/{i}.png") and cells[::2] == [model.classes[j] for j in expected.indices]
+        assert [float(share) for share in cells[1::2]] == pytest.approx(expected.values.tolist(), abs=6e-4)
 
 
 def test_a_folder_with_a_file_that_is_no_image(root, tmp_path, called):
-    for i in range(3):
-        shutil.copy(root / f"digits/{i}.png", tmp_path)
+    shutil.copy(root / "digits/0.png", tmp_path)
     (tmp_path / "1.png").write_text("no image")
     code, out, err = called(f"run={root / 'exact'}", f"input={tmp_path}")
-    assert code == 0 and out.count(".png") == 2 and f"left out: {tmp_path / '1.png'} cannot be read" in err
+    assert code == 2 and out.count(".png") == 1 and f"1 of 2 files of input={tmp_path} cannot be read" in err
 
 
 # ---- audio -----------------------------------------------------------------------------------------------------------
@@ -146,7 +125,7 @@ def test_it_hears_what_the_run_hears(root, speech, called, tmp_path):
 
 
 def test_folders_other_rates_and_minutes(root, speech, called, tmp_path):
-    words = [tone(300 + 300 * (i % 9), 0.4, 16000, seed=i) * (i % 5 > 0) for i in range(160)]
+    words = [tone(300 + 300 * (i % 9), 0.4, 16000, seed=i) * (i % 5 > 0) for i in range(60)]
     (tmp_path / "in").mkdir()
     soundfile.write(tmp_path / "long.flac", np.concatenate(words), 16000)
     soundfile.write(tmp_path / "in" / "short.WAV", tone(900, 0.5, 44100), 44100, format="WAV")
@@ -155,9 +134,9 @@ def test_folders_other_rates_and_minutes(root, speech, called, tmp_path):
     assert code == 0, err
     found = lines(out)
     assert [file for file, *_ in found] == [str(tmp_path / "in" / "short.WAV"), str(tmp_path / "long.flac")]
-    assert [seconds for _, seconds, *_ in found] == [0.5, 64.0]
+    assert [seconds for _, seconds, *_ in found] == [0.5, 24.0]
     times = [at for at, _ in found[1][3]]
-    assert times == sorted(times) and times[0] < 10 and 54 < times[-1] <= 64
+    assert times == sorted(times) and times[0] < 10 and 14 < times[-1] <= 24
 
 
 def test_segments_are_cut_in_silence_and_cover_everything():
@@ -166,12 +145,9 @@ def test_segments_are_cut_in_silence_and_cover_everything():
     assert found[0][0] == 0 and found[-1][1] == len(audio) and all(a[1] == b[0] for a, b in zip(found, found[1:]))
     assert all(0 < end - start <= 40000 for start, end in found)
     assert all((audio[end - 400:end + 400] == 0).all() for _, end in found[:-1])
-
-
-@pytest.mark.parametrize("seconds", [5.0, 5.01, 5.09, 5.5])
-def test_no_segment_is_too_short_to_be_heard(seconds):
-    audio = (tone(500, seconds) * 2**14).astype(np.int16)
-    assert all(end - start >= 800 for start, end in infer.segments(audio, 8000, 5.0))
+    for seconds in (5.0, 5.01, 5.09, 5.5):                # none is too short to be heard
+        audio = (tone(500, seconds) * 2**14).astype(np.int16)
+        assert all(end - start >= 800 for start, end in infer.segments(audio, 8000, 5.0))
 
 
 def test_what_cannot_be_heard_is_named_and_counted(root, speech, called, tmp_path):
@@ -181,7 +157,7 @@ def test_what_cannot_be_heard_is_named_and_counted(root, speech, called, tmp_pat
     soundfile.write(tmp_path / "b.wav", tone(600, 0.02), 8000)
     (tmp_path / "d.mp3").touch()
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}")
-    assert code == 2 and "3 of 4 files cannot be heard" in err and "a.wav: is cut off" in err
+    assert code == 2 and "3 of 4 files of input=" in err and "a.wav: is cut off" in err
     assert "b.wav: 0.020 s are too short" in err and "d.mp3: cannot be read" in err
     assert [file for file, *_ in lines(out)] == [str(tmp_path / "c.wav")]
 
@@ -191,7 +167,7 @@ def test_what_cannot_be_heard_is_named_and_counted(root, speech, called, tmp_pat
 
 def test_sequences_of_letters(root, called, tmp_path):
     run = f"run={root / 'proteins'}"
-    code, out, err = called(run, "prompt=MK", "n=5", "seed=3", "batch=2", "top_k=5")
+    code, out, err = called(run, "prompt=MK", "n=5", "seed=3", "top_k=5")
     found = out.splitlines()
     assert code == 0 and err == "" and len(found) == 5 and len(set(found)) > 1
     assert all(line.startswith("MK") and len(line) <= 16 and set(line) <= set(VOCABULARY["letters"]) for line in found)
@@ -200,77 +176,31 @@ def test_sequences_of_letters(root, called, tmp_path):
     assert called(run, "temperature=1e-1")[1] == called(run, "temperature=0.1")[1]
     path = tmp_path / "out.fasta"
     assert called(run, "n=2", f"output={path}")[:2] == (0, "")
-    assert path.read_text().count(">sample-") == 2 and list(tmp_path.glob("*.part")) == []
+    assert path.read_text().count(">sample-") == 2
 
 
-@pytest.mark.parametrize("name", ["itself", "link", "hard link", "weights"])
-def test_an_output_that_is_an_input_is_refused(name, root, called, tmp_path, monkeypatch):
-    run, image = shutil.copytree(root / "proteins", tmp_path / "run"), tmp_path / "image.png"
-    shutil.copy(root / "digits/0.png", image)
-    (tmp_path / "link").symlink_to(image)
-    (tmp_path / "hard").hardlink_to(image)
-    output = {"itself": image, "link": tmp_path / "link", "hard link": tmp_path / "hard",
-              "weights": run / "model/model.safetensors"}[name]
-    before = output.read_bytes()
-    code, out, err = called(f"run={run}", f"prompt={image}", f"output={output}")
-    assert code == 2 and out == "" and f"output = {output}: this command reads that file" in err
-    assert output.read_bytes() == before
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code, _, err = called(f"run={run}", f"prompt={image}", f"output=~/{output.relative_to(tmp_path)}")
-    assert code == 2 and "this command reads that file" in err and output.read_bytes() == before
-    other = run / "mine.fasta"
-    other.write_text("older")
-    assert called(f"run={run}", f"output={other}")[0] == 0 and "older" not in other.read_text()
-
-
-OWN = """
-import torch
-from crt_exp.samplers import DenseNoise, iid
-
-def antithetic(m, d, generator=None, batch=(), dtype=torch.float32, scale: float = 1.0):
-    half = iid((m + 1) // 2, d, generator, batch, dtype).rows()
-    return DenseNoise(torch.stack([half, -half], -2).flatten(-3, -2)[..., :m, :], gaussian=True)
-"""
-
-
-def test_a_run_with_a_sampler_of_ones_own_is_read_where_its_names_are_given(tmp_path, called, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "own_samplers.py").write_text(OWN)
+def test_a_run_with_a_sampler_of_ones_own_is_read_where_its_names_are_given(tmp_path, called):
     (tmp_path / "conf/sampler").mkdir(parents=True)
-    (tmp_path / "conf/sampler/antithetic.yaml").write_text("_target_: own_samplers.antithetic\n_partial_: true\n")
+    (tmp_path / "conf/sampler/mine.yaml").write_text("_target_: crt_exp.samplers.iid\n_partial_: true\n")
     task, run = TrEMBL(**OPTIONS), f"run={tmp_path / 'run'}"
     with own_names([tmp_path / "conf"]):
-        model = task.build(Mechanism.of("favorp", sampler="antithetic", m=8))
+        model = task.build(Mechanism.of("favorp", sampler="mine", m=8))
     task.export(model, model.state_dict(), tmp_path / "run")
     code, _, err = called(run)
-    assert code == 2 and "unknown sampler 'antithetic'" in err and "names=FOLDER" in err
+    assert code == 2 and "unknown sampler 'mine'" in err and "names=FOLDER" in err
     code, out, err = called(run, f"names={tmp_path / 'conf'}")
     assert (code, err) == (0, "") and out
-    assert "it takes a folder" in called(run, "names=nowhere")[2]
 
 
 # ---- runs of others --------------------------------------------------------------------------------------------------
 
 INPUT = {"favorpp": "digits", "spoken": "a.wav", "proteins": None}
 ATTENTION = {"favorpp": "crt_exp", "spoken": "attention", "proteins": "attention"}
-SIZES = [("favorpp", None, {"crt_exp": 5}), ("favorpp", None, {"architecture": "local-dir:/"}),
-         ("favorpp", None, {"architecture": {"_target_": "os.system"}}), ("favorpp", None, {"model_args": 5}),
-         ("favorpp", None, {"num_classes": 10**12}), ("favorpp", None, {"pretrained_cfg": {}}),
-         ("favorpp", None, {"pretrained_cfg": 5}), ("favorpp", "model_args", {"depth": 10**12}),
-         ("favorpp", "model_args", {"embed_dim": 10**9}), ("favorpp", "model_args", {"attn_layer": {"a": 1}}),
-         ("favorpp", "model_args", {"embed_dim": 8192, "num_heads": 4, "depth": 100}),
-         ("spoken", "sizes", {"dim": 10**9}), ("spoken", "sizes", {"layers": 10**12}),
-         ("spoken", "sizes", {"mels": 10**9}), ("spoken", "sizes", {"joiner": 10**9}),
-         ("spoken", None, {"rate": 10**12}), ("spoken", None, {"sizes": [1]}),
-         ("spoken", None, {"symbols": 5}), ("spoken", "symbols", {"entries": [5]}),
-         ("proteins", "sizes", {"d": 10**9}), ("proteins", "sizes", {"layers": 10**12}),
-         ("proteins", "sizes", {"d_ff": 2**40}), ("proteins", "sizes", {"heads": 0}),
-         ("proteins", "sizes", {"d": {"_target_": "os.system"}}), ("proteins", None, {"symbols": 10**12}),
-         ("proteins", None, {"length": 10**12}), ("proteins", None, {"causal": "x"}), ("proteins", None, {"sizes": 5}),
-         ("proteins", None, {"vocabulary": 5}), ("proteins", "vocabulary", {"letters": 5}),
-         ("proteins", "vocabulary", {"begin": 10**6}), ("proteins", "vocabulary", {"end": -1}),
-         ("proteins", "vocabulary", {"letters": "A" * 1000}), ("proteins", None, {"kind": 5}),
-         ("proteins", None, {"kind": [1]})]
+SIZES = [("favorpp", None, {"crt_exp": 5}), ("favorpp", None, {"architecture": {"_target_": "os.system"}}),
+         ("favorpp", "model_args", {"depth": 10**12}), ("spoken", "sizes", {"dim": 10**9}),
+         ("spoken", "symbols", {"entries": [5]}), ("proteins", "sizes", {"d": 10**9}),
+         ("proteins", None, {"length": 10**12}), ("proteins", None, {"vocabulary": 5}),
+         ("proteins", "vocabulary", {"letters": 5}), ("proteins", None, {"kind": [1]})]
 
 
 def refused(name, change, root, tmp_path, called):
@@ -287,31 +217,15 @@ def refused(name, change, root, tmp_path, called):
 
 
 @pytest.mark.parametrize("name", INPUT)
-@pytest.mark.parametrize("change", ["sampler", "imported", "phi", "m huge", "cells", "deep", "whole"])
-def test_a_hostile_run_runs_nothing(change, name, root, speech, tmp_path, called, monkeypatch):
-    sprung = hostile.set_trap(tmp_path, monkeypatch)
-    refused(name, lambda config: dict(hostile.changes(tmp_path))[change](config[ATTENTION[name]]), root, tmp_path,
-            called)
+def test_a_hostile_run_runs_nothing(name, root, speech, tmp_path, called, monkeypatch):
+    sprung, change = hostile.set_trap(tmp_path, monkeypatch), dict(hostile.changes(tmp_path))["imported"]
+    refused(name, lambda config: change(config[ATTENTION[name]]), root, tmp_path, called)
     assert not sprung.exists()
 
 
 @pytest.mark.parametrize("name, key, value", SIZES, ids=str)
 def test_a_run_of_other_sizes_is_one_line_and_takes_no_memory(name, key, value, root, speech, tmp_path, called):
     refused(name, lambda config: (config if key is None else config[key]).update(value), root, tmp_path, called)
-
-
-def test_damaged_weights_and_nan_are_refused(root, tmp_path, called):
-    run = shutil.copytree(root / "proteins", tmp_path / "run")
-    weights = run / "model/model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-9] + bytes([content[-9] ^ 64]) + content[-8:])
-    code, _, err = called(f"run={run}")
-    assert code == 2 and "model.safetensors is damaged: it is not what the run wrote" in err
-    tensors = load_file(weights)
-    tensors["norm.weight"][3] = torch.nan
-    save_file(tensors, weights)
-    (run / "model/digests.json").unlink()               # as the message says, for a change on purpose
-    assert "norm.weight holds NaN" in called(f"run={run}")[2]
 
 
 def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
@@ -337,39 +251,18 @@ def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
 
 @pytest.mark.parametrize("arguments, words", [
     ("run=nowhere input=x.png", "run = nowhere: there is no such directory"),
-    ("input=x.png", "run=... is missing"),
-    ("run={exact} input=x.png", "input=x.png: there is no such file or folder"),
-    ("run={exact} input={text}", "cannot be read as an image"),
-    ("run={exact} input={empty}", "this folder holds no image"),
-    ("run={exact} input={none}", "none.png cannot be read as an image: no image"),
-    ("run={exact} input={digit} output=o.csv", "unknown key 'output'"),
-    ("run={exact}", "input=... is missing"),
-    ("run={exact} inptu={digit}", "did you mean input?"),
-    ("run={exact} input={digit} input={digit}", "input=... comes twice"),
-    ("run={exact} input={digit} size=9", "task.size=9: expected a multiple of the patch"),
-    ("run={exact} input={digit} size=x", "size = x: it takes a whole number"),
+    ("input=x.png", "run=... is missing"), ("run={exact}", "input=... is missing"),
+    ("run={exact} inptu={digit}", "did you mean input?"), ("run={exact} input={digit} output=o.csv", "'output'"),
     ("run={spoken} input=/nowhere.wav", "input=/nowhere.wav: expected an audio file"),
-    ("run={spoken} input={digit} segment=0", "segment = 0: it takes a number of at least 1"),
-    ("run={proteins} prompt=MKJ", "prompt: 'J', letter 3, is not in the vocabulary"),
-    ("run={proteins} prompt=mk", "'m', letter 1"),
-    ("run={proteins} prompt=AAAAAAAAAAAAAAAA", "its 16 letters leave none of length = 16"),
-    ("run={proteins} length=17", "length = 17: the run has learned positions for 16"),
-    ("run={proteins} top_p=0", "top_p = 0: it takes a number above 0"),
-    ("run={proteins} temperature=-1", "temperature = -1: it takes a number of at least 0"),
-    ("run={proteins} temprature=1", "did you mean temperature?"),
-    ("run={proteins} n", "'n' is not of the form key=value"),
-    ("run={proteins} run=/nowhere", "run=... comes twice"),
-    ("run={proteins} device=foo", "device = foo: it takes a device that is there"),
-    ("run={proteins} prompt=M\udcff", "prompt = 'M\\udcff': it holds bytes that are no UTF-8"),
-], ids=ascii)
+    ("run={spoken} input={digit} segment=0", "segment"),
+    ("run={proteins} prompt=MKJ", "'J' is none of the run's letters"),
+    ("run={proteins} prompt=AAAAAAAAAAAAAAAA", "its 16 symbols leave none of length=16"),
+    ("run={proteins} length=40 temperature=0 prompt=MKMKMKMKMKMKMKMKMKMK", "learned positions for 16 symbols"),
+    ("run={proteins} top_p=0", "top_p"), ("run={proteins} device=foo", "device")], ids=ascii)
 def test_mistakes_are_one_line(arguments, words, root, speech, tmp_path, called, monkeypatch):
     monkeypatch.chdir(tmp_path)
     places = {name: root / name for name in ("exact", "favorpp", "spoken", "proteins")}
-    places |= {"digit": root / "digits/0.png", "text": tmp_path / "text.png", "empty": tmp_path / "empty"}
-    places["none"] = tmp_path / "none.png"
-    places["none"].touch()
-    places["empty"].mkdir()
-    places["text"].write_text("no image")
+    places["digit"] = root / "digits/0.png"
     code, out, err = called(*[word.format(**places) for word in arguments.split()])
     assert code == 2 and out == "" and err.startswith("crt_exp.infer: error: ") and words in err, err
     assert len(err.splitlines()) <= 2
@@ -377,7 +270,8 @@ def test_mistakes_are_one_line(arguments, words, root, speech, tmp_path, called,
 
 def test_help_names_every_key(called):
     code, out, _ = called("--help")
-    assert code == 0 and all(f"  {key} " in out for key in infer.WORDS) and called()[0] == 2
+    keys = {field.name for options, _ in infer.KINDS.values() for field in dataclasses.fields(options)}
+    assert code == 0 and all(key in out for key in keys) and called()[0] == 2
 
 
 @pytest.mark.slow

@@ -1,193 +1,152 @@
 """A table of one's own: a csv file with a header, one column of which is to be predicted.
 
-What a column is, its values say: numbers, or categories where one of them is no number. Missing values are kept and
-reported: of numbers they become the mean of the training part, of categories a level of their own. Words such as NA and
-None are missing values among numbers, and values among categories. Rows without the target, and columns of identifiers,
-are left out. Numbers that are not written as 1234.5 are told, or refused (numerals.py).
+Columns of numbers are numbers, other columns categories. Missing values become the mean of the training part in a
+column of numbers, a level of their own in a category. Words such as NA are missing values among numbers alone. Columns
+of identifiers are left out. Numbers with decimal commas are read; a column that can be read in two ways, or that mixes
+numbers and words, is refused.
 """
 
-import difflib
-from collections import Counter
-from collections.abc import Sequence
+import gzip
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
+import pandas as pd
 
-from crt_exp.data import DataError, read_text
-from crt_exp.data.delimited import DelimitedRow, table
-from crt_exp.data.numerals import EMPTY, Mixed, Numbers, numbers
-from crt_exp.data.tabular import Column, Table, as_number, is_number
+from crt_exp.config import unknown
+from crt_exp.data import DataError
+from crt_exp.data.tabular import Column, Table
 
-MOST_CLASSES = 20      # whole numbers of no more values are classes, where nothing else is said
-MOST_LEVELS = 100      # of a category, encoded as so many columns
+MOST_CLASSES = 20      # different whole numbers in a target of classes, where task.kind does not decide
+MOST_LEVELS = 100      # of a category
 LARGEST = 1e150        # whose square is a number too
-FEWEST_ROWS = 10       # in which whole numbers can be seen to count the rows
+FEWEST_ROWS = 20       # in which whole numbers can be seen to count the rows
+MISSING = {"na", "n/a", "n.a.", "n.d.", "nan", "none", "null", "nil", "-", "--", ".", "...", "missing", "unknown",
+           "<na>", "#na", "#n/a", "#null!", "#value!", "#div/0!", "#ref!", "#num!", "#name?"}
+DECIMAL_COMMA = r"[-+]?(?:[1-9]\d{0,2}(?:\.\d{3})+|\d+)(?:,\d*)?(?:[eE][-+]?\d+)?"   # 1.234,5
+TWO_WAYS = r"[-+]?[1-9]\d{0,2}(?:[.,]\d{3})*"                                         # 1,234: of thousands or decimals
+LIKE_NUMBER = r"\W*\d[\d\s.,'’]*(?:[eE][-+]?\d+)?(?:[^\w\s]|[A-Z]{3}|\s[A-Za-z]{1,3})?"  # in any style, with a unit
 Kind = Literal["classification", "regression"]
-Texts = list[str | None]
-
-
-class Target(NamedTuple):
-    """values (n,) of all rows, classes (None: regression), and which rows have one."""
-
-    values: np.ndarray
-    classes: tuple[str, ...] | None
-    there: np.ndarray
 
 
 def read(path: str | Path, target: str | None, kind: Kind | None = None) -> tuple[Table, str]:
-    """The table, and a sentence on what is unusual in it. Raises DataError naming file, line and column."""
-    path, notes = Path(path).expanduser(), []
-    names, rows = cells(path)
-    if target is None:
-        raise DataError(f"task.csv={path} needs task.target, the column to predict: one of {shown(names)}")
-    if target not in names:
-        near = difflib.get_close_matches(target, names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise DataError(f"task.target = {target}: {path} has no such column{hint}\n  columns: {shown(names)}")
-    texts = {name: [None if cell.strip() in ("", "?") else cell.strip() for cell in column]
-             for name, column in zip(names, zip(*(row.cells for row in rows)))}
-    if len(names) == 1:
-        raise DataError(f"{path}: {target} is its only column")
-    values = numbers_of(path, texts, target if kind == "classification" else None, notes)
-    goal = target_of(path, target, texts.pop(target), values.pop(target), kind)
-    if not goal.there.any():
-        raise DataError(f"{path}: no row has a {target}")
-    if without := int((~goal.there).sum()):
-        notes.insert(0, f"{without} of {len(rows)} rows have no {target} and are left out")
-    made = [column_of(name, column, values[name], goal.there, notes) for name, column in texts.items()]
-    columns = tuple(column for column in made if column is not None)
-    if not columns:
-        raise DataError(f"{path}: no column beside {target} can be used: {'; '.join(notes)}")
-    return Table(path.stem, columns, goal.values[goal.there], goal.classes, str(path)), "; ".join(notes)
+    """The table, and a sentence on what is unusual in it. Raises DataError naming file, column and row."""
+    path, notes, features = Path(path).expanduser(), [], []
+    frame = cells(path)
+    if target not in frame:
+        raise unknown(f"task.target of {path}", str(target), list(frame.columns[:50]))
+    commas = any(matches(stated(texts), DECIMAL_COMMA) and not matches(stated(texts), TWO_WAYS)
+                 for _, texts in frame.items() if texts.str.contains(",").any())
+    for name, texts in frame.items():
+        try:
+            column = numbers(texts, commas, name == target and kind == "classification", notes)
+            if name == target:
+                goal, classes = target_of(column, kind)
+            else:
+                features += feature(column, notes)
+        except ValueError as error:
+            raise DataError(f"task.csv={path}: column {name}, {error}") from None
+    if not features:
+        raise DataError(f"task.csv={path}: no column beside {target} can be used: {'; '.join(notes)}")
+    return Table(path.stem.removesuffix(".csv"), tuple(features), goal, classes, str(path)), "; ".join(notes)
 
 
-def cells(path: Path) -> tuple[list[str], list[DelimitedRow]]:
-    """The names of the header, and the line number and cells of each row."""
-    text = read_text(path, f"task.csv={path}")
-    first = text.split("\n", 1)[0]
-    separator = max(",;\t", key=first.count)
-    names, rows = table(path, text, separator)
-    if not rows:
-        raise DataError(f"task.csv={path} has {len(rows) + bool(names)} lines: it takes a header with the names of the "
-                        "columns, and a row for each example")
-    if "" in names:
-        raise DataError(f"{path}: the header must give each column a name of its own, and column {names.index('') + 1} "
-                        "has none")
-    if all(is_number(name) for name in names):
-        raise DataError(f"{path}: these are numbers, {shown(names)}: the first line must name the columns")
-    return names, rows
-
-
-def shown(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 20 else f"{', '.join(names[:20])} and {len(names) - 20} more"
-
-
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def numbers_of(path: Path, texts: dict[str, Texts], names: str | None, notes: list[str]) -> dict[str, Numbers | None]:
-    """Each column read as numbers; None where it holds texts. names: a column of classes, which may be any texts."""
-    read = {name: taken(column, commas=False) for name, column in texts.items()}
-    if any(isinstance(column, Numbers) and column.commas for column in read.values()):
-        read = {name: taken(column, commas=True) for name, column in texts.items()}
-    if isinstance(read.get(names), Mixed):
-        read[names] = None
-    for name, column in read.items():
-        if isinstance(column, Mixed):
-            raise DataError(f"{path}, column {name}: {column}")
-        if column is not None and (abs(column.values) > LARGEST).any():
-            raise DataError(f"{path}, column {name}: it holds an infinite number, or one above {LARGEST:g}")
-        if column is not None and column.told:
-            notes.append(f"{name}: {column.unusual} of {len(column.values)} values are read with {column.told}")
-        if column is None and (words := sorted({text for text in texts[name] if text and text.lower() in EMPTY})):
-            notes.append(f"{name}: {', '.join(words)} count as values of their own; a missing value is an empty cell")
-    return read
-
-
-def taken(column: Texts, commas: bool) -> Numbers | Mixed | None:
+def cells(path: Path) -> pd.DataFrame:
+    """All cells as strings, NaN where they are empty or hold a question mark; the row below the header is row 1."""
     try:
-        return numbers(column, commas)
-    except Mixed as error:
-        return error
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as opened:
+            separator = max(",;\t", key=opened.readline().count)
+        parse = partial(pd.read_csv, path, sep=separator, header=None, dtype=str, keep_default_na=False,
+                        skipinitialspace=True, encoding="utf-8-sig")
+        frame = parse()
+        if (frame.iloc[:, -1] == "").any():                      # as the fast parser fills rows with too few cells
+            short = parse(engine="python").isna().any(axis=1)
+            if short.any():
+                raise ValueError(f"row {short.idxmax()} has fewer cells than the header")
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"task.csv={path} cannot be read as a table of UTF-8 text: {str(error).strip()}") from None
+    frame = frame.apply(lambda texts: texts.str.strip())
+    names = frame.iloc[0].tolist()
+    if "" in names or len({*names}) < len(names) or pd.to_numeric(frame.iloc[0], errors="coerce").notna().all():
+        raise DataError(f"task.csv={path}: expected a first line that names each column, got {','.join(names[:50])}")
+    return frame.iloc[1:].set_axis(names, axis=1).replace(["", "?"], np.nan).dropna(how="all")
 
 
-def target_of(path: Path, name: str, labels: Texts, read: Numbers | None, kind: Kind | None) -> Target:
-    values = None if read is None else read.values
-    if kind == "classification" or (kind is None and (values is None or few_whole(values[~np.isnan(values)]))):
-        return classes_of(path, name, labels, values)
-    if values is None:
-        wrong = next((text for text in labels if text is not None and not is_number(text)), None)
-        raise DataError(f"{path}, column {name}: {wrong!r} is not a number, which task.kind=regression predicts")
-    there = ~np.isnan(values)
-    if there.any() and np.ptp(values[there]) == 0:
-        raise DataError(f"{path}, column {name}: every row has {values[there][0]:g}: there is nothing to predict")
-    return Target(values, None, there)
+def stated(texts: pd.Series) -> pd.Series:
+    return texts[~texts.str.lower().isin(MISSING)].dropna()
 
 
-def few_whole(values: np.ndarray) -> bool:
-    return len(np.unique(values)) <= MOST_CLASSES and bool((values % 1 == 0).all())
+def matches(texts: pd.Series, pattern: str) -> bool:
+    return all(part.str.fullmatch(pattern).all() for part in (texts.iloc[:100], texts))   # a few cells rule most out
 
 
-def classes_of(path: Path, name: str, labels: Texts, values: np.ndarray | None) -> Target:
-    if values is not None:
-        labels = [None if np.isnan(value) else str(value) for value in values.tolist()]
-    labels = [text if text is None else plain(text) for text in labels]
-    counts = Counter(text for text in labels if text is not None)
-    total = counts.total()
-    if total and (len(counts) < 2 or len(counts) > total / 2):
-        raise DataError(f"{path}, column {name}: {len(counts)} classes in {total} rows: classification takes at "
-                        "least 2, with several rows each; numbers are predicted by task.kind=regression")
-    classes = tuple(sorted(counts, key=lambda text: (not is_number(text), float(text) if is_number(text) else 0, text)))
-    place = {text: code for code, text in enumerate(classes)}
-    codes = np.array([place.get(text, -1) for text in labels], np.int64)
-    return Target(codes, classes, codes >= 0)
+def numbers(texts: pd.Series, commas: bool, mixed: bool, notes: list[str]) -> pd.Series:
+    """A column as float64, or as it is where it holds words. Raises ValueError.
+
+    commas: some column has decimal commas. mixed: the column may hold numbers and words.
+    """
+    known = stated(texts)
+    values = pd.to_numeric(known, errors="coerce").astype(np.float64).where(lambda value: value.abs() <= LARGEST)
+    odd = known[values.isna()]
+    if (not odd.empty or (commas and known.str.contains(".", regex=False).any())) and matches(known, DECIMAL_COMMA):
+        if matches(known, TWO_WAYS) and (odd.empty or not commas):
+            row = known.str.contains("[.,]").idxmax()
+            raise ValueError(f"row {row}: {known[row]!r} may hold decimals or thousands: expected 1234.5")
+        notes.append(f"{texts.name}: read with decimal commas")
+        values = pd.to_numeric(known.str.replace(".", "", regex=False).str.replace(",", ".")).astype(np.float64)
+    elif not odd.empty:
+        lines = known.str.contains("\n")
+        if lines.any():
+            raise ValueError(f"row {lines.idxmax()}: a cell holds a line end: does a quotation mark not end?")
+        if not mixed and known.str.fullmatch(LIKE_NUMBER).mean() > 0.5:
+            raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r} among numbers: expected one as 1234.5, or no value")
+        return texts
+    return values.reindex(texts.index)
 
 
-def plain(text: str) -> str:
-    """One name for 1, 1.0 and 1.; texts, and numbers that begin with a zero as codes do, stay."""
-    if not is_number(text) or (text.lstrip("+-")[:1] == "0" and text.lstrip("+-")[1:2].isdigit()):
-        return text
-    value = as_number(text)
-    return str(int(value)) if value.is_integer() and abs(value) < 2**53 else repr(value)
+def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """The values to predict: numbers, or codes and the classes they stand for. Raises ValueError."""
+    number = labels.dtype == np.float64
+    if labels.isna().any():
+        raise ValueError(f"row {labels.isna().idxmax()} has no value to learn: fill it in, or remove the row")
+    if kind == "regression" and not number:
+        raise ValueError("the target of task.kind=regression, holds words: expected numbers")
+    if kind is None:
+        few_whole = labels.nunique() <= MOST_CLASSES and number and (labels % 1 == 0).all()
+        kind = "regression" if number and not few_whole else "classification"
+    if kind == "regression" and labels.nunique() > 1:
+        return labels.to_numpy(), None
+    classes, codes = np.unique(labels.to_numpy(), return_inverse=True)
+    if not 2 <= len(classes) <= len(codes) / 2:
+        raise ValueError(f"{len(classes)} different values in {len(codes)} rows: it takes classes of several rows, or "
+                         "different numbers with task.kind=regression")
+    return codes, tuple(f"{each:.15g}" if number else each for each in classes)
 
 
-# ---- features --------------------------------------------------------------------------------------------------------
-
-
-def column_of(name: str, texts: Texts, read: Numbers | None, there: np.ndarray, notes: list[str]) -> Column | None:
-    """Of the rows that are there; None, and reported, for a column that says nothing about other rows."""
-    kept = [None if text is None else plain(text) for text, keep in zip(texts, there) if keep]
-    missing = kept.count(None) if read is None else int(np.isnan(read.values[there]).sum())
-    if missing == len(kept):
-        notes.append(f"{name} is empty and left out")
-        return None
-    if missing:
-        notes.append(f"{name}: {missing} of {len(kept)} values are missing")
-    if read is not None and counts_rows(read.values):
-        notes.append(f"{name} counts the rows and is left out")
-        return None
-    if read is not None:
-        return Column(name, read.values[there])
-    levels = sorted({text for text in kept if text is not None})
-    if len(levels) > max(2, min(MOST_LEVELS, len(kept) // 2)):
+def feature(column: pd.Series, notes: list[str]) -> list[Column]:
+    """The column, or none and a note where it tells nothing about other rows."""
+    name, missing, number = column.name, int(column.isna().sum()), column.dtype == np.float64
+    levels = [] if number else sorted(column.dropna().unique())
+    if missing == len(column) or (number and counts_rows(column.dropna().to_numpy())):
+        notes.append(f"{name} {'counts the rows' if missing < len(column) else 'is empty'} and is left out")
+        return []
+    if len(levels) > max(2, min(MOST_LEVELS, len(column) // 2)):
         notes.append(f"{name} has {len(levels)} different texts and is left out")
-        return None
+        return []
+    if missing:
+        notes.append(f"{name}: {missing} of {len(column)} values are missing")
+    if number:
+        return [Column(name, column.to_numpy())]
     levels += ["(missing)"] if missing else []
-    place = {level: code for code, level in enumerate(levels)}
-    return Column(name, np.array([place[text or "(missing)"] for text in kept], np.int64), tuple(levels))
+    return [Column(name, pd.Index(levels).get_indexer(column.fillna("(missing)")).astype(np.int64), tuple(levels))]
 
 
 def counts_rows(values: np.ndarray) -> bool:
-    """Whether whole numbers identify the rows: all differ, and they rise or fall in even steps with the rows, or fill a
-    range evenly or almost. In a file that is sorted by class such a number knows the class."""
-    place = np.flatnonzero(~np.isnan(values))
-    kept = values[place]
-    ranked = np.sort(kept)
-    steps = np.diff(ranked)
-    if len(kept) < FEWEST_ROWS or (kept % 1 != 0).any() or (steps == 0).any():
+    """Whether whole numbers identify the rows: all differ, and they are evenly spaced, or fill a range almost. In a
+    file that is sorted by class such a number knows the class."""
+    steps, moves = np.diff(np.sort(values)), np.diff(values)
+    if len(values) < FEWEST_ROWS or (values % 1 != 0).any() or (steps == 0).any():
         return False
-    span, moves = ranked[-1] - ranked[0], np.diff(kept)
-    even = (steps == steps[0]).all() or (moves == moves[0] * np.diff(place)).all()
-    in_step = (moves > 0).all() or (moves < 0).all()
-    return bool(even or (len(kept) >= 2 * FEWEST_ROWS and span < (10 if in_step else 2) * len(kept)))
+    in_order = (moves > 0).all() or (moves < 0).all()
+    return bool((steps == steps[0]).all() or np.ptp(values) < (10 if in_order else 2) * len(values))

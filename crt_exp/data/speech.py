@@ -105,7 +105,8 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
                             f"speech/LibriSpeech/{subset}")
         audio = {path.with_suffix(""): path for path in audio_files(root / subset, "task.data_dir")}
         lines = [(path.parent, *line.strip().partition(" ")) for path in (root / subset).rglob("*.trans.txt")
-                 if not hidden(path.relative_to(root)) for line in read_text(path, str(path)).split("\n") if line.strip()]
+                 if not hidden(path.relative_to(root))
+                 for line in read_text(path, str(path)).split("\n") if line.strip()]
         texts = {folder / name: text for folder, name, _, text in lines}
         for name in texts.keys() - audio.keys():
             faults.add(f"{name}: a transcript without audio beside it")

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.advice.bench import fitted, quiet
-from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.measure import pretrained
@@ -30,6 +29,7 @@ from crt_exp.swap.calibration import learns
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
 from crt_exp.tasks.objectives import following
 from crt_exp.measure.times import PROCESSOR, milliseconds, threads
+from crt_exp.measure.variance import mnist_file
 
 SYMBOLS, LENGTH = 16, 64                            # different symbols; tokens of a row
 WIDTH, LAYERS, HEADS = 128, 4, 4                    # those of the small models of the page swap
@@ -78,8 +78,9 @@ def causal_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=2)
 def digits(split: str) -> tuple[Tensor, Tensor]:
     """Images (n, 1, 28, 28) between -1 and 1, and what they show."""
-    images = torch.tensor(mnist.images(split)).unsqueeze(1) / 127.5 - 1
-    return images, torch.tensor(mnist.labels(split)).long()
+    name = {"train": "train", "test": "t10k"}[split]
+    images = torch.tensor(mnist_file(f"{name}-images-idx3-ubyte.gz")).unsqueeze(1) / 127.5 - 1
+    return images, torch.tensor(mnist_file(f"{name}-labels-idx1-ubyte.gz")).long()
 
 
 def vision_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 y ~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` the same with scikit-learn's.
 """
 
+import gzip
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crt_exp.data import DataError
+from crt_exp.data.sources import missing, task_folder
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.features.kernels import Kernel
@@ -49,11 +52,22 @@ def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     return pairs_of(torch.from_numpy(load_digits().data) / 16, n, g)
 
 
+def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
+    """Images (n, 28, 28) or labels (n,), uint8, of an idx file in `data_dir`, by default $CRT_DATA/mnist."""
+    folder = task_folder("mnist", data_dir)
+    if folder is None or not (folder / name).is_file():
+        raise missing("mnist", folder and folder / name)
+    try:
+        raw = gzip.decompress((folder / name).read_bytes())
+        sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+    except (OSError, EOFError, IndexError, ValueError) as error:
+        raise DataError(f"{folder / name} is damaged ({error}): `python -m crt_exp.data fetch mnist` gets it") from None
+
+
 def mnist(n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize) -> tuple[Tensor, Tensor]:
     """`resize`: options of torch's interpolate, by default the antialiased bilinear one."""
-    from crt_exp.data.mnist import images
-
-    chosen = torch.from_numpy(images("test", data_dir).astype(np.float64)) / 255
+    chosen = torch.from_numpy(mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)) / 255
     options = resize or {"mode": "bilinear", "antialias": True}
     return pairs_of(torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g)
 

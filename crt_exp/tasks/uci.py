@@ -7,7 +7,7 @@ one.
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -18,9 +18,7 @@ from tqdm import tqdm
 
 from crt_exp import mechanism_text
 from crt_exp.config import unknown
-from crt_exp.data import own_table
-from crt_exp.data.own_table import Kind
-from crt_exp.data.tabular import file_of, load
+from crt_exp.data import own_table, tabular
 from crt_exp.features import Statistics
 from crt_exp.hints import Count, Positive, Several, above, below
 from crt_exp.mechanism import Mechanism
@@ -29,16 +27,6 @@ from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, Ker
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
 from crt_exp.schema import checked
-
-CONSTANT = "constant"  # the key of records for the score without a fit
-Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
-
-
-class Split(NamedTuple):
-    """One random split, encoded and scaled by the training part."""
-
-    x: tuple[np.ndarray, np.ndarray, np.ndarray]  # training, validation, test: (n, d) float32
-    y: tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @checked("task")
@@ -54,34 +42,25 @@ class UCI:
 
     def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"],
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
-                 repeats: Count, sigmas: Several[Sigma], draws: Count = 1, data_dir: str | None = None,
-                 csv: str | None = None, target: str | None = None, kind: Kind | None = None,
-                 baseline: str | None = None):
+                 repeats: Count, sigmas: Several[Annotated[float, above(0), below(1e150)]],  # their squares are numbers
+                 draws: Count = 1, data_dir: str | None = None, csv: str | None = None, target: str | None = None,
+                 kind: own_table.Kind | None = None, baseline: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split={list(split)}: the three fractions must sum to 1")
-        if csv is None and (target, kind) != (None, None):
-            raise ValueError("task.target and task.kind are of a table of your own: give task.csv=FILE")
-        if csv is not None and data_dir is not None:
-            raise ValueError("task.data_dir is the folder of official files; task.csv is read by itself")
-        self.table, self.note = own_table.read(csv, target, kind) if csv is not None else (load(dataset, data_dir), "")
-        dataset = self.table.name
+        if (data_dir if csv else target or kind) is not None:
+            raise ValueError("task.target and task.kind are of your own table, task.csv=FILE; task.data_dir is not")
+        self.table, self.note = own_table.read(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
         self.features = self.table.encode(coding)  # float64: a date of 12 digits is no float32 before it is scaled
         if scaling == "none" and np.isnan(self.features).any():
-            raise ValueError(f"task.scaling = none: values are missing ({self.note}), and become the mean only where "
-                             "columns are scaled")
-        self.file = None if csv is not None else file_of(dataset, data_dir)
-        self.scaling, self.split, self.repeats, self.draws = scaling, tuple(split), repeats, draws
-        self.sigmas = list(sigmas)
-        self.drawn = DrawnOnce()
-        self.metric = "accuracy" if self.table.classes is not None else "r2"
-        self.baseline, options = mechanism_text.read(baseline) if baseline else (None, {})
-        self.columns = options.get("m")
+            raise ValueError(f"task.scaling=none: values are missing ({self.note}); only scaled columns are filled in")
+        self.file = None if csv else tabular.file_of(dataset, data_dir)
+        self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, split, repeats, draws, list(sigmas)
+        self.metric = "r2" if self.table.classes is None else "accuracy"
+        self.baseline, self.options = mechanism_text.read(baseline) if baseline else (None, {})
         if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
             raise unknown("task.baseline, of a table with classes,", self.baseline, [*BASELINES])
-        if len(self.table) < 20:
-            raise ValueError(f"{dataset} has {len(self.table)} rows: too few to split")
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
-            raise ValueError(f"task.split = {list(split)}: a part of the {len(self.table)} rows of {dataset} is empty")
+            raise ValueError(f"task.split={list(split)}: a part of the {len(self.table)} rows is empty")
 
     def inputs(self) -> list[Path | None]:
         return [self.file]
@@ -94,7 +73,7 @@ class UCI:
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)
             noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
-            scores = self.evaluate(mechanism, self.divide(seed, repeat), noise_seed)
+            scores = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
             tests.append({"step": step, "epoch": 0, "split": "split", "repeat": repeat, "draw": draw, **scores})
             yield tests[-1]
         scores = np.reshape([record[self.metric] for record in tests], (self.repeats, draws))
@@ -106,73 +85,67 @@ class UCI:
         """The bias of an approximate sampler on training rows, at the bandwidth that was chosen last."""
         if mechanism.sampler is None:
             return {}
-        x = torch.from_numpy(self.divide(seed, 0).x[0]) * sigma
+        x = torch.from_numpy(self.divide(seed, 0)[0][0]) * sigma
         phi = mechanism.kernel_map()
         return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
 
     def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        width = last[f"{self.metric}_ci95"]
-        spread = "" if width is None else f" +- {width:.4f}"
-        return (f"{self.table.name}: {self.metric} {last[self.metric]:.4f}{spread} (mean of {self.repeats} splits, "
-                "95% interval)" + bias_sentence(last) + (f"\n{self.note}" if self.note else "") + self.worse(records))
+        last, metric = records[-1], self.metric
+        spread = "" if last[f"{metric}_ci95"] is None else f" +- {last[f'{metric}_ci95']:.4f}"
+        lines = [f"{self.table.name}: {metric} {last[metric]:.4f}{spread} (mean of {self.repeats} splits, 95% interval)"
+                 + bias_sentence(last), self.note]
+        splits = [(record[metric], record["constant"]) for record in records if "constant" in record]
+        fit, constant = np.mean(splits, axis=0) if splits else (0, 0)
+        if fit < constant:
+            name = "the most frequent class" if metric == "accuracy" else "the mean"
+            lines.append(f"worse than {name} of the training part, which has {metric} {constant:.4f}")
+        return "\n".join(filter(None, lines))
 
-    def worse(self, records: list[dict]) -> str:
-        """A line where the fit is no better than no fit at all."""
-        splits = [record for record in records if record["split"] == "split" and CONSTANT in record]
-        if not splits:
-            return ""
-        fit, constant = (float(np.mean([record[key] for record in splits])) for key in (self.metric, CONSTANT))
-        named = "the most frequent class" if self.metric == "accuracy" else "the mean"
-        return "" if fit >= constant else (f"\nworse than {named} of the training part, which has {self.metric} "
-                                           f"{constant:.4f}")
-
-    def divide(self, seed: int, repeat: int) -> Split:
-        """Random split number `repeat`: the same for every mechanism."""
+    def divide(self, seed: int, repeat: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Features (n, d) float32 and targets of random split number `repeat`, the same for every mechanism: training,
+        validation and test part, encoded and scaled by the training part."""
         order = np.random.default_rng([seed, repeat]).permutation(len(self.table))
         first = round(self.split[0] * len(order))
         second = first + max(1, round(self.split[1] * len(order)))
         parts = np.split(order, [first, min(second, len(order) - 1)])
         scale = scaler(self.features[parts[0]], self.scaling)
-        return Split(tuple(scale(self.features[p]) for p in parts), tuple(self.table.target[p] for p in parts))
+        return [scale(self.features[p]) for p in parts], [self.table.target[p] for p in parts]
 
-    def evaluate(self, mechanism: Mechanism, split: Split, seed: int) -> dict[str, float]:
+    def evaluate(self, mechanism: Mechanism, x: list[np.ndarray], y: list[np.ndarray], seed: int) -> dict[str, float]:
         """Tunes sigma on validation and scores the test part once; ties go to the smaller sigma."""
-        self.drawn = DrawnOnce()
-        constant = (DummyClassifier if self.metric == "accuracy" else DummyRegressor)().fit(split.x[0], split.y[0])
-        fitted = [self.estimator(mechanism, sigma, seed).fit(split.x[0], split.y[0]) for sigma in self.sigmas]
-        validation = [model.score(split.x[1], split.y[1]) for model in fitted]
+        sampler = drawn_once(mechanism.sampler)
+        constant = (DummyClassifier if self.metric == "accuracy" else DummyRegressor)().fit(x[0], y[0])
+        fitted = [self.estimator(mechanism, sampler, sigma, seed).fit(x[0], y[0]) for sigma in self.sigmas]
+        validation = [model.score(x[1], y[1]) for model in fitted]
         best = int(np.argmax(validation))
-        tested, untrained = (float(model.score(split.x[2], split.y[2])) for model in (fitted[best], constant))
+        tested, untrained = (float(model.score(x[2], y[2])) for model in (fitted[best], constant))
         return {"sigma": self.sigmas[best], f"validation_{self.metric}": validation[best], self.metric: tested,
-                CONSTANT: untrained}
+                "constant": untrained}
 
-    def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
+    def estimator(self, mechanism: Mechanism, sampler: Callable[..., Noise], sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         gamma = sigma**2 / 2
         if self.baseline:
-            return BASELINES[self.baseline](gamma=gamma, n_components=self.columns, random_state=seed)
+            return BASELINES[self.baseline](gamma=gamma, n_components=self.options.get("m"), random_state=seed)
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
-        sampler = partial(self.drawn, mechanism.sampler)
         return kind(mechanism.kernel_map(), sampler, mechanism.m, gamma=gamma, random_state=seed)
 
 
-class DrawnOnce:
-    """Answers a generator in the same state with the same rows of a sampler: all bandwidths have them, and those of
-    5000 columns take 20 seconds."""
+def drawn_once(sampler: Callable[..., Noise]) -> Callable[..., Noise]:
+    """Answer a generator in the same state with the same rows: all bandwidths have them, and those of 5000 columns take
+    20 seconds."""
+    kept: dict[tuple, tuple[Noise, torch.Tensor]] = {}
 
-    def __init__(self):
-        self.kept: dict[tuple, tuple[Noise, torch.Tensor]] = {}
-
-    def __call__(self, sampler: Callable[..., Noise], m: int, d: int, generator: torch.Generator,
-                 **options: Any) -> Noise:
+    def draw(m: int, d: int, generator: torch.Generator, **options: Any) -> Noise:
         key = m, d, generator.get_state().numpy().tobytes(), str(options)
-        if key not in self.kept:
-            self.kept[key] = sampler(m, d, generator, **options), generator.get_state()
-        noise, after = self.kept[key]
+        if key not in kept:
+            kept[key] = sampler(m, d, generator, **options), generator.get_state()
+        noise, after = kept[key]
         generator.set_state(after)
         return noise
+
+    return draw
 
 
 def scaler(train: np.ndarray, kind: str):
@@ -198,8 +171,6 @@ class PeerClassifier:
 
     def fit(self, X, y):
         self.classes = np.unique(y)
-        if isinstance(self.transformer, Nystroem):               # of fewer rows these, without a warning
-            self.transformer.set_params(n_components=min(self.transformer.n_components, len(X)))
         self.state = self.transformer.fit_transform(X).T @ (y[:, None] == self.classes).astype(X.dtype)
         return self
 
