@@ -6,11 +6,11 @@ families alone: all of them would be a hundred times as much, and are not read.
 """
 
 import gzip
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
 from crt_exp.data import DataError
-from crt_exp.data.archives import UNREADABLE
 from crt_exp.atomic_write import whole
 
 REGIONS = Path("pfam", "Pfam-A.regions.uniprot.tsv.gz")
@@ -47,7 +47,7 @@ def families_of(regions: Path, wanted: tuple[str, ...]) -> dict[bytes, set[bytes
                 accession, *columns = line.split()
                 for name in asked.intersection(columns):
                     result[accession].add(name)
-    except (OSError, ValueError, *UNREADABLE) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise DataError(f"{regions}: the list of Pfam's regions cannot be read ({error}).") from None
     if not result:
         raise DataError(f"{regions}: none of the families {', '.join(wanted[:3])}, ... is in this list.")

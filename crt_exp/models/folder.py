@@ -68,8 +68,6 @@ def verify(folder: Path, named: str) -> None:
         return
     try:
         digests = json_object(folder / DIGESTS)
-        if any(Path(name).name != name for name in digests):
-            raise ValueError("it names a file outside of its folder")
         wrong = next((name for name in digests if digest_of(folder / name) != digests[name]), None)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{named}: {folder / DIGESTS} cannot be compared with the weights: {error}") from None
@@ -127,14 +125,14 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
 
     Raises DataError, naming `option`, where there is none.
     """
-    path = Path(run).expanduser()
+    path, named = Path(run).expanduser(), f"{option}={run}"
     for folder in (path / MODEL, path):
         if (folder / CONFIG).is_file():
-            verify(folder, f"{option} = {run}")
+            verify(folder, named)
             return folder
-    refuse_adapters(path, f"{option} = {run}")
+    refuse_adapters(path, named)
     if (path / "config.yaml").is_file():
-        raise DataError(f"{option} = {run}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with "
-                        f"resume=auto hydra.run.dir={run}), or its task keeps no model. Give {wanted}.")
-    problem = "it holds no run" if path.is_dir() else "there is no such directory"
-    raise DataError(f"{option} = {run}: {problem}. Give {wanted}.")
+        raise DataError(f"{named}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with resume=auto "
+                        f"hydra.run.dir={run}), or its task keeps no model: expected {wanted}")
+    problem = f"it holds no {CONFIG}" if path.is_dir() else "there is no such directory"
+    raise DataError(f"{named}: {problem}: expected {wanted}")
