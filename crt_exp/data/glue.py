@@ -157,8 +157,9 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
     """Read one split (train, dev, test; MNLI also dev_mm, test_mm) of the GLUE task `name`.
 
     source: "files", the official TSVs in `data_dir` (the option task.data_dir, default $CRT_DATA/glue/<TASK>), "hub",
-    the copy on the Hugging Face hub, or "auto", files where they are there. n, seed: see `Examples.subsample`. Raises DataError for unknown names, a
-    file that is missing or empty, and a row of it that has too few columns or a label that the task does not have.
+    the copy on the Hugging Face hub, or "auto", files where they are there. n, seed: see `Examples.subsample`. Raises
+    DataError for unknown names, a file that is missing or empty, and a row of it that has too few columns or a label
+    that the task does not have.
     """
     task = task_of(name)
     if split not in task.splits:

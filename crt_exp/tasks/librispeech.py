@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, speech, speech_table
-from crt_exp.data.sources import no_folder
+from crt_exp.data.hub import is_on_hub
+from crt_exp.data.sources import task_folder
 from crt_exp.data.plan import packed
 from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
 from crt_exp.hints import Count, Positive, Several, Whole, at_least, at_most, parameters
@@ -105,7 +106,7 @@ class LibriSpeech(Task):
     """
 
     corpus: Literal["librispeech", "fsdd", "table"]
-    source: Literal["files", "hub"]
+    source: Literal["auto", "files", "hub"]
     data_dir: str | None
     subsets: Subsets
     strings: Strings
@@ -132,7 +133,9 @@ class LibriSpeech(Task):
         self.rate = self.rate or (8000 if digits else 16000)
         self.symbols = self.symbols or ("words" if digits else "characters")
         self.check_options(digits)
-        self.streamed = self.source == "hub"
+        root, first = task_folder("speech/LibriSpeech", self.data_dir), self.subsets["train"][0]
+        self.streamed = self.corpus == "librispeech" and is_on_hub(
+            self.source, "speech/LibriSpeech/train-clean-100", root and root / first, self.data_dir)
         self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in SPLITS}
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
@@ -170,7 +173,6 @@ class LibriSpeech(Task):
     def read(self, split: str) -> Iterable[speech.Utterance]:
         faults = self.faults[split]
         if self.streamed:
-            no_folder(self.data_dir, "task.source=hub", "leave it out, or set task.source=files")
             return islice(self.hub_pass(split, faults)(0), self.hub["held_out"])
         if self.corpus == "fsdd":
             return speech.digit_strings(self.recordings, split, self.strings[split], self.held_out_speaker)
