@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import images as data
+from crt_exp.data.hub import is_on_hub
 from crt_exp.data.image_stream import ImageHub, Streamed
 from crt_exp.data.loading import Draw, Folders, Loader, Micro, fitting_workers
-from crt_exp.data.sources import task_folder
+from crt_exp.data.sources import SOURCES, task_folder
 from crt_exp.hints import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
 
@@ -24,6 +25,7 @@ class ImageTask(Task):
 
     dataset: str
     data_dir: str | None
+    source: Literal["auto", "files", "hub"]
     hub: ImageHub
     held_out: Annotated[float, at_least(0), below(1)]
     unreadable: Literal["error", "skip"]
@@ -32,6 +34,10 @@ class ImageTask(Task):
     validation, test = "val", "val"
 
     def __post_init__(self):
+        name = f"images/{self.dataset}"
+        if self.hub["name"] is None and name in SOURCES and SOURCES[name].hub and is_on_hub(
+                self.source, name, task_folder(name), self.data_dir):
+            self.hub = self.hub | {"name": SOURCES[name].hub}
         self.check_source()
         self.images = Streamed(self.hub, self.unreadable == "skip") if self.hub["name"] is not None else self.listed()
         self.classes = self.images.classes
@@ -59,7 +65,10 @@ class ImageTask(Task):
         return self.hub["name"] or (Path(self.data_dir).name if self.data_dir else self.dataset)
 
     def check_source(self) -> None:
-        """Raises ConfigError where two places are named, or rows of a stream are to be held out."""
+        """Raises ConfigError where two places or none are named, or rows of a stream are to be held out."""
+        if self.source == "hub" and self.hub["name"] is None:
+            raise ConfigError(f"task.source=hub: the hub's name of task.dataset={self.dataset} is not known: set "
+                              "task.hub.name")
         if self.hub["name"] is not None and (self.data_dir or self.held_out):
             raise ConfigError("task.hub.name names images that are streamed: leave out "
                               f"{'task.data_dir' if self.data_dir else 'task.held_out, and name task.hub.validation'}")
