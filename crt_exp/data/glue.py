@@ -164,8 +164,7 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
     task = task_of(name)
     if split not in task.splits:
         raise DataError(f"GLUE's {task.folder} has no split {split!r}; it has {', '.join(task.splits)}.")
-    folder = task_folder(task.source.name, data_dir)
-    on_hub = is_on_hub(source, task.source.name, folder and folder / f"{task.splits[split]}.tsv", data_dir)
+    on_hub = is_on_hub(source, task.source.name, task_folder(task.source.name), data_dir)
     return (read_hub(task, split) if on_hub else from_files(task, split, data_dir)).subsample(n, seed)
 
 

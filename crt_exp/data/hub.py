@@ -44,7 +44,7 @@ def is_on_hub(source: str, name: str, path: Path | None, data_dir: str | Path | 
 def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> Path | None:
     """The folder with the files of the text `name`, which are written once where they come from the hub."""
     files, folder = SOURCES[name].files, task_folder(name, data_dir)
-    if not is_on_hub(source, name, folder and folder / Path(files[0].path).name, data_dir):
+    if not is_on_hub(source, name, folder, data_dir):
         return folder
     from datasets import config, load_dataset
 
