@@ -37,7 +37,7 @@ def is_on_hub(source: str, name: str, path: Path | None, data_dir: str | Path | 
     if source != "auto" or data_dir or (path is not None and path.exists()):
         return source == "hub"
     size = SOURCES[name].size
-    warn("%s: %s of the Hugging Face hub%s", name, SOURCES[name].hub, f", {size} to download" if size else "")
+    warn("%s: %s of the Hugging Face hub%s", name, SOURCES[name].hub, f", {size}" if size else "")
     return True
 
 
@@ -91,8 +91,8 @@ def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text 
     try:
         return load()
     except Exception as error:  # each library and format has its own
-        place = f"the files {files}" if files else "the Hugging Face hub: check the name and the network"
-        raise DataError(f"{name} cannot be read ({reason_of(error)}) from {place}. {otherwise}") from None
+        place, check = (files, "") if files else ("the Hugging Face hub", " Check the name and the network.")
+        raise DataError(f"{name} cannot be read from {place}: {reason_of(error)}.{check} {otherwise}") from None
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from crt_exp.data import DataError
-from crt_exp.data.hub import from_hub
 from crt_exp.data.sources import SOURCES, Source, data_root
 
 GROUP = "models"
@@ -42,6 +41,8 @@ def install(model: Source, root: Path, bring: Callable[[Path], str]) -> None:
 def copy_from_hub(model: Source, folder: Path) -> str:
     """Copies a model of the hub, or of the hub's copy on this machine, to `folder`. Raises DataError."""
     from huggingface_hub import snapshot_download
+
+    from crt_exp.data.hub import from_hub
 
     otherwise = f"Or run `{SCRIPT} {model.name}` in a checkout of crt_exp"
     if not model.hub:

@@ -242,7 +242,7 @@ def test_a_target_of_one_value_is_refused(tmp_path):
 
 def test_a_pipe_is_no_table(tmp_path):
     os.mkfifo(tmp_path / "t.csv")
-    with pytest.raises(DataError, match="t.csv is a pipe, socket or device, not a file"):
+    with pytest.raises(DataError, match="t.csv cannot be read: a pipe, socket or device, not a file"):
         read(tmp_path / "t.csv", "y")
 
 

@@ -105,7 +105,7 @@ def test_one_file_is_of_one_split_by_whatever_path(folder):
 
 def test_a_pipe_is_no_table(tmp_path):
     os.mkfifo(tmp_path / "t.csv")
-    with pytest.raises(DataError, match="t.csv is a pipe, socket or device, not a file"):
+    with pytest.raises(DataError, match="t.csv cannot be read: a pipe, socket or device, not a file"):
         entries(tmp_path / "t.csv")
 
 
