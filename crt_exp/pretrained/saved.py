@@ -110,7 +110,7 @@ def _check_rows(mechanisms: Iterable[Mechanism], files: list[Path], folder: str 
     rows = largest_dimension(files)
     for mechanism in mechanisms:
         if (mechanism.m or 0) > rows:
-            raise ConfigError(f"{folder}: {mechanism.name} of its config.json has m={mechanism.m}, its weights {rows} "
+            raise ConfigError(f"{folder}: {record.KEY} in its config.json has m={mechanism.m}, its weights have {rows} "
                               "rows of noise: load the weights by from_pretrained, then call swap_attention")
 
 
