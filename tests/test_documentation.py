@@ -24,7 +24,6 @@ from crt_exp.data import __main__ as data_command
 from crt_exp.data import sources
 from crt_exp.features import Statistics
 from crt_exp.hints import parameters
-from crt_exp.pretrained import published
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import pages
 from crt_exp.runner.command_line import Shown, check_command_line
@@ -246,7 +245,7 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             name = getattr(options, "name", None)
-            assert not name or (published if published.is_model(name) else sources).select(name)
+            assert not name or sources.select(name)
         case ("python", "-m", "crt_exp.infer", *arguments):
             keys = {word.lstrip("-").partition("=")[0] for word in arguments if "=" in word or word.startswith("--")}
             assert any(keys <= {*parameters(options)} for options, _ in infer.KINDS.values())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 class DataError(Exception):
-    """A data set that cannot be used. The message is for the user, in one to three lines: what is wrong, where (file
-    and line), and what to do (which file to get from where, where to put it, which option to set)."""
+    """A data set that cannot be used. The message is for the user: what is wrong, where (file and line), and what to
+    do (which file to get from where, where to put it, which option to set)."""
 
 
 def check_regular(path, least: int = 0) -> None:
@@ -41,7 +41,5 @@ def read_text(path: str | Path, named: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise DataError(f"{named} is not UTF-8 text: save it as UTF-8") from None
-    except OSError as error:
-        raise DataError(f"{named} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise DataError(f"{named} is {error}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{named} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -1,203 +1,184 @@
-"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get data, pretrained models, and check."""
+"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get data and models, and check them.
+
+A file appears under its name only when it is whole and its content is the published one.
+"""
 
 import argparse
-import math
+import gzip
+import hashlib
 import os
+import posixpath
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from http.client import HTTPException
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
-from crt_exp.data import DataError, sources
-from crt_exp.data.download import free, shown
-from crt_exp.data.fetch import MISSING, OK, WRONG, Finding, fetch, inspect
-from crt_exp.data.sources import File, Source, data_root
-from crt_exp.pretrained import published
-from crt_exp.pretrained.published import MODELS
+from crt_exp.data import DataError
+from crt_exp.data.sources import SOURCES, File, Source, data_root, select
+from crt_exp.pretrained.published import fetch as fetch_model
 
-UNASKED = 5e9  # bytes that are downloaded without a question
+PATIENCE = 30  # seconds without a byte
+OK, MISSING, SUBSET, WRONG = "ok", "missing", "subset", "wrong content"
+MEDIA = (".flac", ".wav", ".jpg", ".jpeg", ".png")
+FAILED = (OSError, HTTPException, zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError)
 
+
+# ---- commands --------------------------------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0; 1 after an error or where a file that is present is bad; 130 when interrupted."""
+    """Run one command. Returns 0, or 1 after an error or where a file that is present is bad."""
     options = parser().parse_args(arguments)
+    root = data_root(options.dir)
     try:
-        return options.run(options)
+        if options.command == "list":
+            return list_sets(root)
+        if root is None:
+            raise DataError("CRT_DATA is not set: set CRT_DATA=DIR, or give --dir DIR")
+        return (verify if options.command == "verify" else fetch)(options.name, root)
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\nInterrupted. What came is kept; the same command continues.", file=sys.stderr)
-        return 130
 
 
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(prog="python -m crt_exp.data", description="The data sets of crt_exp.")
-    root.set_defaults(run=run_list, dir=None)
-    commands = root.add_subparsers(title="commands")
-    add(commands, run_list, "list", "what each task needs, where it comes from, what is there (the default)")
-    get = add(commands, run_fetch, "fetch", "download from the official server; continues, checks, replaces bad files",
-              name="a folder such as uci, one set such as uci/abalone, or a pretrained model such as models/minilm")
-    get.add_argument("--yes", action="store_true", help=f"download more than {shown(UNASKED)} without a question")
-    add(commands, run_verify, "verify", "compare the files that are there with the published ones",
-        name="a folder or one set; all, if left out", nargs="?")
-    return root
+    result = argparse.ArgumentParser(prog="python -m crt_exp.data", description="The data sets and models of crt_exp.")
+    result.add_argument("command", nargs="?", choices=("list", "fetch", "verify"), default="list",
+                        help="show what each task needs and what is there (the default); download it from the official "
+                             "server; compare the files that are there with the published ones")
+    result.add_argument("name", metavar="NAME", nargs="?", default="", help="such as uci, uci/abalone, models/minilm")
+    result.add_argument("--dir", help="the folder that holds uci/, glue/ and so on (default: $CRT_DATA)")
+    return result
 
 
-def add(commands, run: Callable[[argparse.Namespace], int], title: str, text: str, name: str = "",
-        nargs: str | None = None) -> argparse.ArgumentParser:
-    command = commands.add_parser(title, help=text, description=text)
-    command.set_defaults(run=run)
-    command.add_argument("--dir", help="the folder that holds uci/, glue/ and so on (default: $CRT_DATA)")
-    if name:
-        command.add_argument("name", metavar="NAME", help=name, nargs=nargs)
-    return command
-
-
-def run_list(options: argparse.Namespace) -> int:
-    root = data_root(options.dir)
-    print(f"Data folder: {root}" if root else "Data folder: none. Set CRT_DATA=DIR or give --dir DIR.")
-    rows = [(source.name, source.tasks, presence(source, root), size(source), files(source), source.page)
-            for source in (*sources.TABLE, *own_images(root))]
-    rows += [(model.name, model.tasks, "present" if root and (root / model.name).is_dir() else "missing",
-              "", model.what, model.page) for model in MODELS.values()]
-    print_table([("set", "tasks", "here", "size", "files below the data folder", "official source"), *rows])
-    print("\nembedded: needs no file. by hand: `fetch` cannot get it. "
-          "Other images: images/<name>/{train,val}/<class>.")
+def list_sets(root: Path | None) -> int:
+    print(f"Data folder: {root or 'none: set CRT_DATA=DIR or give --dir DIR'}")
+    for source in SOURCES.values():
+        there = sum(root is not None and (root / file.path).exists() for file in source.files)
+        here = "embedded" if source.embedded else f"{there} of {len(source.files)}"
+        print(f"{source.name:33} {here:9} {source.size:9} {source.tasks:26} {source.page}")
     return 0
 
 
-def own_images(root: Path | None) -> list[Source]:
-    """Folders of images that are there and in no table; `task.dataset=<name>` reads them."""
-    if root is None or not (root / "images").is_dir():
-        return []
-    from crt_exp.data.images import folders_in
-
-    names = folders_in(root / "images")
-    own = [f"images/{name}" for name in names if f"images/{name}" not in sources.SOURCES]
-    return [Source(name, "imagenet mae pixels lra", "your own", (File(name),)) for name in own]
-
-
-def presence(source: Source, root: Path | None) -> str:
-    """present, partly, embedded, missing, or "by hand": missing, and nothing that fetch could get."""
-    there = sum(root is not None and (root / file.path).exists() for file in source.files)
-    if source.embedded:
-        return "embedded, present" if there else "embedded"
-    if there:
-        return "present" if there == len(source.files) else f"{there} of {len(source.files)}"
-    return "missing" if fetched(source) else "by hand"
+def fetch(name: str, root: Path) -> int:
+    """Brings all sets or models of that name, also those after one that cannot be had."""
+    failed = 0
+    for source in select(name):
+        try:
+            (fetch_model if source.name.startswith("models/") else fetch_source)(source, root)
+        except DataError as error:
+            print(error, file=sys.stderr)
+            failed = 1
+    return failed
 
 
-def fetched(source: Source) -> bool:
-    """Whether `fetch` can get all of it."""
-    return all(file.url or file.made for file in source.files)
+def verify(name: str, root: Path) -> int:
+    """Weights of models are compared with those that were fetched each time that they are loaded."""
+    bad = 0
+    for file in (file for source in (select(name) if name else SOURCES.values()) for file in source.files):
+        state, detail = inspect(file, root / file.path)
+        bad |= state == WRONG
+        print(f"{state:13} {file.path}: {detail}")
+    return bad
 
 
-def size(source: Source) -> str:
-    return source.size or (f"{sum(file.rows for file in source.files)} rows" if source.files[0].rows else "")
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def inspect(file: File, path: Path) -> tuple[str, str]:
+    """What lies at `path`, compared with `file`: one of the four states above, and the reason."""
+    if not path.exists():
+        return MISSING, "not there"
+    if path.is_dir():
+        count = sum(name.lower().endswith(file.ending or MEDIA) for _, _, names in os.walk(path) for name in names)
+        state = OK if count and count == (file.rows or count) else SUBSET if 0 < count < file.rows else WRONG
+        return state, f"{count} of {file.rows or count} files"
+    rows = sum(not line.isspace() for line in path.open("rb")) if file.rows else 0
+    if rows != file.rows or not path.stat().st_size:
+        return WRONG, f"{rows} of {file.rows} rows" if file.rows else "no content"
+    kind, _, value = file.digest.partition(":")
+    if kind and digest(path, kind) != value:
+        return WRONG, "other content than published"
+    return OK, f"{path.stat().st_size} bytes"
 
 
-def files(source: Source) -> str:
-    """The paths, those of one folder folded as in ptb/ptb.{train,valid,test}.txt."""
-    paths = [Path(file.path) for file in source.files]
-    if len(paths) < 2:
-        return str(paths[0]) if paths else "-"
-    folder = Path(os.path.commonpath([path.parent for path in paths]))
-    names = [str(path.relative_to(folder)) for path in paths]
-    start, end = shared_start(names), shared_start([name[::-1] for name in names])[::-1]
-    middles = ",".join(name[len(start):len(name) - len(end)] for name in names)
-    return f"{folder}/{start}{{{middles}}}{end}"
-
-
-def shared_start(names: Sequence[str]) -> str:
-    """What all names begin with, up to and including a dot or a hyphen."""
-    start = os.path.commonprefix(names)
-    return start[:max(start.rfind("."), start.rfind("-")) + 1]
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-
-
-def run_fetch(options: argparse.Namespace) -> int:
-    root = data_root(options.dir)
-    if root is None:
-        raise DataError("Nobody said where the data go: give --dir DIR, or set CRT_DATA=DIR.")
-    if published.is_model(options.name):
-        return fetch_models(options, root)
-    chosen = sorted(sources.select(options.name), key=lambda each: not fetched(each))  # by hand: stops the command
-    agreed = agree([source for source in chosen if presence(source, root) not in ("present", "by hand")], root,
-                   options.yes)
-    for source in chosen:
-        if not source.files:
-            print(f"{source.name}: embedded, nothing to fetch")
-        fetch(source, root, most=math.inf if agreed else UNASKED)
-    return 0
-
-
-def agree(chosen: Sequence[Source], root: Path, yes: bool) -> bool:
-    """Whether the user wants downloads of any size. Prints that of several; asks above UNASKED.
-
-    Raises DataError where that is not wanted or cannot be asked, and where there is too little room: for all of it, and
-    for the largest once more, which is an archive while it is unpacked.
-    """
-    size, room = sum(source.bytes for source in chosen), free(root)
-    needed = size + max((source.bytes for source in chosen if any(file.member for file in source.files)), default=0)
-    if len(chosen) > 1 and size:
-        print(f"{shown(size)} to download to {root}, which has {shown(room)} free")
-    if needed > room:
-        raise DataError(f"This needs {shown(needed)}, with what is unpacked, and {root} has {shown(room)} free.\n"
-                        "Free space, or give another folder with --dir DIR.")
-    if yes or size <= UNASKED:
-        return yes
-    if not sys.stdin.isatty():
-        raise DataError(f"This downloads {shown(size)}: to fetch more than {shown(UNASKED)} add --yes.")
-    if input(f"Download {shown(size)}? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise DataError("Nothing was fetched.")
-    return True
-
-
-def fetch_models(options: argparse.Namespace, root: Path) -> int:
-    """One model, or all of the hub."""
-    from crt_exp.pretrained.fetch import fetch as fetch_model
-
-    for model in published.select(options.name):
-        if model.hub or options.name.strip("/") != published.GROUP:
-            fetch_model(model, root)
-        else:
-            print(f"{model.name}: not on the hub: {published.SCRIPT} {model.name}")
-    return 0
-
-
-def inspect_model(folder: Path) -> Finding:
-    from crt_exp.models.folder import verify
-
-    if not folder.is_dir():
-        return Finding(MISSING, "not there")
+def digest(path: Path, kind: str) -> str:
+    """The digest of a file; kinds as in `sources.File`."""
+    if kind == "size":
+        return str(path.stat().st_size)
+    if kind == "rows":
+        text = path.read_text(encoding="utf-8", errors="replace")  # line ends become line feeds
+        rows = (line.split(",") if "," in line else line.split() for line in text.split("\n") if line.strip())
+        return hashlib.sha256("\n".join(",".join(map(str.strip, row)) for row in rows).encode()).hexdigest()
     try:
-        verify(folder, folder.name)
-    except DataError as error:
-        return Finding(WRONG, str(error))
-    return Finding(OK, "weights as they were fetched")
+        with gzip.open(path) if kind == "gunzip" else open(path, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256" if kind == "gunzip" else kind).hexdigest()
+    except FAILED:
+        return "unreadable"
 
 
-def run_verify(options: argparse.Namespace) -> int:
-    root = data_root(options.dir)
-    if root is None:
-        raise DataError("Nobody said where the data are: give --dir DIR, or set CRT_DATA=DIR.")
-    if published.is_model(options.name or ""):
-        return verified([(model.name, inspect_model(root / model.name)) for model in published.select(options.name)])
-    own = own_images(root)
-    mine = [source for source in own if source.name == (options.name or "").strip("/")]
-    chosen = mine or (sources.select(options.name) if options.name else [*sources.TABLE, *own])
-    findings = [(file.path, inspect(file, root / file.path)) for source in chosen for file in source.files]
-    models = [] if options.name else MODELS
-    return verified([*findings, *((name, inspect_model(root / name)) for name in models)])
+# ---- fetching --------------------------------------------------------------------------------------------------------
+def fetch_source(source: Source, root: Path) -> None:
+    """Bring every file of a set that is missing or bad below `root`; a folder is never replaced. Raises DataError."""
+    wanted = [file for file in source.files if inspect(file, root / file.path)[0] != OK]
+    print(f"{source.name}: {source.size} {source.note}" if wanted else f"{source.name}: nothing to fetch")
+    for file in wanted:
+        if (root / file.path).is_dir():
+            raise DataError(f"{root / file.path} is there already: move it away to fetch the whole of {source.name}")
+        if not file.url:
+            raise DataError(f"{file.path} has no link: get it from {source.page} and put it at {root / file.path}")
+    for url, files in groupby((file for file in wanted if file.url), key=lambda file: file.url):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=root, prefix=".fetch-") as folder:
+                bring(url, list(files), Path(folder), root)
+        except FAILED as error:
+            raise DataError(f"{source.name}: {url} cannot be brought to {root} ({error}): run the command again, or "
+                            f"get the files from {source.page}") from None
 
 
-def verified(findings: Sequence[tuple[str, Finding]]) -> int:
-    print_table([(path, finding.state, finding.detail) for path, finding in findings])
-    return int(any(finding.bad for _, finding in findings))
+def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
+    """Download one file, or an archive of several, to `folder`, and move what was published below `root`."""
+    part = folder / posixpath.basename(urlsplit(url).path)
+    download(url, part)
+    if files[0].archive_sha256 and digest(part, "sha256") != files[0].archive_sha256:
+        raise DataError(f"{url} gave an archive with another checksum than the published one: run the command again")
+    places = {file: folder / "unpacked" / file.member if file.member else part for file in files}
+    if part.name.endswith((".zip", ".tgz", ".tar.gz")):
+        shutil.unpack_archive(part, folder / "unpacked", filter=None if part.suffix == ".zip" else "data")
+    elif files[0].member:
+        (folder / "unpacked").mkdir()
+        with gzip.open(part) as stream, open(places[files[0]], "wb") as out:
+            shutil.copyfileobj(stream, out)
+    for file, place in places.items():
+        for path in place.rglob("*"):
+            if path.is_symlink():
+                path.unlink()
+            elif path.is_file() and not path.name.endswith(file.ending):
+                path.rename(path.with_name(path.name + file.ending))
+        state, detail = inspect(file, place)
+        if state != OK:
+            raise DataError(f"{url} gave {file.path} with {detail}: run the command again; if this comes back, the "
+                            "published file has changed")
+    for file, place in places.items():
+        (root / file.path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(place, root / file.path)
+        print(f"{root / file.path}: brought from {url}")
+
+
+def download(url: str, path: Path) -> None:
+    from tqdm import tqdm
+
+    request = Request(url, headers={"User-Agent": "crt_exp", "Accept-Encoding": "identity"})
+    with urlopen(request, timeout=PATIENCE) as reply, open(path, "wb") as file:
+        with tqdm.wrapattr(file, "write", total=reply.length, desc=path.name, leave=False, disable=None) as out:
+            shutil.copyfileobj(reply, out, 1 << 20)
+        if reply.length:  # a short body is no error to read()
+            raise ConnectionError(f"it broke off {reply.length} bytes before its end")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from crt_exp.data import DataError
 from crt_exp.data.cache import cached, key_of
-from crt_exp.data.hub import from_hub
-from crt_exp.data.sources import SOURCES, Source, missing, no_folder, task_folder
+from crt_exp.data.hub import from_hub, how_to_fetch, is_on_hub
+from crt_exp.data.sources import SOURCES, Source, missing, task_folder
 from crt_exp.data.text import fingerprint, numbered_lines
 
 if TYPE_CHECKING:
@@ -152,23 +152,20 @@ class Examples:
         return replace(self, sentence1=first, sentence2=second, labels=labels, source=f"{self.source}, {words}")
 
 
-def load(name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "files",
+def load(name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "auto",
          n: int | None = None, seed: int = 0) -> Examples:
     """Read one split (train, dev, test; MNLI also dev_mm, test_mm) of the GLUE task `name`.
 
-    source: "files", the official TSVs in `data_dir` (the option task.data_dir, default $CRT_DATA/glue/<TASK>), or
-    "hub", the copy on the Hugging Face hub. n, seed: see `Examples.subsample`. Raises DataError for unknown names, a
-    file that is missing or empty, and a row of it that has too few columns or a label that the task does not have.
+    source: "files", the official TSVs in `data_dir` (the option task.data_dir, default $CRT_DATA/glue/<TASK>), "hub",
+    the copy on the Hugging Face hub, or "auto", files where they are there. n, seed: see `Examples.subsample`. Raises
+    DataError for unknown names, a file that is missing or empty, and a row of it that has too few columns or a label
+    that the task does not have.
     """
     task = task_of(name)
     if split not in task.splits:
         raise DataError(f"GLUE's {task.folder} has no split {split!r}; it has {', '.join(task.splits)}.")
-    if source not in ("files", "hub"):
-        raise DataError(f"source={source} is unknown; use files or hub.")
-    if source == "hub":
-        no_folder(data_dir, "task.source=hub", "leave it out, or set task.source=files")
-    examples = from_files(task, split, data_dir) if source == "files" else read_hub(task, split)
-    return examples.subsample(n, seed)
+    on_hub = is_on_hub(source, task.source.name, task_folder(task.source.name), data_dir)
+    return (read_hub(task, split) if on_hub else from_files(task, split, data_dir)).subsample(n, seed)
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -261,7 +258,7 @@ def from_files(task: GlueTask, split: str, data_dir: str | Path | None) -> Examp
     folder = task_folder(task.source.name, data_dir)
     path = folder / f"{task.splits[split]}.tsv" if folder else None
     if path is None or not path.is_file():
-        raise DataError(f"{missing(task.source.name, path, place)} With network, task.source=hub needs no file.")
+        raise missing(task.source.name, path, place)
     return GlueReader(task, path, labelled=not split.startswith("test")).read()
 
 
@@ -272,8 +269,7 @@ def read_hub(task: GlueTask, split: str) -> Examples:
     name = next(name for name, other in TASKS.items() if other is task)
     part = task.splits[split].replace("dev", "validation")
     rows = from_hub(lambda: load_dataset(HUB, name, split=part), f"{HUB} ({name}, {part})",
-                    "Or get the files: "
-                    f"`python -m crt_exp.data fetch {task.source.name} --dir DIR`, with CRT_DATA=DIR.")
+                    how_to_fetch(task.source.name))
     if task.names != tuple(getattr(rows.features["label"], "names", ())):
         raise DataError(f"{HUB} ({name}) has other classes than expected ({', '.join(task.names) or 'scores'}); "
                         "use the files.")

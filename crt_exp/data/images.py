@@ -116,17 +116,6 @@ def missing(dataset: str, root: Path | None) -> DataError:
                      "and set CRT_DATA=DIR; or set task.data_dir to a folder of images")
 
 
-def problems(root: Path) -> list[str]:
-    """The first problem of a folder: its classes, or a file that cannot be read."""
-    try:
-        for images in load("images", root).values():
-            for source in images.sources:
-                images.read(source)
-    except DataError as error:
-        return [str(error)]
-    return []
-
-
 def digits() -> dict[str, Images]:
     """scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in a fixed split."""
     from sklearn.datasets import load_digits

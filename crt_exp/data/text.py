@@ -22,8 +22,8 @@ from torch import Tensor
 from crt_exp.data import DataError, check_regular, wordnet
 from crt_exp.data.cache import cached, key_of
 from crt_exp.data.endings import hidden
-from crt_exp.data.hub import Hub, hub_examples
-from crt_exp.data.sources import SOURCES, missing, task_folder
+from crt_exp.data.hub import Hub, hub_examples, text_folder
+from crt_exp.data.sources import SOURCES, missing
 
 IGNORED = -100                                               # the label of a token that has no share in the loss
 SUFFIXES = (".txt", ".tokens", ".raw")
@@ -154,11 +154,11 @@ def untokenized(line: str, unknown: str) -> str:
     return line.replace("<unk>", unknown)
 
 
-def official_file(name: str, split: str, data_dir: str | Path | None = None) -> Path:
+def official_file(name: str, split: str, data_dir: str | Path | None = None, source: str = "auto") -> Path:
     """The file of "ptb" or "wikitext2" for train, valid or test; data_dir: by default $CRT_DATA/NAME.
-    Raises DataError."""
+    source: auto, files or hub. Raises DataError."""
     place = ("train", "valid", "test").index(split)
-    folder = task_folder(name, data_dir)
+    folder = text_folder(source, name, data_dir)
     path = folder / Path(SOURCES[name].files[place].path).name if folder else None
     if path is None or not path.is_file():
         raise missing(name, path, place)

@@ -58,7 +58,7 @@ class WordText(NamedTuple):
     source: str | None = None
 
 
-def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) -> Corpus:
+def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1, source: str = "auto") -> Corpus:
     """Word-level Penn Treebank ("ptb") or WikiText-2 ("wikitext2") from the official files, "wordnet", or the text
     file `name`.
 
@@ -68,7 +68,7 @@ def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) ->
     """
     if name not in OFFICIAL:
         no_folder(data_dir, f"task.corpus={name}, a file of its own")
-    parts = ([text_of(path, name) for path in files_of(name, data_dir)] if name in OFFICIAL
+    parts = ([text_of(path, name) for path in files_of(name, data_dir, source)] if name in OFFICIAL
              else parts_of(text_path(name)))
     counts = Counter(parts[0].words)
     rare = {word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)}
@@ -78,11 +78,11 @@ def corpus(name: str, data_dir: str | Path | None = None, min_count: int = 1) ->
     return Corpus(words, *(word_ids(part, ids) for part in parts))
 
 
-def files_of(name: str, data_dir: str | Path | None) -> list[Path]:
+def files_of(name: str, data_dir: str | Path | None, source: str = "auto") -> list[Path]:
     """What is read: the official files, or the one text."""
     if name not in OFFICIAL:
         return [Path(name).expanduser()]
-    return [official_file(name, split, data_dir) for split in ("train", "valid", "test")]
+    return [official_file(name, split, data_dir, source) for split in ("train", "valid", "test")]
 
 
 def text_of(path: Path, source: str) -> WordText:

@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +17,16 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.data.hub import check_network, reason_of
 from crt_exp.mechanism import Mechanism, still_known
-from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, verify, whole_folder
-from crt_exp.pretrained.published import fetched, instead
+from crt_exp.models import folder
+from crt_exp.models.folder import check_numbers, whole_folder
+from crt_exp.pretrained.published import fetched
 from crt_exp.swap import record
 
 EXACT = Mechanism.of("exact").describe()
-HOW = ("With network: `hf download {name} --local-dir DIR`. Without: copy that folder (config.json, model.safetensors, "
-       "tokenizer.json or vocab.txt) here. Then set {option}=DIR.")
+WANTED = ("a model's folder (config.json, model.safetensors, tokenizer.json or vocab.txt), the directory of a run of "
+          "task=mlm, or a name of the Hugging Face hub such as google-bert/bert-base-uncased")
 
 
 class Origin(NamedTuple):
@@ -43,9 +44,8 @@ def origin_of(model: str, init: str) -> Origin:
         return Origin(folder_of(model, "task.model"), "task.model", init == "uptrain", False)
     if not Path(init).expanduser().is_dir():
         near = difflib.get_close_matches(init, ("scratch", "uptrain"), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise DataError(f"task.init = {init}: it takes scratch, uptrain, or the directory of a run of task=mlm, and "
-                        f"there is no such directory{hint}")
+        raise DataError(f"task.init={init}: expected scratch, uptrain, or the directory of a run of task=mlm"
+                        + "".join(f"; did you mean {word}?" for word in near))
     return Origin(folder_of(init, "task.init"), "task.init", True, True)
 
 
@@ -53,21 +53,9 @@ def folder_of(name: str, option: str) -> str:
     """The folder that holds config.json: `name` itself, the model of that run, or the fetched model of that name;
     names of the hub stay. Raises DataError."""
     path = fetched(name, option) or Path(name).expanduser()
-    for folder in (path / MODEL, path):
-        if (folder / "config.json").is_file():
-            verify(folder, f"{option} = {name}")
-            return str(folder)
-    refuse_adapters(path, f"{option} = {name}")
-    if (path / "config.yaml").is_file():
-        raise DataError(f"{option} = {name}: this run has not ended, so it holds no {MODEL}/ yet. Continue it with "
-                        f"resume=auto hydra.run.dir={name}")
-    if path.is_dir():
-        raise DataError(f"{option} = {name}: this folder has no config.json. Give the directory of a run of task=mlm, "
-                        "or a model's folder (config.json, model.safetensors, tokenizer.json or vocab.txt)")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise DataError(f"{option} = {name}: there is no such folder. Give a model's folder, the directory of a run of "
-                        "task=mlm, or a name of the Hugging Face hub such as google-bert/bert-base-uncased")
-    return name
+    if not path.exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1:
+        return name
+    return str(folder.folder_of(path, option, WANTED))
 
 
 def load_tokenizer(origin: Origin):
@@ -76,7 +64,7 @@ def load_tokenizer(origin: Origin):
 
     tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin, "tokenizer")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
-        raise DataError(f"{origin.option} = {origin.name} holds no tokenizer: "
+        raise DataError(f"{origin.option}={origin.name} holds no tokenizer: "
                         "put the model's tokenizer.json or vocab.txt there")
     return tokenizer
 
@@ -106,7 +94,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
         model, info = loaded(load, origin, "weights")
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
-        check_numbers(model.named_parameters(), f"{origin.option} = {origin.name}")
+        check_numbers(model.named_parameters(), f"{origin.option}={origin.name}")
     else:
         model = auto.from_config(config).float()
     record.taken(model)  # of the attention that the weights were saved with
@@ -117,7 +105,7 @@ def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
     """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
     changed = differing_keys(saved_attention(config), mechanism.describe())
     if changed:
-        raise ConfigError(f"{origin.option} = {origin.name} was trained with another attention; these keys differ: "
+        raise ConfigError(f"{origin.option}={origin.name} was trained with another attention; these keys differ: "
                           f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
                           f"task.init=uptrain task.model={origin.name}")
 
@@ -153,15 +141,11 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     heads may be new."""
     prefix = model.base_model_prefix
     prefix = f"{prefix}." if hasattr(model, prefix) else ""  # none in a model without a head
-    missing, shapes = (sorted(name for name in names if name.startswith(prefix)
-                              and not name.removeprefix(prefix).startswith("pooler."))
-                       for names in (info["missing_keys"], [name for name, *_ in info["mismatched_keys"]]))
-    if missing or shapes:
-        problem = f"lacks {missing[0]}" if missing else f"has {shapes[0]} in another shape than config.json says"
-        more = len(missing) + len(shapes) - 1
-        others = f" and {more} more such weights" if more else ""
-        raise DataError(f"{origin.option} = {origin.name} {problem}{others}: not a checkpoint of this "
-                        f"{type(model).__name__}")
+    wrong = sorted(name for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+                   if name.startswith(prefix) and not name.startswith(f"{prefix}pooler."))
+    if wrong:
+        raise DataError(f"{origin.option}={origin.name} is no checkpoint of this {type(model).__name__}: it lacks "
+                        f"{', '.join(wrong[:3])}{' and others' if wrong[3:] else ''}, or has another shape")
 
 
 def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
@@ -169,37 +153,35 @@ def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     from safetensors import SafetensorError
 
     local = Path(origin.name).is_dir()
+    if not local:
+        check_network()
     try:
         with quiet():
             return load()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
+        reason, source = reason_of(error)[:300], f"{origin.option}={origin.name}: its {what}"
         if "trust_remote_code" in str(error):
-            raise DataError(f"{origin.option} = {origin.name}: its {what} asks for code that lies there (auto_map), "
-                            "which is not run: give a model whose class transformers has") from None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        source = f"{origin.option} = {origin.name}: its {what} "
+            raise DataError(f"{source} asks for code that lies there (auto_map), which is not run: give a model whose "
+                            "class transformers has") from None
         if local:
-            raise DataError(f"{source}cannot be read: {reason}") from None
-        raise DataError(f"{source}is not on this machine, and the Hugging Face hub does not give it: {reason}\n"
-                        + HOW.format(name=origin.name, option=origin.option) + instead(origin.name)) from None
+            raise DataError(f"{source} cannot be read: {reason}") from None
+        raise DataError(f"{source} is neither on this machine nor given by the Hugging Face hub ({reason}): check the "
+                        f"name and the network, or give a local folder, {origin.option}=DIR, such as one made by `hf "
+                        f"download {origin.name} --local-dir DIR` elsewhere") from None
 
 
 @contextmanager
 def quiet():
-    """Without the libraries' words on new weights (`check_complete` judges them), on the noise of a swap, and on
-    repeated attempts to reach the hub."""
+    """Without the libraries' words on new weights (`check_complete` judges them) and on the noise of a swap."""
     from transformers.utils import logging
 
-    hub, bars = getLogger("huggingface_hub"), logging.is_progress_bar_enabled()
-    levels = logging.get_verbosity(), hub.level
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    hub.setLevel(ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(levels[0])
-        hub.setLevel(levels[1])
+        logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
 
@@ -209,10 +191,10 @@ def check_length(config, length: int, option: str) -> None:
     most = getattr(config, "max_position_embeddings", None)
     if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
         return
-    with buildable(f"{option} = {length}"):
+    with buildable(f"{option}={length}"):
         most -= unused_positions(config)
     if length > most:
-        raise ConfigError(f"{option} = {length}: this model has positions for {most} tokens")
+        raise ConfigError(f"{option}={length}: this model has positions for {most} tokens")
 
 
 def unused_positions(config) -> int:
@@ -236,12 +218,11 @@ def buildable(option: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # each model and library has its own
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise ConfigError(f"{option} makes no model: {reason}") from None
+        raise ConfigError(f"{option} makes no model: {reason_of(error)[:300]}") from None
 
 
 def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
     """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
-    with whole_folder(directory) as folder, quiet():
-        model.save_pretrained(folder, state_dict=tensors)
-        tokenizer.save_pretrained(folder)
+    with whole_folder(directory) as path, quiet():
+        model.save_pretrained(path, state_dict=tensors)
+        tokenizer.save_pretrained(path)

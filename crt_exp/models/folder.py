@@ -120,14 +120,14 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
 
     Raises DataError, naming `option`, where there is none.
     """
-    path, problem = Path(run).expanduser(), "it holds no run"
+    path, named = Path(run).expanduser(), f"{option}={run}"
     for folder in (path / MODEL, path):
         if (folder / CONFIG).is_file():
-            verify(folder, f"{option} = {run}")
+            verify(folder, named)
             return folder
-    refuse_adapters(path, f"{option} = {run}")
+    refuse_adapters(path, named)
     if (path / "config.yaml").is_file():
-        problem = f"it has not ended (continue it with resume=auto hydra.run.dir={run}), or its task keeps no model"
-    elif not path.is_dir():
-        problem = "there is no such directory"
-    raise DataError(f"{option} = {run}: {problem}. Give {wanted}.")
+        raise DataError(f"{named}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with resume=auto "
+                        f"hydra.run.dir={run}), or its task keeps no model: expected {wanted}")
+    problem = f"it holds no {CONFIG}" if path.is_dir() else "there is no such directory"
+    raise DataError(f"{named}: {problem}: expected {wanted}")

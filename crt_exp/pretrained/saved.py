@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from crt_exp.config import ConfigError
+from crt_exp.data.hub import check_network
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import verify
 from crt_exp.pretrained.published import fetched
@@ -33,14 +34,12 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     rebuild, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
     is code that lies there is refused, unless `trust_remote_code=True` says that it was read.
     """
-    if options.get("output_loading_info"):
-        raise ValueError("output_loading_info: crt_exp.from_pretrained returns the model alone")
-    if not hasattr(auto, "from_pretrained"):
-        raise ValueError(f"auto = {auto!r}: give a class with from_pretrained, such as AutoModelForCausalLM")
     published = fetched(folder)
     if published is not None:
         verify(published, str(folder))
         return auto.from_pretrained(published, **options)
+    if not Path(folder).is_dir():
+        check_network()
     config = Path(folder) / (options.get("subfolder") or "") / "config.json"
     if config.is_file():    # before other code reads it
         json_object(config)
@@ -48,7 +47,7 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     saved = record.taken(model)
     if saved is None:
         raise ValueError(f"{folder}: its config.json has no {record.KEY}, so it holds no swapped model: load it by "
-                         f"{getattr(auto, '__name__', auto)}.from_pretrained, then call swap_attention")
+                         "from_pretrained of its class, then call swap_attention")
     note_choice(model, options)
     return _bring_back(model, saved, folder, {key: options[key] for key in FETCHING if key in options})
 
@@ -66,8 +65,7 @@ def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Modul
         if "trust_remote_code" not in str(error):
             raise
         raise ConfigError(f"{folder}: its config.json asks for code that lies there (auto_map), which is not run: give "
-                          f"the model's own class in place of {auto.__name__}, or, once you have read that code, "
-                          "trust_remote_code=True") from None
+                          "the model's own class, or, once you have read that code, trust_remote_code=True") from None
 
 
 def _found(auto: type, folder: str | Path, options: dict[str, Any]) -> type:
@@ -100,32 +98,26 @@ def _bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, fet
 
 
 def _check_open(states: list[nn.Module], saved: dict[str, Any], folder: str | Path) -> None:
-    """Raises ConfigError where an earlier version saved another number of retrieved keys for a layer than its mechanism
-    has, from a budget that all layers shared."""
+    """Raises ConfigError for retrieved keys of a layer that an earlier version took from a budget of all layers."""
     own = {state.path: state.sizes.open for state in states if hasattr(state, "sizes")}
     if any(open != own.get(path, open) for path, open in (saved.get("open") or {}).items()):
         raise ConfigError(f"{folder}: crt_exp {saved.get('version')} saved it with a budget of retrieved keys, which "
-                          "was removed: load the weights by from_pretrained of its class, then call swap_attention "
-                          "with open=N")
+                          "was removed: load the weights by from_pretrained, then call swap_attention with open=N")
 
 
 def _check_rows(mechanisms: Iterable[Mechanism], files: list[Path], folder: str | Path) -> None:
     """Raises ConfigError for more projections than the weights have rows of noise for, before any is drawn."""
-    most = largest_dimension(files)
+    rows = largest_dimension(files)
     for mechanism in mechanisms:
-        if mechanism.m and not most:
-            raise ConfigError(f"{mechanism.name}: its noise and statistics are not in the weights of {folder}: load "
-                              "the others by from_pretrained of its class, and call swap_attention for new noise")
-        if (mechanism.m or 0) > most:
-            raise ConfigError(f"{folder}: {record.KEY} in its config.json asks for m = {mechanism.m}, and its weights "
-                              f"hold noise of at most {most} rows")
+        if (mechanism.m or 0) > rows:
+            raise ConfigError(f"{folder}: {record.KEY} in its config.json has m={mechanism.m}, its weights have {rows} "
+                              "rows of noise: load the weights by from_pretrained, then call swap_attention")
 
 
 def _mechanism(saved: dict[str, Any], folder: str | Path) -> Mechanism:
     if not saved.get("rebuilds", True):
-        raise ConfigError(f"{folder} was saved with attention {saved.get('name')} that was built of objects, which are "
-                          "not stored: load the weights by from_pretrained and call swap_attention with the same "
-                          "objects; it takes the noise from the folder")
+        raise ConfigError(f"{folder}: its attention {saved.get('name')} was built of objects, which are not stored: "
+                          "load the weights by from_pretrained, then call swap_attention with the same objects")
     return Mechanism.of_saved(saved, str(folder))
 
 
@@ -135,8 +127,8 @@ def _chosen(model: nn.Module, saved: dict[str, Any], folder: str | Path) -> dict
     for path, _ in ((path, part) for path, part in model.named_modules() if families.family(part)):
         same = [other for other in layers if path == other or path.endswith(f".{other}") or other.endswith(f".{path}")]
         if not same:
-            raise ConfigError(f"{folder}: {record.KEY} in its config.json does not say which attention {path} has; it "
-                              f"names {', '.join(list(layers)[:3])}: it is of another model, or another version of it")
+            raise ConfigError(f"{folder}: {record.KEY} in its config.json names no attention of {path}: it is of "
+                              "another model, or another version of it")
         chosen[path] = layers[max(same, key=len)]
     return chosen
 

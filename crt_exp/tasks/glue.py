@@ -39,7 +39,7 @@ class GLUE(Task):
 
     dataset: str
     data_dir: str | None
-    source: Literal["files", "hub"]
+    source: Literal["auto", "files", "hub"]
     model: str
     init: str
     max_length: Count
@@ -76,7 +76,8 @@ class GLUE(Task):
                               "dev split, or null")
 
     def inputs(self) -> list[Path | None]:
-        return [] if self.source == "hub" else [task_folder(self.described.source.name, self.data_dir)]
+        folder = task_folder(self.described.source.name, self.data_dir)
+        return [folder] if self.source != "hub" and folder and folder.is_dir() else []
 
     @cached_property
     def encoded(self) -> dict[str, glue.Encoded]:

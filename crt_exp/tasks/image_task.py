@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data import images as data
+from crt_exp.data.hub import is_on_hub
 from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, listed
-from crt_exp.data.sources import task_folder
+from crt_exp.data.sources import SOURCES, task_folder
 from crt_exp.hints import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
 
@@ -28,6 +29,7 @@ class ImageTask(Task):
 
     dataset: str
     data_dir: str | None
+    source: Literal["auto", "files", "hub"]
     hub: ImageHub
     held_out: Annotated[float, at_least(0), below(1)]
     unreadable: Literal["error", "skip"]
@@ -36,6 +38,13 @@ class ImageTask(Task):
     validation, test = "val", "val"
 
     def __post_init__(self):
+        name = f"images/{self.dataset}"
+        if self.hub["name"] is None and name in SOURCES and SOURCES[name].hub and is_on_hub(
+                self.source, name, task_folder(name), self.data_dir):
+            self.hub = self.hub | {"name": SOURCES[name].hub}
+        if self.source == "hub" and self.hub["name"] is None:
+            raise ConfigError(f"task.source=hub: the name of task.dataset={self.dataset} on the hub is not known: set "
+                              "task.hub.name")
         self.left_out, self.embedded = 0, not self.inputs() and self.hub["name"] is None
         if self.hub["name"] is not None:
             if self.data_dir or self.held_out:

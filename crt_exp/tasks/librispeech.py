@@ -20,6 +20,8 @@ from crt_exp.atomic_write import whole
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, speech
 from crt_exp.data.cache import warn
+from crt_exp.data.hub import is_on_hub
+from crt_exp.data.sources import task_folder
 from crt_exp.data.symbols import ALPHABET, Symbols
 from crt_exp.hints import Count, Positive, Several, Whole, at_least, at_most, parameters
 from crt_exp.mechanism import Mechanism
@@ -72,7 +74,7 @@ class LibriSpeech(Task):
     """
 
     corpus: Literal["librispeech", "fsdd", "table"]
-    source: Literal["files", "hub"]
+    source: Literal["auto", "files", "hub"]
     data_dir: str | None
     subsets: Subsets
     strings: Strings
@@ -97,6 +99,10 @@ class LibriSpeech(Task):
         self.rate = self.rate or (8000 if digits else 16000)
         self.symbols = self.symbols or ("words" if digits else "characters")
         self.check_options(digits)
+        folder = task_folder("speech/LibriSpeech", self.data_dir)
+        self.on_hub = self.corpus == "librispeech" and is_on_hub(
+            self.source, "speech/LibriSpeech/train-clean-100", folder and folder / self.subsets["train"][0],
+            self.data_dir)
         self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in SPLITS}
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
@@ -132,7 +138,7 @@ class LibriSpeech(Task):
 
     def read(self, split: str) -> Iterable[speech.Utterance]:
         faults = self.faults[split]
-        if self.source == "hub":
+        if self.on_hub:
             return speech.hub_utterances(self.hub, split, faults)
         if self.corpus == "fsdd":
             return speech.digit_strings(self.recordings, split, self.strings[split])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -78,6 +78,7 @@ class MLM(Task):
     text: str | Sequence[str] | None
     validation_text: str | Sequence[str] | None
     data_dir: str | None
+    source: Literal["auto", "files", "hub"]
     hub: TextHub
     model: str | None
     init: str
@@ -139,7 +140,8 @@ class MLM(Task):
             no_folder(self.data_dir, "task.text")
             return {"train": data.text_files(self.text)} | own
         names = {"train": "train", "validation": "valid", "test": "test"}
-        return {split: [data.official_file("wikitext2", name, self.data_dir)] for split, name in names.items()} | own
+        return {split: [data.official_file("wikitext2", name, self.data_dir, self.source)]
+                for split, name in names.items()} | own
 
     def inputs(self) -> list[Path]:
         return [file for files in self.files.values() for file in files]

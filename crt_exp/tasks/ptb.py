@@ -72,6 +72,7 @@ class PTB(Task):
 
     corpus: str
     data_dir: str | None
+    source: Literal["auto", "files", "hub"]
     min_count: Count
     generated: data.ChainOptions
     width: Count
@@ -93,7 +94,7 @@ class PTB(Task):
             no_folder(self.data_dir, "task.corpus=generated", "leave it out, or set task.corpus=ptb")
         self.chain = data.Chain.of(self.generated) if self.corpus == "generated" else None
         self.text = (self.chain.corpus(self.generated) if self.chain
-                     else data.corpus(self.corpus, self.data_dir, self.min_count))
+                     else data.corpus(self.corpus, self.data_dir, self.min_count, self.source))
         V, negatives = len(self.text.words), self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:
             raise ConfigError(f"task.sampling.negatives = {negatives}: this text has {V} words, {V - 1} besides the "
@@ -107,7 +108,7 @@ class PTB(Task):
     # ---- text
 
     def inputs(self) -> list[Path]:
-        return [] if self.chain else data.files_of(self.corpus, self.data_dir)
+        return [] if self.chain else data.files_of(self.corpus, self.data_dir, self.source)
 
     def length(self, split: str) -> int:
         return len(getattr(self.text, PARTS[split]))

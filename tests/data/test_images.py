@@ -3,7 +3,6 @@
 import random
 import shutil
 import tarfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from small_images import add, picture, write_images, write_shards
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
-from crt_exp.data.__main__ import main
 from crt_exp.data.endings import IMAGES, SYSTEM, files_ending
 from crt_exp.data.loading import Micro, Streamed, listed
 from crt_exp.data.plan import Plan
@@ -291,18 +289,3 @@ def test_an_example_without_an_image_is_named(tmp_path):
     files = dict.fromkeys(("train", "validation"), str(tmp_path / "odd.tar"))
     with pytest.raises(DataError, match="webdataset, z: png is missing"):
         list(Streamed(HUB | {"data_files": files, "validation_images": 7}).validation(Plan(4)))
-
-
-# ---- the data command ---------------- ------------------------------------------------------------------------------
-
-
-def test_the_data_command_knows_own_folders(tmp_path, capsys):
-    root = write_images(tmp_path / "images" / "stripes", train=2, val=1)
-    assert main(["list", "--dir", str(tmp_path)]) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("images/stripes")]
-    assert len(shown) == 1 and "present" in shown[0] and "your own" in shown[0]
-    run = partial(main, ["verify", "images/stripes", "--dir", str(tmp_path)])
-    assert run() == 0 and "9 files" in capsys.readouterr().out
-    (root / "val" / "class0" / "0.png").write_bytes(b"no image")
-    assert run() == 1
-    assert "val/class0/0.png cannot be read as an image" in capsys.readouterr().out

@@ -36,7 +36,7 @@ def test_words_of_official_files(tmp_path):
 
 def test_bad_official_files(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    assert "CRT_DATA is not set" in refused("ptb")
+    assert "CRT_DATA is not set" in refused("ptb", source="files")
     message = refused("wikitext2", tmp_path)
     assert str(tmp_path / "wiki.train.tokens") in message and "python -m crt_exp.data fetch wikitext2" in message
     message = refused("ptb", write_ptb(tmp_path, train="a b\n"))

@@ -249,11 +249,11 @@ def test_missing_checkpoint_offline(typed):
 
 @pytest.mark.parametrize("args, words", [
     (["task.dataset=rta"], ["no GLUE task 'rta'", "Did you mean rte?"]),
-    (["task.source=hubb"], ["task.source = hubb", "files or hub"]),
-    (["task.init=uptrian"], ["task.init = uptrian", "did you mean uptrain?"]),
-    (["task.init=/nowhere/run"], ["task.init = /nowhere/run", "no such directory"]),
-    (["task.model=/nowhere/bert"], ["task.model = /nowhere/bert", "no such folder"]),
-    (["task.max_length=41"], ["task.max_length = 41", "40 tokens"]),
+    (["task.source=hubb"], ["task.source = hubb", "hub"]),
+    (["task.init=uptrian"], ["task.init=uptrian", "did you mean uptrain?"]),
+    (["task.init=/nowhere/run"], ["task.init=/nowhere/run", "expected scratch"]),
+    (["task.model=/nowhere/bert"], ["task.model=/nowhere/bert", "no such directory"]),
+    (["task.max_length=41"], ["task.max_length=41", "40 tokens"]),
     (["task.max_length=2"], ["max_length=2", "no room"]),
     (["task.examples=0"], ["task.examples = 0"]),
     (["trainer.batch=64"], ["trainer.batch = 64", "48 rows"]),

@@ -258,7 +258,7 @@ def test_a_run_on_a_set_of_the_hub(run, tmp_path):
     (["task.preset=big"], ["task.preset = big: it takes small or paper"]),
     (["task.symbols=letters"], ["task.symbols = letters"]),
     (["task.speeds=[0.1]"], ["task.speeds[0] = 0.1"]),
-    (["task.init=/nowhere"], ["task.init = /nowhere", "no such directory"]),
+    (["task.init=/nowhere"], ["task.init=/nowhere", "no such directory"]),
     (["task.augment.band_share=2"], ["task.augment.band_share = 2"]),
     (["task.strings.train=0"], ["task.strings.train = 0"]),
 ], ids=str)

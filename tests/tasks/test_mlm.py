@@ -232,7 +232,7 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
     (["task.text=null"], ["wiki.train.tokens", "CRT_DATA is not set", "crt_exp.data fetch wikitext2"]),
     (["task.init=uptrain"], ["task.init=uptrain", "task.model=..."]),
     (["task.block=2"], ["task.block = 2", "at least 3"]),
-    (["task.block=600", "+task.sizes.max_position_embeddings=512"], ["task.block = 600", "512"]),
+    (["task.block=600", "+task.sizes.max_position_embeddings=512"], ["task.block=600", "512"]),
     (["task.share=1.5"], ["task.share = 1.5"]),
     (["task.vocabulary_size=20"], ["vocabulary of 20", "task.vocabulary_size="]),
     (["+task.sizes.hidden_sise=3"], ["hidden_sise", "did you mean task.sizes.hidden_size?"]),

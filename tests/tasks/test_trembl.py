@@ -220,7 +220,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path,
     (["+task.sizes.heads=3"], ["d = 16 is no multiple of heads = 3"]),
     (["task.preset=huge"], ["task.preset = huge", "performer36"]),
     (["task.positions=rotary", "+task.sizes.d=6"], ["positions = rotary", "have an odd one"]),
-    (["task.init=/nowhere"], ["task.init = /nowhere: there is no such directory"]),
+    (["task.init=/nowhere"], ["task.init=/nowhere: there is no such directory"]),
     (["attention=linformer"], ["linformer", "cannot be causal"]),
     (["task.chains=true", "task.max_length=1000"], ["task.max_length=1000: the sequences of validation fill no row"]),
 ], ids=str)

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from crt_exp.data import DataError
-from crt_exp.data.sources import data_root
-from crt_exp.pretrained.fetch import install
-from crt_exp.pretrained.published import select
+from crt_exp.data.sources import data_root, select
+from crt_exp.pretrained.published import install
 from wheel_models.convert import convert
 
 CHUNK, PARTS = 1 << 20, ".parts"
