@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from crt_exp.data.cache import cached, key_of, warn
-from crt_exp.data.sentence_pieces import loaded, unigram_model
+from crt_exp.data.vocabularies import loaded, unigram_model
 
 ALPHABET = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
 Kind = Literal["characters", "words", "pieces"]

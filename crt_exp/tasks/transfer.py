@@ -112,8 +112,8 @@ class Transfer(Teaching, MLM):
         super().check_options()
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        model = encoders.load_model(self.objective.kind, self.config, self.origin, mechanism)
-        return self.taught(MaskedModel(model, self.objective.call), mechanism, self.calibration)
+        model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
+        return self.taught(MaskedModel(model, self.call), mechanism, self.calibration)
 
 
 @checked("task")
