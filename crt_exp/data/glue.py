@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,23 +81,27 @@ TASKS = {
 }
 
 
-class Examples(NamedTuple):
+@dataclass(frozen=True)
+class Examples:
     """n examples of a task, in the order of the file: one or two lists of sentences, and classes or scores."""
 
     texts: list[list[str]]
     labels: list[int] | list[float]
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def subsample(self, n: int | None, seed: int = 0) -> "Examples":
         """n examples drawn without replacement, in the order of the file; all, where there are no more or n is None.
 
         The sample depends on (seed, number of examples) alone, and a smaller one is part of a larger one.
         """
-        return self if n is None or n >= len(self.labels) else self.rows(self.order(seed)[:n])
+        return self if n is None or n >= len(self) else self.rows(self.order(seed)[:n])
 
     def apart(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
         """The others and n that are held out, drawn as those of `subsample`. Raises DataError where none is left."""
-        if n >= len(self.labels):
-            raise DataError(f"task.held_out={n}: expected 1 to {len(self.labels) - 1}, of {len(self.labels)} examples")
+        if n >= len(self):
+            raise DataError(f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples")
         order = self.order(seed)
         return self.rows(order[n:]), self.rows(order[:n])
 
@@ -169,7 +173,7 @@ def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> lis
         raise DataError(f"task.max_length={max_length}: expected more than the {special} special tokens, and a "
                         "tokenizer with a padding token")
     rows: list[dict[str, Any]] = []
-    for start in range(0, len(examples.labels), GROUP):
+    for start in range(0, len(examples), GROUP):
         group = [part[start:start + GROUP] for part in examples.texts]
         coded = tokenizer(*group, truncation=True, max_length=max_length, return_attention_mask=False)
         rows += [{name: np.array(ids, np.int32) for name, ids in zip(coded, row)} for row in zip(*coded.values())]

@@ -158,7 +158,7 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
     path = path / "vocab.txt" if path.is_dir() else path
     words = [line for _, line in numbered_lines(path)]
     if not {*SPECIAL} <= {*words} or len({*words}) < len(words):
-        raise DataError(f"{path}: expected a BERT vocabulary, a token a line, each once, {' '.join(SPECIAL)} among them")
+        raise DataError(f"{path}: expected a BERT vocabulary, a token a line, each once, with {' '.join(SPECIAL)}")
     return BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}, do_lower_case=lowercase)
 
 

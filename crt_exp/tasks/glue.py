@@ -62,7 +62,7 @@ class GLUE(Task):
         self.tokenizer = encoders.load_tokenizer(self.origin)
         check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         self.texts = {part: glue.load(self.dataset, part, self.data_dir, self.source) for part in self.described.splits}
-        self.published = len(self.texts["train"].labels)
+        self.published = len(self.texts["train"])
         self.texts["train"] = self.texts["train"].subsample(self.examples)
         if self.held_out:
             self.validation, self.test = "held_out", "dev"
@@ -82,7 +82,7 @@ class GLUE(Task):
                 for part, texts in self.texts.items()}
 
     def length(self, split: str) -> int:
-        return len(self.texts[split].labels)
+        return len(self.texts[split])
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return encoders.load_model("AutoModelForSequenceClassification", self.config, self.origin, mechanism)
@@ -118,7 +118,7 @@ class GLUE(Task):
         rows = self.answered(model, split, reader)
         answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
-            raise NotFinite(f"{self.dataset}: the model predicts scores that are not finite; a lower trainer.lr may help")
+            raise NotFinite(f"{self.dataset}: the predicted scores are not finite; a lower trainer.lr may help")
         metrics = glue_metrics(self.dataset, answers, labels) | {"loss": sum(losses) / len(rows)}
         whole = split == "dev" and len(rows) == self.length(split)
         parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and whole else []

@@ -140,8 +140,8 @@ class MLM(Task):
         if "validation" not in blocks:
             held_out = math.ceil(HELD_OUT * len(blocks["train"]))
             if held_out == len(blocks["train"]):
-                raise DataError(f"task.block={self.block}: the text fills one block, and validation needs another; give "
-                                "more text, a smaller task.block, or task.validation_text")
+                raise DataError(f"task.block={self.block}: the text fills one block, and validation needs another; "
+                                "give more text, a smaller task.block, or task.validation_text")
             blocks["train"], blocks["validation"] = blocks["train"][:-held_out], blocks["train"][-held_out:]
         return blocks
 

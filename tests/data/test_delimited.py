@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from test_data import rows_of
 
-from crt_exp.data import DataError, glue, own_table, tabular
+from crt_exp.data import DataError, arena, glue, own_table, tabular
 from crt_exp.data.delimited import PLAIN, QUOTED, table
-from crt_exp.data.labelled import read_pairs
 from crt_exp.data.protein import read_families
 from crt_exp.data.speech_table import entries
 
@@ -66,8 +65,9 @@ def speech(path, separator, cells):
 
 def sentences(path, separator, cells):
     path.write_text("\n".join(["sentence\tlabel", *(f"{cell}\t{i % 2}" for i, cell in enumerate(cells))]))
-    read = glue.GlueReader(glue.TASKS["sst2"], path.rename(path.with_name("train.tsv")), True).read()
-    return len(read) if read.sentence1 == cells else 0
+    path.rename(path.with_name("train.tsv"))
+    read = glue.load("sst2", "train", path.parent)
+    return len(read.labels) if read.texts[0] == cells else 0
 
 
 def families(path, separator, cells):
@@ -77,7 +77,7 @@ def families(path, separator, cells):
 
 def documents(path, separator, cells):
     path.write_text("\n".join(f"{i % 2}\ta\tb\t{cell}\ttext" for i, cell in enumerate(cells)))
-    return len(list(read_pairs(path)))
+    return len(arena.pairs(path))
 
 
 def published(path, separator, cells):
