@@ -1,14 +1,11 @@
 """task=books: rows of texts, perplexity per word, texts read on beyond a row, and text written by `infer`."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from refusals import check_refused
-from torch.utils.flop_counter import FlopCounterMode
 
 from crt_exp import infer
 from crt_exp.config import instantiate
