@@ -185,7 +185,7 @@ def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np
     """(size, size) uint8: lines, and a dot on each of two ends."""
     curves = next(filter(None, (laid(rules, rng) for _ in range(PICTURES))), None)
     if curves is None:
-        raise DataError("task.rules: the curves do not fit into a picture; set a larger size, or fewer and shorter ones")
+        raise DataError("task.rules: the curves do not fit into a picture; set a larger size, or fewer, shorter ones")
     image = np.zeros((rules["size"], rules["size"]), np.uint8)
     for curve in curves:
         image[tuple(curve.T)] = LINE

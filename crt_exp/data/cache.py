@@ -36,7 +36,7 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
                         np.save(part / name, array)
                     part.rename(folder)                      # whole or not at all
     except OSError as error:
-        raise DataError(f"task.cache_dir={directory}: {error}; expected a folder that can be written, or null") from None
+        raise DataError(f"task.cache_dir={directory}: {error}; expected a writable folder, or null") from None
     try:
         return {path.stem: np.load(path, "r") for path in folder.iterdir()}
     except ValueError as error:

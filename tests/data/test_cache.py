@@ -47,5 +47,5 @@ def test_damage_and_folders_that_cannot_be_written_are_refused(tmp_path):
     with pytest.raises(DataError, match="remove this folder"):
         cached(tmp_path / "cache", "key", some)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="expected a folder that can be written, or null"):
+    with pytest.raises(DataError, match="expected a writable folder, or null"):
         cached(tmp_path / "file", "key", some)

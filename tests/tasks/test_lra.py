@@ -17,7 +17,8 @@ from crt_exp.tasks.lra import LRA
 
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
 OPTIONS = {"dataset": "listops", "data_dir": None, "scale": "small",
-           "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24}, "evaluated": None, "max_length": None, "cache_dir": None,
+           "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24},
+           "evaluated": None, "max_length": None, "cache_dir": None,
            "preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
 
 

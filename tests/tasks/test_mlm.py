@@ -194,10 +194,12 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
     text = tmp_path / "text.txt"
     rng = np.random.default_rng(0)
     text.write_text("\n".join(sentence(i) + " " + "".join(rng.choice(list("abcdefgh"), 5)) for i in range(200)))
-    code = f"from crt_exp.data.vocabularies import new_tokenizer as n; print(n('wordpiece', {str(text)!r}, 220).get_vocab())"
+    code = ("from crt_exp.data.vocabularies import new_tokenizer\n"
+            f"print(new_tokenizer('wordpiece', {str(text)!r}, 220).get_vocab())")
     found = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                             env=os.environ | {"PYTHONPATH": str(HERE.parent)}).stdout for _ in range(2)]
-    assert found[0] == found[1] == f"{new_tokenizer('wordpiece', text, 220, cache_dir=tmp_path / 'cache').get_vocab()}\n"
+    own = new_tokenizer("wordpiece", text, 220, cache_dir=tmp_path / "cache").get_vocab()
+    assert found[0] == found[1] == f"{own}\n"
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------

@@ -154,7 +154,8 @@ def test_processes_share_the_columns_of_an_evaluation():
     parts = [[*task.batches("test", Plan(1, rank=rank, world=3))] for rank in range(3)]
     rows = [torch.cat([batch["labels"] for batch in part], 1) for part in parts]
     joined = torch.cat([row.flatten() for row in rows])
-    assert joined[joined != IGNORED].tolist() == task.text.parts["test"].tolist() and [len(row) for row in rows] == [1, 2, 2]
+    assert joined[joined != IGNORED].tolist() == task.text.parts["test"].tolist()
+    assert [len(row) for row in rows] == [1, 2, 2]
     assert [*task_of(eval_columns=1).batches("test", Plan(1, rank=0, world=2))] == []
 
 
