@@ -396,7 +396,7 @@ GROUPS = groups()
 
 
 def test_inline_keys_exist():
-    """`task.whole_words=true`, `sampler=`, `trainer.keep`: the group, its choice, the key."""
+    """`task.causal=true`, `sampler=`, `trainer.keep`: the group, its choice, the key."""
     known = {*known_keys(), *GROUPS}
     pattern = re.compile(rf"`((?:{'|'.join(GROUPS)})[=.][^` ]*)`")
     spans = {span for page in PAGES for span in pattern.findall(page.read_text())}

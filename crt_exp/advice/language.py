@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.advice.bench_pieces import HEADS, LENGTH, MASKED, NEXT, trained_on
-from crt_exp.data.byte_pairs import running_blocks
-from crt_exp.data.text import bert_tokenizer, check_vocabulary, local_blocks
+from crt_exp.data.text import bert_tokenizer, check_vocabulary, local_blocks, running_blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 

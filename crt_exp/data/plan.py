@@ -1,9 +1,11 @@
 """Who reads which rows, in which order."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,18 @@ class Plan:
         and in order. Micro-batches differ in size, so the task's `weight` must say what the mean in its loss runs over;
         its `epoch_steps` is `plan.steps(costs, budget)`.
 
-        Raises ValueError for costs that are not positive or above the budget, and for fewer rows than a step has
+        Costs are positive. Raises ValueError for one above the budget, and for fewer rows than a step has
         micro-batches.
         """
-        costs = checked_costs(costs, budget)
+        costs = np.asarray(costs, np.float64)
+        if costs.max(initial=0) > budget:
+            raise ValueError(f"a row costs {costs.max():g}: expected at most the budget of {budget:g}")
         return self._packed(costs, budget) if split == "train" else self._cut(costs, budget)
 
     def steps(self, costs: Sequence[float], budget: float) -> int:
         """Optimiser steps of an epoch that is read by cost: the same in every epoch, and on all processes together."""
         group = self.micro * self.world
-        return len(self._sizes(np.sort(checked_costs(costs, budget)), budget)) // group
+        return len(self._sizes(np.sort(costs), budget)) // group
 
     def _packed(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
         """Neighbours in the order of costs make micro-batches, neighbours of those a step; steps are shuffled."""
@@ -81,7 +85,7 @@ class Plan:
         """Rows of each micro-batch of an epoch, whole steps of them: the largest are halved until they are."""
         group = self.micro * self.world
         if len(ascending) < group:
-            raise ValueError(f"{len(ascending)} rows do not fill the {group} micro-batches of a step: choose a smaller "
+            raise ValueError(f"{len(ascending)} rows do not fill the {group} micro-batches of a step; set a smaller "
                              "trainer.accumulate, or fewer processes")
         sizes = packed(ascending, budget)
         while len(sizes) % group:
@@ -116,11 +120,53 @@ def packed(costs: np.ndarray, budget: float) -> list[int]:
     return sizes
 
 
-def checked_costs(costs: Sequence[float], budget: float) -> np.ndarray:
-    """As float64. Raises ValueError naming the first row whose cost is not positive, not finite or above the budget."""
-    costs = np.asarray(costs, np.float64)
-    wrong = np.flatnonzero(~((costs > 0) & (costs <= budget)))
-    if len(wrong):
-        raise ValueError(f"row {wrong[0]} costs {costs[wrong[0]]:g}: every row must cost more than 0 and at most the "
-                         f"budget of {budget:g}; raise the budget, or leave such rows out")
-    return costs
+# ---- rows of unequal length ------------------------------------------------------------------------------------------
+
+
+def by_length(lengths: np.ndarray, split: str, plan: Plan, like_together: bool) -> Iterator[np.ndarray]:
+    """Rows of each batch. Evaluation goes by length, for metrics do not depend on the order and batches then hold
+    little padding; training does where rows of like length are to be together."""
+    if split == "train":
+        return bucketed(lengths, plan) if like_together else plan.rows(len(lengths), split)
+    order = np.argsort(lengths, kind="stable")
+    return (order[places] for places in plan.rows(len(lengths), split))
+
+
+def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.ndarray]:
+    """Rows of each training micro-batch, as `plan.rows(n, "train")`, but with examples of like length together.
+
+    Of `pool` batches at a time, so that batches still vary; it saves padding. The same rows as without, in other
+    batches; as there, a pure function of the plan, and a process has its share of every batch.
+    """
+    n, share = len(lengths), plan.batch // plan.world
+    steps = n // plan.batch
+    every = replace(plan, micro=1, start=0, rank=0, world=1)
+    places = np.array([*every.rows(n, "train")]).reshape(steps, plan.batch)
+    for start in range(0, steps, pool):
+        group = places[start:start + pool]
+        group[:] = group.reshape(-1)[np.argsort(lengths[group.reshape(-1)], kind="stable")].reshape(group.shape)
+    places = places[np.random.default_rng([plan.seed, plan.epoch, 0]).permutation(steps)]
+    mine = places[plan.start:, plan.rank * share:(plan.rank + 1) * share]
+    yield from mine.reshape(-1, share // plan.micro)
+
+
+def padded(rows: Sequence[np.ndarray], pad: int) -> Tensor:
+    """(B, L) int64, L the longest: `pad` behind the shorter ones."""
+    result = torch.full((len(rows), max(map(len, rows))), pad)
+    for i, row in enumerate(rows):
+        result[i, :len(row)] = torch.from_numpy(np.asarray(row, np.int64))
+    return result
+
+
+def masked(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+    """tokens (B, L), and key_mask (B, L), True = keep, where there is padding."""
+    if min(lengths) == tokens.shape[1]:
+        return {"tokens": tokens}
+    return {"tokens": tokens, "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]}
+
+
+def few(rows: int, count: int | None) -> np.ndarray:
+    """`count` row numbers in their order, drawn once and for all; all where there are no more, or count is None."""
+    if count is None or count >= rows:
+        return np.arange(rows)
+    return np.sort(np.random.default_rng(0).permutation(rows)[:count])

@@ -25,7 +25,7 @@ from torch import Tensor
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.endings import files_ending
-from crt_exp.data.rows import masked, padded
+from crt_exp.data.plan import masked, padded
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
 
@@ -280,7 +280,7 @@ def masked_tokens(rows: Sequence[np.ndarray], generators: Iterable[np.random.Gen
 def masking(share: float) -> Masking:
     """A letter to predict becomes MASK (80%), one of all letters (10%) or stays."""
     special = table(TOKENS, range(len(LETTERS), TOKENS))
-    return Masking(MASK, special, np.zeros(TOKENS, bool), share, len(LETTERS))
+    return Masking(MASK, special, share, len(LETTERS))
 
 
 def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
 """What a recogniser writes: characters, words, or pieces of words, as numbers from 0 on; blank comes after the last."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from crt_exp.data import DataError
+from crt_exp.data.vocabularies import loaded, unigram_model
 
 ALPHABET = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
 Kind = Literal["characters", "words", "pieces"]
@@ -23,7 +23,8 @@ class Symbols:
     def of(cls, kind: Kind, texts: Sequence[str], size: int) -> "Symbols":
         """Those of the texts: all their characters or words, or `size` pieces, fewer where the texts have no more."""
         if kind == "pieces":
-            return cls.of_pieces(trained(texts, size))
+            return cls.of_pieces(unigram_model(
+                texts, f"{size} pieces", "task.pieces, or task.symbols=characters", vocab_size=size, character_coverage=1.0))
         symbols = {part for text in texts for part in (text if kind == "characters" else text.split())}
         return cls(kind, tuple(sorted(symbols)))
 
@@ -53,24 +54,3 @@ class Symbols:
         if self.processor is not None:
             return self.processor.decode(list(numbers))
         return " ".join(("" if self.kind == "characters" else " ").join(self.entries[i] for i in numbers).split())
-
-
-def loaded(model: bytes):
-    from sentencepiece import SentencePieceProcessor
-
-    return SentencePieceProcessor(model_proto=model)
-
-
-def trained(texts: Sequence[str], size: int) -> bytes:
-    """A unigram model of sentencepiece, the same for the same texts. Raises DataError for a size too small."""
-    from sentencepiece import SentencePieceTrainer
-
-    model = io.BytesIO()
-    try:
-        SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=size,
-                                   character_coverage=1.0, hard_vocab_limit=False, num_threads=1, bos_id=-1, eos_id=-1,
-                                   normalization_rule_name="identity", minloglevel=2)
-    except (RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise DataError(f"task.pieces={size}: {reason}; choose another number, or task.symbols=characters") from None
-    return model.getvalue()

@@ -27,7 +27,7 @@ from crt_exp.runner.adapters import Adapters
 from crt_exp.schema import checked
 from crt_exp.swap.calibration import learns
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
-from crt_exp.tasks.objectives import following
+from crt_exp.tasks.mlm import following
 from crt_exp.measure.times import PROCESSOR, milliseconds, threads
 from crt_exp.measure.variance import mnist_file
 

@@ -23,8 +23,7 @@ from crt_exp.attention import exact_attention, uniform_attention, window_attenti
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.config import unknown
-from crt_exp.data.byte_pairs import running_blocks
-from crt_exp.data.text import generator_of, official_file
+from crt_exp.data.text import generator_of, official_file, running_blocks
 from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.measure.base import Measurement, SwapMeasurement
 from crt_exp.data.texts import FOLDER
@@ -34,7 +33,7 @@ from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.recall import rows_at
 from crt_exp.schema import checked
-from crt_exp.tasks.objectives import repeated
+from crt_exp.tasks.mlm import repeated
 from crt_exp.tasks.recall import drawn
 
 OWN = ("uniform", "window", "nearfar")  # methods of task=far_key beside the baselines

@@ -9,8 +9,7 @@ from crt_exp.report import Claim, Page, Rows, dot_plot, label, line_plot, mean_c
 from crt_exp.report.plots import panels
 from crt_exp.report.sweeps import HOME, Run
 
-WORDS = f"{MODEL} task=books task.vocabulary_size=300 task.evaluated=1000 task.max_length=64 task.carried.pieces=8 " \
-        "trainer.eval_batch=64"
+WORDS = f"{MODEL} task=books task.vocabulary_size=300 task.evaluated=1000 task.max_length=64 trainer.eval_batch=64"
 EVERY_100, EVERY_STEP = ("{} m=256 redraw_every=100".format, "{} m=256 redraw_every=1".format)
 MANY = ["exact", "favorp m=256", EVERY_100("favorp"), EVERY_STEP("favorp"), "favorpp m=256", EVERY_STEP("smreg")]
 FEW = ["uniform", "favor m=256", "relu m=256", EVERY_100("favorpp"), EVERY_STEP("favorpp")]  # fine-tuned from 3 models

@@ -1,5 +1,6 @@
 """What a task that trains a model gives the runner, and what it gets from it. Tasks that only measure are probes."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,12 +112,12 @@ class Task(Protocol):
     def summary(self, records: list[dict]) -> str:
         """One line for the terminal."""
         last = records[-1]
-        return (f"{type(self).__name__.lower()}: {self.metric} {_shown(last[self.metric])} "
-                f"({last['split']}, step {last['step']})")
+        value = math.nan if last[self.metric] is None else last[self.metric]
+        return f"{type(self).__name__.lower()}: {self.metric} {value:.4f} ({last['split']}, step {last['step']})"
 
 
-def _shown(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.4f}"
+def exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 class Reader:

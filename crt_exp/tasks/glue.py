@@ -11,15 +11,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
 from crt_exp.data import check_classes, glue
+from crt_exp.data.plan import by_length
 from crt_exp.data.sources import task_folder
 from crt_exp.data.text import check_vocabulary
-from crt_exp.hints import Count, Whole
+from crt_exp.hints import Count
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import glue_metrics, of_parts
 from crt_exp.models import encoders
@@ -33,27 +34,25 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task
 class GLUE(Task):
     """One task with one encoder; see `conf/task/glue.yaml` for the options.
 
-    Raises DataError for missing or malformed files, an unknown task, an encoder that cannot be had, and a tokenizer
-    that does not belong to it; ConfigError for options that do not go together.
+    Raises DataError for missing or malformed files, an encoder that cannot be had, and a tokenizer that does not belong
+    to it; ConfigError for options that do not go together.
     """
 
-    dataset: str
+    dataset: Literal[*glue.TASKS]
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
     model: str
     init: str
     max_length: Count
     examples: Count | None
-    examples_seed: Whole
     bucketed: bool
-    cache_dir: str | None
     parts: Count | None = None
     held_out: Count | None = None
 
     validation, test = "dev", None
 
     def __post_init__(self):
-        self.described = glue.task_of(self.dataset)
+        self.described = glue.TASKS[self.dataset]
         self.metric = self.described.metrics[0]
         self.origin = encoders.origin_of(self.model, self.init)
         names = dict(enumerate(self.described.names)) or {0: "score"}
@@ -62,26 +61,25 @@ class GLUE(Task):
         encoders.check_length(self.config, self.max_length, "task.max_length")
         self.tokenizer = encoders.load_tokenizer(self.origin)
         check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
-        parts = ["train", "dev", *["dev_mm"] * self.described.two_devs]
-        self.texts = {part: glue.load(self.dataset, part, self.data_dir, self.source) for part in parts}
+        self.texts = {part: glue.load(self.dataset, part, self.data_dir, self.source) for part in self.described.splits}
         self.published = len(self.texts["train"])
-        self.texts["train"] = self.texts["train"].subsample(self.examples, self.examples_seed)
+        self.texts["train"] = self.texts["train"].subsample(self.examples)
         if self.held_out:
             self.validation, self.test = "held_out", "dev"
             self.texts["train"], self.texts["held_out"] = self.texts["train"].apart(self.held_out)
         if self.described.names:
             check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
-        if self.parts and not 2 <= self.parts <= len(self.texts["dev"]):
-            raise ConfigError(f"task.parts={self.parts}: expected 2 to {len(self.texts['dev'])}, the examples of the "
-                              "dev split, or null")
+        if self.parts and not 2 <= self.parts <= self.length("dev"):
+            raise ConfigError(f"task.parts={self.parts}: expected 2 to {self.length('dev')}, the examples of the dev "
+                              "split, or null")
 
     def inputs(self) -> list[Path | None]:
-        folder = task_folder(self.described.source.name, self.data_dir)
+        folder = task_folder(self.described.source, self.data_dir)
         return [folder] if self.source != "hub" and folder and folder.is_dir() else []
 
     @cached_property
-    def encoded(self) -> dict[str, glue.Encoded]:
-        return {part: glue.encode(texts, self.tokenizer, self.max_length, self.cache_dir)
+    def encoded(self) -> dict[str, list[dict[str, Any]]]:
+        return {part: glue.encode(texts, self.tokenizer, self.max_length, bool(self.described.names))
                 for part, texts in self.texts.items()}
 
     def length(self, split: str) -> int:
@@ -92,7 +90,8 @@ class GLUE(Task):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.encoded[split]
-        for rows in glue.by_length(data.lengths, split, plan, self.bucketed):
+        lengths = np.array([len(row["input_ids"]) for row in data])
+        for rows in by_length(lengths, split, plan, self.bucketed):
             yield glue.collate([data[i] for i in rows], self.tokenizer.pad_token_id)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -114,12 +113,14 @@ class GLUE(Task):
         if self.described.two_devs and split == "dev":
             mismatched = self.evaluate_part(model, "dev_mm", reader)
             metrics |= {f"{name}_mismatched": value for name, value in mismatched.items()}
-        return metrics | {"train_examples": len(self.texts["train"]), "train_examples_available": self.published}
+        return metrics | {"train_examples": self.length("train"), "train_examples_available": self.published}
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         rows = self.answered(model, split, reader)
         answers, labels, losses = zip(*rows)
-        metrics = glue_metrics(self.dataset, self.finite(answers), labels) | {"loss": sum(losses) / len(rows)}
+        if not np.isfinite(answers).all():
+            raise NotFinite(f"{self.dataset}: the predicted scores are not finite; a lower trainer.lr may help")
+        metrics = glue_metrics(self.dataset, answers, labels) | {"loss": sum(losses) / len(rows)}
         whole = split == "dev" and len(rows) == self.length(split)
         parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and whole else []
         return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
@@ -134,12 +135,6 @@ class GLUE(Task):
             rows += zip(answers.tolist(), batch["labels"].tolist(), losses.tolist())
         return reader.gather(rows)
 
-    def finite(self, answers: tuple[float, ...]) -> Any:
-        if not torch.tensor(answers, dtype=torch.float64).isfinite().all():
-            raise NotFinite(f"{self.dataset}: the model predicts scores that are not finite; "
-                            "a lower trainer.lr may help")
-        return answers
-
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         encoders.keep(model, tensors, self.tokenizer, directory)
 
@@ -147,5 +142,4 @@ class GLUE(Task):
         last = records[-1]
         names = [key for key in last if key.removesuffix("_mismatched") in self.described.metrics]
         values = ", ".join(f"{key} {last[key]:.4f}" for key in names)
-        parts = [f"{part}{texts.described}; " for part, texts in self.texts.items() if part != "train"]
-        return f"{self.described.folder}: {values} ({''.join(parts)}trained on {self.texts['train'].source})"
+        return f"{self.described.folder}: {values} (trained on {self.length('train')} of {self.published} examples)"

@@ -7,18 +7,18 @@ of retrieval, L symbols of the longest.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.data import check_classes, labelled
-from crt_exp.data.glue import by_length
-from crt_exp.data.labelled import LONGEST, SPLITS, Dataset, Labelled
-from crt_exp.data.rows import few, masked, padded
-from crt_exp.hints import Count, Whole, above, below
+from crt_exp.data import arena, check_classes
+from crt_exp.data.arena import LONGEST, SPLITS, Dataset, Labelled
+from crt_exp.data.plan import by_length, few, masked, padded
+from crt_exp.data.sources import task_folder
+from crt_exp.hints import Count
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
 from crt_exp.schema import checked
@@ -38,18 +38,14 @@ class LRA(SequenceTask):
     data_dir: str | None
     scale: Literal["small", "full"]
     rules: dict[str, Any]
-    data_seed: Whole
-    held_out: Annotated[float, above(0), below(1)]
     evaluated: Count | None
     max_length: Count | None
-    bucketed: bool
     cache_dir: str | None
 
     metric = "accuracy"
 
     def __post_init__(self):
-        self.arena = labelled.load(self.dataset, self.data_dir, self.rules, self.scale, self.data_seed, self.held_out,
-                                   self.cache_dir)
+        self.arena = arena.load(self.dataset, self.data_dir, self.rules, self.scale, self.cache_dir)
         check_classes(self.arena.splits["train"].labels.tolist(), f"task.dataset={self.dataset}, training split")
         whole = max(int(lengths_of(self.arena.splits[split], 1).max()) for split in SPLITS)
         self.row_length = min(whole, LONGEST) if self.max_length is None else self.max_length
@@ -61,7 +57,8 @@ class LRA(SequenceTask):
     # ---- data
 
     def inputs(self) -> list[Path | None]:
-        return [labelled.folder_of(self.dataset, self.data_dir)]
+        return [task_folder("images/cifar10", self.data_dir) if self.dataset == "image" else
+                self.data_dir and Path(self.data_dir).expanduser()]
 
     def length(self, split: str) -> int:
         return len(self.arena.splits[split])
@@ -70,7 +67,7 @@ class LRA(SequenceTask):
         """tokens (B, L), key_mask where there is padding, labels (B / together,)."""
         data, together = self.arena.splits[split], self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
-        for numbers in by_length(lengths, split, plan, self.bucketed):
+        for numbers in by_length(lengths, split, plan, like_together=True):
             rows = [data.rows[together * i + j][:self.row_length] for i in numbers for j in range(together)]
             tokens = padded(rows, self.arena.symbols)
             yield masked(tokens, [len(row) for row in rows]) | {"labels": torch.from_numpy(data.labels[numbers])}

@@ -56,11 +56,11 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
 def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
     """The metrics of a GLUE task, the one that the paper's table reports first.
 
-    predictions: classes (n,), or scores (n,) for STS-B. Raises DataError for an unknown task.
+    predictions: classes (n,), or scores (n,) for STS-B.
     """
-    from crt_exp.data.glue import task_of
+    from crt_exp.data.glue import TASKS
 
-    return {name: METRICS[name](predictions, labels) for name in task_of(task).metrics}
+    return {name: METRICS[name](predictions, labels) for name in TASKS[task].metrics}
 
 
 def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:

@@ -1,15 +1,15 @@
 """Pretraining and uptraining of language models, with any attention, on any text: encoders that predict masked tokens,
 or (task.causal) decoders that predict the next one.
 
-Local text is packed into blocks once, and its masks are drawn again each epoch; sets of the hub are streamed. Legend: B
-rows of a batch, L tokens of a block, n predicted tokens, V entries of the vocabulary.
+Text is tokenized into blocks once; its masks are drawn again each epoch. Legend: B rows of a batch, L tokens of a
+block, n predicted tokens, V entries of the vocabulary.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,20 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, unknown
 from crt_exp.data import DataError
 from crt_exp.data import text as data
 from crt_exp.data.hub import Hub
 from crt_exp.data.sources import no_folder
-from crt_exp.hints import Count, NotNegative, Parameter, Whole, above, at_least, at_most, below, parameters
+from crt_exp.data.vocabularies import new_tokenizer
+from crt_exp.hints import Count, Whole, above, at_least, at_most, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.schema import check_keys, checked
+from crt_exp.schema import checked
 from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.tasks.base import Batch, Plan, Reader, Task
-from crt_exp.tasks.objectives import objective_of
+from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 HELD_OUT = 0.02  # of the blocks, at the end of the text, where there is no text for validation
+GPT2_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+              "intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
 
 
 class MaskedModel(nn.Module):
@@ -61,10 +63,7 @@ class TextHub(Hub):
     """What is read of it."""
 
     split: str
-    validation: str | None
     column: str
-    buffer: Whole
-    validation_blocks: Count
 
 
 @checked("task")
@@ -86,9 +85,8 @@ class MLM(Task):
     vocabulary: str | None
     vocabulary_size: Count
     lowercase: bool
-    block: Annotated[int, at_least(2)]
+    block: Annotated[int, at_least(3)]
     share: Annotated[float, above(0), below(1)]
-    whole_words: bool
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
@@ -97,148 +95,111 @@ class MLM(Task):
     metric, lower_is_better = "perplexity", True
 
     def __post_init__(self):
-        self.objective = objective_of(self.causal, self.share, self.whole_words, self.lowercase, self.repeat)
         self.check_options()
-        self.streamed = self.hub["name"] is not None
-        if self.streamed:
-            no_folder(self.data_dir, "task.hub.name")
-        self.files = {} if self.streamed else self.local_files()
-        self.test = "test" if "test" in self.files else None
+        self.kind = "AutoModelForCausalLM" if self.causal else "AutoModelForMaskedLM"
+        self.call = {"use_cache": False} if self.causal else {}
+        self.texts = self.named_texts()
+        self.test = "test" if "test" in self.texts else None
         scratch = self.model is None and self.init == "scratch"
         self.origin = None if scratch else encoders.origin_of(self.model, self.init)
         self.tokenizer = encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
         self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
-        self.masking = self.objective.masking(self.tokenizer)
+        self.masking = None if self.causal else data.Masking.of(self.tokenizer, self.share)
 
     def check_options(self) -> None:
-        if self.block < self.objective.least:
-            raise ConfigError(f"task.block = {self.block}: it takes a whole number of at least {self.objective.least}")
-        if self.causal and self.hub["name"] is not None:
-            raise ConfigError("task.causal=true reads files: give task.text in place of task.hub.name")
-        if self.causal and self.vocabulary is not None:
-            raise ConfigError("task.vocabulary is a WordPiece vocabulary, and task.causal=true makes byte pairs: leave "
-                              "it out, or name a model with a tokenizer of its own, task.model=...")
+        if self.vocabulary is not None and (self.causal or self.model is not None):
+            raise ConfigError("task.vocabulary: expected null with task.causal=true or task.model, which has its own")
         if self.hub["name"] is not None and self.text is not None:
             raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
-        if self.hub["name"] is not None and not (self.validation_text or self.hub["validation"]):
-            raise ConfigError("a streamed text needs another one for validation: set task.hub.validation to a split of "
-                              "the set, or task.validation_text")
         if self.model is None and self.init == "uptrain":
             raise ConfigError("task.init=uptrain starts from a pretrained model: name it, task.model=...")
-        if self.model is not None and self.vocabulary is not None:
-            raise ConfigError("task.vocabulary is for a new model (task.model=null): "
-                              "task.model has a tokenizer of its own")
+        if self.repeat and not self.causal:
+            raise ConfigError(f"task.repeat={self.repeat}: expected task.causal=true, for decoders that learn to copy")
 
     # ---- text
 
-    def local_files(self) -> dict[str, list[Path]]:
-        """The files of each split, where there are any."""
+    def named_texts(self) -> dict[str, data.Text]:
+        """The text of each split, where there is any."""
         own = {"validation": data.text_files(self.validation_text)} if self.validation_text else {}
-        if self.text is not None:
-            no_folder(self.data_dir, "task.text")
-            return {"train": data.text_files(self.text)} | own
+        if self.hub["name"] is not None or self.text is not None:
+            no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
+            return {"train": data.HubText.load(**self.hub) if self.text is None else data.text_files(self.text)} | own
         names = {"train": "train", "validation": "valid", "test": "test"}
         return {split: [data.official_file("wikitext2", name, self.data_dir, self.source)]
                 for split, name in names.items()} | own
 
     def inputs(self) -> list[Path]:
-        return [file for files in self.files.values() for file in files]
+        return [file for text in self.texts.values() if not isinstance(text, data.HubText) for file in text]
 
     @cached_property
     def blocks(self) -> dict[str, np.ndarray]:
-        """(blocks, block) int32 of each split that is not streamed."""
-        blocks = {split: self.packed(files) for split, files in self.files.items()}
-        if self.streamed:
-            blocks["validation"] = self.streamed_validation()
+        """(blocks, block) int32 of each split; for encoders without [CLS] and [SEP]."""
+        length = self.block if self.causal else data.body_length(self.tokenizer, self.block)
+        blocks = {split: data.running_blocks(text, self.tokenizer, length, self.cache_dir, "\n" if self.causal else "")
+                  for split, text in self.texts.items()}
         if "validation" not in blocks:
             held_out = math.ceil(HELD_OUT * len(blocks["train"]))
             if held_out == len(blocks["train"]):
-                raise DataError(f"The text fills one block of {self.block} tokens, and validation needs another. Give "
-                                "more text, a smaller task.block, or task.validation_text.")
+                raise DataError(f"task.block={self.block}: the text fills one block, and validation needs another; "
+                                "give more text, a smaller task.block, or task.validation_text")
             blocks["train"], blocks["validation"] = blocks["train"][:-held_out], blocks["train"][-held_out:]
         return blocks
 
-    def packed(self, files: Any) -> np.ndarray:
-        return self.objective.blocks(files, self.tokenizer, self.block, self.cache_dir)
-
-    def streamed_validation(self) -> np.ndarray:
-        if self.validation_text:
-            return self.packed(self.validation_text)
-        body = data.body_length(self.tokenizer, self.block)
-        lists = data.token_lists(self.documents(self.hub["validation"], buffer=0)(0), self.tokenizer)
-        ids = np.fromiter(islice(chain.from_iterable(lists), self.hub["validation_blocks"] * body), np.int32)
-        if len(ids) < body:
-            raise DataError(f"{self.hub['name']}, {self.hub['validation']}: {len(ids)} tokens fill no block of "
-                            f"{self.block}.")
-        return data.framed(ids[:len(ids) // body * body].reshape(-1, body), self.tokenizer)
-
-    def documents(self, split: str, **options: Any):
-        return data.hub_documents(self.hub, split, self.hub["column"], **options)
-
-    def length(self, split: str) -> int | None:
-        return None if self.streamed and split == "train" else len(self.blocks[split])
+    def length(self, split: str) -> int:
+        return len(self.blocks[split])
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        if self.streamed and split == "train":
-            yield from self.stream(plan)
-            return
-        blocks = self.blocks[split]
-        for rows in plan.rows(len(blocks), split):
-            yield self.objective.batch(blocks, rows, self.masking, plan.rng)
-
-    def stream(self, plan: Plan) -> Iterator[Batch]:
-        """From where the plan starts: a continued run reads, but does not mask, what came before."""
-        documents = self.documents(self.hub["split"], rank=plan.rank, world=plan.world, seed=plan.seed,
-                                   buffer=self.hub["buffer"])
-        rows = plan.batch // plan.world // plan.micro
-        return data.stream(documents, self.tokenizer, self.block, self.masking, rows, plan.seed, plan.rank,
-                           plan.start * plan.micro)
+        for rows in plan.rows(self.length(split), split):
+            blocks = self.blocks[split][rows]
+            if not self.causal:
+                yield self.masking(data.framed(blocks, self.tokenizer), data.uniforms(map(plan.rng, rows), self.block))
+                continue
+            ids = torch.from_numpy(blocks.astype(np.int64))
+            if self.repeat:
+                ids = repeated(ids, self.repeat, torch.from_numpy(data.uniforms(map(plan.rng, rows), 1)[:2, :, 0]))
+            yield {"input_ids": ids, "labels": following(ids)}
 
     # ---- model
 
     def new_tokenizer(self):
         if self.vocabulary is not None:
             return data.bert_tokenizer(self.vocabulary, self.lowercase)
-        if self.streamed:
-            raise ConfigError("a new model on a streamed text needs a vocabulary: task.vocabulary=vocab.txt, or the "
-                              "tokenizer of task.model")
-        return self.objective.tokenizer(self.files["train"], self.vocabulary_size, self.cache_dir)
+        return new_tokenizer("byte_pairs" if self.causal else "wordpiece", self.texts["train"], self.vocabulary_size,
+                             self.lowercase, self.cache_dir)
 
     def new_config(self):
         import transformers
-        from transformers import AutoModel
 
-        kind, names = getattr(transformers, self.objective.config_class), self.objective.names
-        wanted = {key: size(kind, key, hint) for key, (hint, _) in parameters(kind).items()}
-        check_keys("task.sizes.", self.sizes, wanted | {ours: wanted[theirs] for ours, theirs in names.items()})
+        kind, names = (transformers.GPT2Config, GPT2_NAMES) if self.causal else (transformers.BertConfig, {})
+        known = [*kind().to_dict(), *names]
+        if wrong := next((key for key in self.sizes if key not in known), None):
+            raise unknown("key", f"task.sizes.{wrong}", [f"task.sizes.{key}" for key in known])
         given = {"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer), **self.sizes}
         marks = {f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id") for mark in ("pad", "bos", "eos")}
-        known = {mark: number for mark, number in marks.items() if number is not None}
+        marks = {mark: number for mark, number in marks.items() if number is not None}
         with encoders.buildable(f"task.sizes = {dict(self.sizes)}"):
-            config = kind(**known | {names.get(key, key): value for key, value in given.items()})
+            config = kind(**marks | {names.get(key, key): value for key, value in given.items()})
             if config.hidden_size % config.num_attention_heads:
-                raise ConfigError(f"task.sizes: hidden_size = {config.hidden_size} is no multiple of "
-                                  f"num_attention_heads = {config.num_attention_heads}")
+                raise ConfigError(f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
+                                  f"num_attention_heads={config.num_attention_heads}")
             with torch.device("meta"):  # which takes neither memory nor random numbers
-                AutoModel.from_config(config)
+                transformers.AutoModel.from_config(config)
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)
-        model = encoders.load_model(self.objective.kind, self.config, origin, mechanism)
+        model = encoders.load_model(self.kind, self.config, origin, mechanism)
         if origin.weights and not origin.noise:
             self.calibrate(model)
-        return MaskedModel(model, self.objective.call)
+        return MaskedModel(model, self.call)
 
     def calibrate(self, model: nn.Module) -> None:
         """Fills the statistics that causal features are fitted to: the weights come from another attention."""
-        if learns(model):
-            read = [{"input_ids": batch["input_ids"], **self.objective.call}
-                    for batch in islice(self.batches("train", Plan(8)), self.calibration)]
-            if read:
-                fill_statistics(model, read)
+        if self.calibration and learns(model):
+            fill_statistics(model, [{"input_ids": batch["input_ids"], **self.call}
+                                    for batch in islice(self.batches("train", Plan(8)), self.calibration)])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)
@@ -270,12 +231,15 @@ class MLM(Task):
                 f"({last['split']}, step {last['step']})")
 
 
-def size(kind: type, key: str, hint: Any) -> Parameter:
-    """What a key of a configuration takes: its own annotation, but no counts below 1 and no numbers below 0."""
-    default = getattr(kind(), key, None)
-    bounded = {int: Count if default else Whole, float: NotNegative}
-    return Parameter(bounded.get(type(default), hint), False)
+def repeated(ids: Tensor, share: float, draws: Tensor) -> Tensor:
+    """ids (B, L), in about `share` of whose rows the second half is the first half from a random place on and, behind
+    its end, from its start; draws (2, B) uniform in [0, 1)."""
+    half = ids.shape[1] // 2
+    at = (draws[1] * half).long().unsqueeze(1) + torch.arange(ids.shape[1] - half)
+    again = torch.cat([ids[:, :half], ids.gather(1, at % half)], 1)
+    return torch.where((draws[0] < share).unsqueeze(1), again, ids)
 
 
-def exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+def following(ids: Tensor) -> Tensor:
+    """(B, L) -> (B, L): the token that comes next; behind the last one nothing is to be predicted."""
+    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], data.IGNORED)], 1)

@@ -16,7 +16,7 @@ from torch import nn
 
 from crt_exp.data import images
 from crt_exp.data.images import DIGITS, VALUES, squared
-from crt_exp.data.rows import few
+from crt_exp.data.plan import few
 from crt_exp.data.sources import task_folder
 from crt_exp.hints import Count, above, at_least, at_most, below
 from crt_exp.schema import checked

@@ -1,13 +1,11 @@
 """Language models of words on the Penn Treebank, WikiText-2 or any text, with full or sampled softmax (HRF 4.2, I).
 
 An LSTM reads the text in columns and carries its state from batch to batch. What is reported is the perplexity of every
-word of a split by the full softmax, however the model was trained, with that of the unigram and, for a generated chain,
-the floor that no model can get below.
+word of a split by the full softmax, however the model was trained, beside that of the unigram.
 
 Legend: B columns of a step, T words of each, n words that are predicted, V words of the vocabulary.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
-from crt_exp.data import words as data
-from crt_exp.data.sources import no_folder
+from crt_exp.data import corpora
+from crt_exp.data.ranks import whole
 from crt_exp.data.text import IGNORED
 from crt_exp.hints import Count, NotNegative, Positive, at_least, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
-from crt_exp.data.ranks import whole
 from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
@@ -38,9 +35,7 @@ from crt_exp.sampled_softmax import (
 )
 from crt_exp.schema import checked
 from crt_exp.tasks import pictures
-from crt_exp.tasks.base import Batch, Plan, Reader, Task
-
-PARTS = {"train": "train", "validation": "valid", "test": "test"}
+from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 
 class Sampling(TypedDict):
@@ -73,8 +68,7 @@ class PTB(Task):
     corpus: str
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
-    min_count: Count
-    generated: data.ChainOptions
+    min_count: Count | None
     width: Count
     layers: Count
     dropout: Annotated[float, at_least(0), below(1)]
@@ -90,15 +84,11 @@ class PTB(Task):
     def __post_init__(self):
         self.carried: dict[str, Tensor] = {}
         self.queries: list[float] = []
-        if self.corpus == "generated":
-            no_folder(self.data_dir, "task.corpus=generated", "leave it out, or set task.corpus=ptb")
-        self.chain = data.Chain.of(self.generated) if self.corpus == "generated" else None
-        self.text = (self.chain.corpus(self.generated) if self.chain
-                     else data.corpus(self.corpus, self.data_dir, self.min_count, self.source))
+        self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
         V, negatives = len(self.text.words), self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:
-            raise ConfigError(f"task.sampling.negatives = {negatives}: this text has {V} words, {V - 1} besides the "
-                              "one that is to be predicted; take fewer, or task.softmax=full")
+            raise ConfigError(f"task.sampling.negatives={negatives}: expected at most {V - 1}, the other words of this "
+                              "text; or set task.softmax=full")
 
     @property
     def uses(self) -> frozenset[str]:
@@ -108,37 +98,27 @@ class PTB(Task):
     # ---- text
 
     def inputs(self) -> list[Path]:
-        return [] if self.chain else data.files_of(self.corpus, self.data_dir, self.source)
+        return corpora.word_files(self.corpus, self.data_dir, self.source)
 
     def length(self, split: str) -> int:
-        return len(getattr(self.text, PARTS[split]))
+        return len(self.text.parts[split])
 
     def epoch_steps(self, plan: Plan) -> int:
-        return self.training_columns(plan.batch).steps(self.bptt)
-
-    def training_columns(self, count: int) -> data.Columns:
-        return data.columns(self.text.train, count, self.text.eos, whole=False)
+        return -(-(self.length("train") // plan.batch) // self.bptt)
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         """tokens and labels (B, T), labels -100 where there is no word; `place`: which of a process's micro-batches it
         is, so whose state it goes on with; `first`: whether its columns begin. Of the test of a split each word counts
         once, in the same columns on any number of processes."""
-        if split == "train":
-            yield from self.training_batches(plan)
-            return
-        whole = data.columns(getattr(self.text, PARTS[split]), self.eval_columns, self.text.eos, whole=True)
-        mine = (self.eval_columns * each // plan.world for each in (plan.rank, plan.rank + 1))
-        for step, part in enumerate(whole.rows(*mine).batches(self.bptt)):
-            if (part.labels != IGNORED).any():
-                yield as_batch(part, 0, step)
-
-    def training_batches(self, plan: Plan) -> Iterator[Batch]:
-        share = plan.batch // plan.world
-        mine = self.training_columns(plan.batch).rows(plan.rank * share, (plan.rank + 1) * share)
-        rows = share // plan.micro
-        for step, part in enumerate(mine.batches(self.bptt, plan.start), plan.start):
-            for place in range(plan.micro):
-                yield as_batch(part.rows(place * rows, (place + 1) * rows), place, step)
+        training = split == "train"
+        count, micro, start = (plan.batch, plan.micro, plan.start) if training else (self.eval_columns, 1, 0)
+        columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
+        first, last = (count * each // plan.world for each in (plan.rank, plan.rank + 1))
+        for at in range(start * self.bptt, columns.shape[2], self.bptt):
+            parts = np.split(columns[:, first:last, at:at + self.bptt], micro, axis=1)
+            for place, (tokens, labels) in enumerate(map(torch.tensor, parts)):
+                if training or (labels != IGNORED).any():
+                    yield {"tokens": tokens, "labels": labels, "place": place, "first": at == 0}
 
     # ---- model
 
@@ -207,7 +187,7 @@ class PTB(Task):
         self.queries = reader.gather(lengths)
         return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "words": count,
                 "unigram_loss": base / count, "unigram_perplexity": exp(base / count),
-                **self.floor(split), "query_length": float(np.mean(self.queries)),
+                "query_length": float(np.mean(self.queries)),
                 "key_length": float(whole(model.body.embedding.weight).norm(dim=-1).mean())}
 
     @cached_property
@@ -215,13 +195,6 @@ class PTB(Task):
         """(V,): the share of each word in the training text, where each is there once more."""
         counts = self.text.counts + 1.0
         return counts / counts.sum()
-
-    def floor(self, split: str) -> dict[str, float]:
-        """Of a generated chain: the cross-entropy of its true chances."""
-        if self.chain is None:
-            return {}
-        loss = float(-self.chain.log_chances(self.text, getattr(self.text, PARTS[split])).mean())
-        return {"floor_loss": loss, "floor_perplexity": exp(loss)}
 
     # ---- what is left
 
@@ -232,17 +205,7 @@ class PTB(Task):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        floor = f", floor {last['floor_perplexity']:.2f}" if "floor_perplexity" in last else ""
         how = {"full": "full softmax", "features": "softmax sampled by random features"}
-        return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}{floor}) by "
+        return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by "
                 f"{how.get(self.softmax, f'softmax sampled by the {self.softmax} law')} ({last['split']}, "
                 f"step {last['step']})")
-
-
-def as_batch(part: data.Columns, place: int, step: int) -> Batch:
-    return {"tokens": torch.from_numpy(part.tokens.copy()), "labels": torch.from_numpy(part.labels.copy()),
-            "place": place, "first": step == 0}
-
-
-def exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -3,7 +3,6 @@
 Legend: B rows of a batch, L tokens of the longest, n predicted tokens.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import PRESETS, LanguageDescription, Dropout, LanguageModel, Positions
 from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 Share = Annotated[float, above(0), below(1)]
 
@@ -152,7 +151,3 @@ class SymbolTask(SequenceTask):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         language.keep(self.description, self.mechanism, self.vocabulary, tensors, directory)
-
-
-def exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

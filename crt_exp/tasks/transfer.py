@@ -21,10 +21,7 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.mlm import MLM, MaskedModel
 
-SOURCE = ("task=transfer learns from a model with exact attention: name it, task.init=<run of task=mlm> or "
-          "task.model=<folder or name of the hub>")
-VISION_SOURCE = ("task=transfer_vision learns from a classifier with exact attention: name it, task.init=<run of "
-                 "task=imagenet>, or task.init=pretrained and a name of timm, task.model=...")
+SOURCE = "set task.init=<run of task={}> with exact attention, or task.model and task.init={}"
 
 
 class Teaching(Task):
@@ -103,17 +100,17 @@ class Transfer(Teaching, MLM):
         own = getattr(self.config, "crt_exp", encoders.EXACT)
         if own != encoders.EXACT:
             changed = ", ".join(encoders.differing_keys(own, encoders.EXACT))
-            raise ConfigError(f"{self.origin.option} = {self.origin.name} was not trained with exact attention; these "
-                              f"keys differ: {changed}. {SOURCE}")
+            raise ConfigError(f"{self.origin.option}={self.origin.name}: expected a model trained with exact "
+                              f"attention, these keys differ: {changed}")
 
     def check_options(self) -> None:
         if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
-            raise ConfigError(SOURCE)
+            raise ConfigError("task=transfer learns from exact attention; " + SOURCE.format("mlm", "uptrain"))
         super().check_options()
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        model = encoders.load_model(self.objective.kind, self.config, self.origin, mechanism)
-        return self.taught(MaskedModel(model, self.objective.call), mechanism, self.calibration)
+        model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
+        return self.taught(MaskedModel(model, self.call), mechanism, self.calibration)
 
 
 @checked("task")
@@ -126,16 +123,16 @@ class TransferVision(Teaching, ImageNet):
 
     def __post_init__(self):
         if self.init == "scratch":
-            raise ConfigError(VISION_SOURCE)
+            raise ConfigError("task=transfer_vision learns from exact attention; "
+                              + SOURCE.format("imagenet", "pretrained"))
         if self.ema or self.new_head:
-            raise ConfigError(f"task.{'ema' if self.ema else 'new_head'}: task=transfer_vision trains what the layers "
-                              "learn and nothing else: leave it out")
+            raise ConfigError("task.ema, task.new_head: expected null with task=transfer_vision, which trains layers")
         super().__post_init__()
         checkpoint = vision.checkpoint_of(self.init)
         if checkpoint is not None and checkpoint.attention:
             changed = ", ".join(encoders.differing_keys(checkpoint.described, encoders.EXACT))
-            raise ConfigError(f"{checkpoint.named} was not trained with exact attention; these keys differ: {changed}. "
-                              f"{VISION_SOURCE}")
+            raise ConfigError(f"{checkpoint.named}: expected a model trained with exact attention, these keys differ: "
+                              f"{changed}")
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return self.taught(super().build(mechanism), mechanism, 1)

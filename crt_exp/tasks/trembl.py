@@ -18,7 +18,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.sources import task_folder
 from crt_exp.data.protein_families import Families, FamilyOptions
-from crt_exp.data.glue import by_length
+from crt_exp.data.plan import by_length
 from crt_exp.data.protein import LETTERS, Chains, Singles
 from crt_exp.hints import Count
 from crt_exp.schema import checked

@@ -1,33 +1,31 @@
-"""Laws of text: tokenizers, blocks, masks, order and resuming, streams, and the word-level corpora."""
+"""Laws of text: tokenizers, vocabularies, blocks, masks, order and resuming."""
 
+import hashlib
 import os
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from crt_exp.data.byte_pairs import byte_pairs
-from crt_exp.data import DataError
+from crt_exp.data import DataError, text, vocabularies
 from crt_exp.data.text import (
     IGNORED,
+    HubText,
     Masking,
     bert_tokenizer,
     check_vocabulary,
     fingerprint,
     generator_of,
-    hub_documents,
+    lines_of,
     local_blocks,
-    masked_blocks,
-    numbered_lines,
     official_file,
-    pack,
+    running_blocks,
     text_files,
     uniforms,
 )
-from crt_exp.data.text import stream as streamed
+from crt_exp.data.vocabularies import new_tokenizer
 from crt_exp.tasks.base import Plan
 
 official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
@@ -67,11 +65,10 @@ def test_tokenizer_from_a_vocabulary(vocabulary, tokenizer):
 
 def test_vocabularies_that_are_none(tmp_path):
     path = tmp_path / "vocab.txt"
-    assert str(path) in refused(bert_tokenizer, path) and "huggingface.co" in refused(bert_tokenizer, path)
-    for text, problem in (("", "[PAD]"), ("a\nb\n", "[PAD]"),
-                          ("\n".join([*SPECIALS, "a", "a"]), "'a' stands there twice")):
-        path.write_text(text)
-        assert problem in refused(bert_tokenizer, path)
+    assert str(path) in refused(bert_tokenizer, path)
+    for content in ("", "a\nb\n", "\n".join([*SPECIALS, "a", "a"])):
+        path.write_text(content)
+        assert "expected a BERT vocabulary" in refused(bert_tokenizer, path)
     path.write_bytes(b"[PAD]\n\xff\n")
     assert "line 2" in refused(bert_tokenizer, path)
 
@@ -81,7 +78,7 @@ def test_tokenizer_and_model_must_agree(tokenizer):
     check_vocabulary(tokenizer, size, pad_token_id=0)
     check_vocabulary(tokenizer, size + 10)
     message = refused(check_vocabulary, tokenizer, size - 1)
-    assert f"up to {size - 1} ('.')" in message and f"ends at {size - 2}" in message and f"vocab_size={size}" in message
+    assert f"up to {size - 1} ('.')" in message and f"ends at {size - 2}" in message
     assert "pads with id 0" in refused(check_vocabulary, tokenizer, size, pad_token_id=1)
 
 
@@ -94,9 +91,28 @@ def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokeni
     assert len({before, *others}) == 3
 
 
+@pytest.mark.parametrize("kind", ["byte_pairs", "sentencepiece"])
+def test_vocabularies_give_texts_back(kind, tmp_path, monkeypatch):
+    """Also blanks side by side, line ends, and letters that the text has not; made once."""
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{' '.join(SENTENCES[i % 5:])} the old tree {i % 7}\n" for i in range(200)))
+    make = lambda size=310: new_tokenizer(kind, path, size, False, tmp_path / "cache")
+    tokenizer = make()
+    for line in ("who knows  the river\n", " by\n\nthe bird\n", "Über <unk> 1\n"):
+        ids = tokenizer.encode(line, add_special_tokens=False)
+        assert tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) == line
+    assert len(tokenizer.encode("the old tree\n", add_special_tokens=False)) < 12
+    assert len(tokenizer) <= 310 and tokenizer.unk_token_id == 0
+    message = refused(make, 200)
+    assert "makes no 200 pieces" in message or "expected at least 258" in message
+    monkeypatch.setattr(vocabularies, "lines_of", None)
+    assert make().get_vocab() == tokenizer.get_vocab()
+
+
 # ------------------------------------------------------------------------------------------------------ blocks
-def test_blocks_hold_the_text_in_order(tokenizer):
-    blocks = pack(SENTENCES, tokenizer, 7)
+def test_blocks_hold_the_text_in_order(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(SENTENCES))
+    blocks = local_blocks(tmp_path / "a.txt", tokenizer, 7)
     tokens = tokenizer(" ".join(SENTENCES), add_special_tokens=False)["input_ids"]
     assert blocks.dtype == np.int32 and blocks.shape == (len(tokens) // 5, 7)
     assert (blocks[:, 0] == WORDS.index("[CLS]")).all() and (blocks[:, -1] == WORDS.index("[SEP]")).all()
@@ -108,34 +124,68 @@ def test_files_of_every_kind(tokenizer, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.tokens").write_text(" = d = \n e @-@ f <unk> h @,@ i @.@ j \n")
     (tmp_path / "c.csv").write_text("z")
+    (tmp_path / ".d.txt").write_text("z")
     assert [file.name for file in text_files(tmp_path)] == ["b.txt", "a.tokens"]
     words = tokenizer.convert_ids_to_tokens(local_blocks(tmp_path, tokenizer, 17)[0])   # [UNK]: =, = and <unk>
     assert " ".join(words) == "[CLS] a b c [UNK] d [UNK] e - f [UNK] h , i . j [SEP]"
-    assert (local_blocks([tmp_path / "b.txt"], tokenizer, 5) == pack(["a b", "c"], tokenizer, 5)).all()
 
 
-def test_blocks_are_cached_by_content(tokenizer, tmp_path):
+def test_blocks_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
     file, cache = tmp_path / "a.txt", tmp_path / "cache"
     file.write_text("\n".join(SENTENCES))
     blocks = local_blocks(file, tokenizer, 7, cache)
-    stored, = cache.iterdir()
-    stamp = stored.stat().st_mtime_ns
-    assert (local_blocks(str(file), tokenizer, 7, str(cache)) == blocks).all() and stored.stat().st_mtime_ns == stamp
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "token_lists", None)
+        tokenizer("what comes between", truncation=True, max_length=3, padding="max_length")   # leaves traces in it
+        assert (local_blocks(str(file), tokenizer, 7, str(cache)) == blocks).all()
     file.write_text("\n".join(SENTENCES[::-1]))
     assert (local_blocks(file, tokenizer, 7, cache) != blocks).any() and len([*cache.iterdir()]) == 2
+    running_blocks(file, tokenizer, 7, cache)
+    assert len([*cache.iterdir()]) == 3
 
 
 def test_bad_text(tokenizer, tmp_path):
-    assert "is not there" in refused(local_blocks, tmp_path / "none.txt", tokenizer, 8)
-    assert "no .txt" in refused(local_blocks, tmp_path, tokenizer, 8)
+    for path in (tmp_path / "none.txt", tmp_path):
+        assert f"{path}: expected a text file" in refused(local_blocks, path, tokenizer, 8)
     file = tmp_path / "a.txt"
     file.write_text("a b\n")
-    assert "has 2 tokens" in refused(local_blocks, file, tokenizer, 8)
+    assert "2 tokens fill no block" in refused(local_blocks, file, tokenizer, 8)
     assert "length=2" in refused(local_blocks, file, tokenizer, 2)
     file.write_bytes(b"a\nb \xff\n")
     assert f"{file}, line 2" in refused(local_blocks, file, tokenizer, 8)
     file.write_text("")
     assert "0 tokens" in refused(local_blocks, file, tokenizer, 8)
+
+
+def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
+    """Here files in one of its formats: the same blocks, and another key for other content."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    file = tmp_path / "a.txt"
+    file.write_text("\n\n".join(SENTENCES))
+    found = HubText.load("text", None, "train", "text", {"train": str(file)})
+    assert [*lines_of(found)] == SENTENCES
+    assert (running_blocks(found, tokenizer, 7, tmp_path / "cache") == running_blocks(file, tokenizer, 7)).all()
+    assert "task.hub.column=body: text has text" in refused(HubText.load, "text", None, "train", "body", str(file))
+    file.write_text("another")
+    assert HubText.load("text", None, "train", "text", {"train": str(file)}).key != found.key
+
+
+def test_hub_without_network(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    message = refused(HubText.load, "someone/some-text", None, "train", "text")
+    assert "someone/some-text" in message and "network" in message
+
+
+def test_wordnet_is_the_same_plain_text_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (path,) = text_files("wordnet")
+    assert path == tmp_path / "cache/crt_exp/wordnet.txt" and path.read_bytes().isascii()
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == text.WORDNET_DIGEST
+    path.write_text("cut")
+    assert "remove this file" in refused(text_files, "wordnet")
+    (tmp_path / "wordnet").write_text("mine\n")
+    assert text_files("wordnet")[0].read_text() == "mine\n"
 
 
 # ----------------------------------------------------------------------------------------------------- masking
@@ -150,16 +200,15 @@ def masked(masking: Masking, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return batch["input_ids"].numpy(), batch["labels"].numpy()
 
 
-@pytest.mark.parametrize("whole_words", [False, True])
-def test_masking_has_berts_shares(tokenizer, whole_words):
-    masking, ids = Masking.of(tokenizer, whole_words=whole_words), random_ids(2000, 60)
+def test_masking_has_berts_shares(tokenizer):
+    masking, ids = Masking.of(tokenizer), random_ids(2000, 60)
     inputs, labels = masked(masking, ids)
     chosen, maskable = labels != IGNORED, ids >= len(SPECIALS)
     assert (labels[chosen] == ids[chosen]).all() and (inputs[~chosen] == ids[~chosen]).all()
     assert not (chosen & ~maskable).any() and chosen.any(1).all()
 
-    def near(count, total, share):                           # words of several tokens widen the spread
-        return abs(count / total - share) < 5 * (3 * share * (1 - share) / total) ** 0.5
+    def near(count, total, share):
+        return abs(count / total - share) < 5 * (share * (1 - share) / total) ** 0.5
 
     total = int(chosen.sum())
     assert near(total, int(maskable.sum()), 0.15)
@@ -170,17 +219,6 @@ def test_masking_has_berts_shares(tokenizer, whole_words):
     assert replaced.min() == 0 and replaced.max() == len(WORDS) - 1 and len(np.unique(replaced)) == len(WORDS) - 1
 
 
-def test_whole_words_go_together(tokenizer):
-    ids = random_ids(500, 60)
-    pieces = np.array([word.startswith("##") for word in WORDS])[ids]
-    pieces[:, 1] = pieces[:, 4] = False                      # after a special token a new word begins in any case
-    for whole_words in (True, False):
-        chosen = masked(Masking.of(tokenizer, whole_words=whole_words), ids)[1] != IGNORED
-        inner = pieces[:, 1:] & (ids[:, 1:] >= len(SPECIALS)) & (ids[:, :-1] >= len(SPECIALS))
-        split = (chosen[:, 1:] != chosen[:, :-1]) & inner
-        assert bool(split.any()) != whole_words
-
-
 def test_every_row_is_asked_something(tokenizer):
     labels = masked(Masking.of(tokenizer), np.array([[2, 7, 3]] * 300 + [[2, 1, 3]]))[1]
     assert (labels[:300, 1] == 7).all() and (labels[300] == IGNORED).all()
@@ -188,7 +226,7 @@ def test_every_row_is_asked_something(tokenizer):
 
 def test_the_largest_draw_is_still_a_token(tokenizer):
     for size in (len(WORDS), 30522):
-        masking = replace(Masking.of(tokenizer), special=np.zeros(size, bool), continues=np.zeros(size, bool))
+        masking = replace(Masking.of(tokenizer), special=np.zeros(size, bool))
         assert masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist() == [[size - 1]]
 
 
@@ -201,12 +239,9 @@ def test_uniforms_of_either_kind_of_generator():
 
 
 def test_masking_refuses(tokenizer, vocabulary, tmp_path):
-    assert "between 0 and 1" in refused(Masking.of, tokenizer, share=0)
-    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIALS, "a"]))
-    assert "WordPiece" in refused(Masking.of, bert_tokenizer(tmp_path), whole_words=True)
     bare = bert_tokenizer(vocabulary)
     bare.mask_token = bare.cls_token = None
-    assert "mask token" in refused(Masking.of, bare) and "[CLS]" in refused(pack, SENTENCES, bare, 7)
+    assert "mask token" in refused(Masking.of, bare) and "[CLS]" in refused(local_blocks, vocabulary, bare, 7)
 
 
 # ----------------------------------------------------------------------------------------------------- batches
@@ -221,7 +256,8 @@ def blocks():
 
 def batches_of(tokenizer, blocks, split="train", **plan) -> list[dict]:
     masking, plan = Masking.of(tokenizer), Plan(**{"batch": 6, **plan})
-    return [masked_blocks(blocks, rows, masking, plan.rng) for rows in plan.rows(len(blocks), split)]
+    return [masking(blocks[rows], uniforms(map(plan.rng, rows), blocks.shape[1]))
+            for rows in plan.rows(len(blocks), split)]
 
 
 def original(batches: list[dict]) -> torch.Tensor:
@@ -249,60 +285,6 @@ def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
     assert (original(batches_of(tokenizer, blocks, split="validation")).numpy() == blocks).all()
 
 
-# ----------------------------------------------------------------------------------------------------- streams
-def passes(epoch: int) -> list[str]:
-    order = np.random.default_rng(epoch).permutation(len(SENTENCES))
-    return ["", *(SENTENCES[i] for i in order), " "]
-
-
-def stream(tokenizer, documents=passes, **options):
-    return streamed(documents, tokenizer, 8, Masking.of(tokenizer), **{"batch": 2, **options})
-
-
-def test_a_stream_goes_on_over_passes(tokenizer):
-    batches = [*islice(stream(tokenizer), 9)]
-    seen = original(batches)
-    text = " ".join(text for epoch in range(9) for text in passes(epoch))
-    assert seen[:, 1:-1].reshape(-1).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"][:9 * 12]
-    assert (seen[:, 0] == 2).all() and (seen[:, -1] == 3).all()
-
-
-def test_a_stream_resumes_bit_for_bit(tokenizer):
-    whole = [*islice(stream(tokenizer), 12)]
-    for start in range(12):
-        assert equal([*islice(stream(tokenizer, start=start), 12 - start)], whole[start:])
-    assert not equal(whole[:3], [*islice(stream(tokenizer, seed=1), 3)])
-    assert not equal(whole[:3], [*islice(stream(tokenizer, rank=1), 3)])
-
-
-def test_a_stream_without_text(tokenizer):
-    with pytest.raises(DataError, match="no document"):
-        next(stream(tokenizer, lambda epoch: ["", " "]))
-
-
-def hub(name, data_files=None):
-    return {"name": name, "config": None, "data_files": data_files}
-
-
-def test_streams_of_datasets(tokenizer, tmp_path):
-    file = tmp_path / "a.txt"
-    file.write_text("\n".join(SENTENCES * 4))
-    open_ = lambda **options: hub_documents(hub("text", str(file)), "train", **options)
-    assert [*open_(buffer=0)(0)] == SENTENCES * 4
-    documents = open_(buffer=10, seed=1)
-    assert [*documents(0)] != [*documents(1)]
-    parts = [[*open_(buffer=10, rank=rank, world=2)(0)] for rank in range(2)]
-    assert sorted(parts[0] + parts[1]) == sorted(SENTENCES * 4) and len(parts[0]) == 10
-    assert len(next(stream(tokenizer, documents))["labels"]) == 2
-    assert "no column 'body'; it has text" in refused(lambda: [*open_(column="body")(0)])
-
-
-def test_hub_without_network(monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    message = refused(hub_documents, hub("someone/some-text"), "train")
-    assert "someone/some-text" in message and "network" in message and "text files" in message
-
-
 # ---------------------------------------------------------------------------------------------- official files
 @official
 def test_wikitext2_with_berts_vocabulary(tmp_path):
@@ -316,19 +298,3 @@ def test_wikitext2_with_berts_vocabulary(tmp_path):
     assert blocks.shape[1] == 128 and blocks.max() < 30522 and 0.8 * 245569 < blocks.size < 1.3 * 245569
     text = tokenizer.decode(blocks[:50].ravel())
     assert "@" not in text and "< unk" not in text and "[UNK]" in text
-
-
-def test_a_word_without_end_is_refused(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("some words\n" + "x" * 100_001 + " and more\n")
-    with pytest.raises(DataError, match="a.txt, line 2: a word of 100001 characters, and at most 100000 are taken"):
-        byte_pairs([path], 300)
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["the text", "in a folder"])
-def test_a_pipe_is_no_text(inside, tmp_path):
-    os.mkfifo(tmp_path / "t.txt")
-    with pytest.raises(DataError, match="t.txt is a pipe, socket or device, not a file"):
-        text_files(tmp_path if inside else tmp_path / "t.txt")
-    with pytest.raises(DataError, match="t.txt is a pipe, socket or device, not a file"):
-        list(numbered_lines(tmp_path / "t.txt"))

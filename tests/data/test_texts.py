@@ -32,6 +32,6 @@ def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
     for _ in range(2):
         texts.prepare([option])
         train, dev = (glue.load("qnli", split, texts.FOLDER / "qnli-2") for split in ("train", "dev"))
-        assert {*dev.sentence1} == {"Who is 0?", "Who is 2?", "Who is 4?"}
-        assert {*train.sentence1}.isdisjoint(dev.sentence1)
-        assert sorted(train.sentence2 + dev.sentence2) == sorted(glue.load("qnli", "dev").sentence2)
+        assert {*dev.texts[0]} == {"Who is 0?", "Who is 2?", "Who is 4?"}
+        assert {*train.texts[0]}.isdisjoint(dev.texts[0])
+        assert sorted(train.texts[1] + dev.texts[1]) == sorted(glue.load("qnli", "dev").texts[1])

@@ -66,7 +66,7 @@ RUNS = {
     "trembl masked": [f"{PROTEINS} trainer.steps=6 attention=relu task.direction=bidirectional"],
     "pixels": [f"task=pixels trainer.steps=4 task.evaluated=10 {SEQUENCES} {FAVORPP}"],
     "books": [f"""task=books task.text={{text}} trainer.steps=4 task.vocabulary_size=300 task.max_length=16
-        task.carried.times=2 task.carried.pieces=2 trainer.batch=8 {SEQUENCES} {FAVORPP}"""],
+        trainer.batch=8 {SEQUENCES} {FAVORPP}"""],
     "lra": [f"""task=lra +task.rules.train=60 +task.rules.validation=20 +task.rules.test=20 +task.rules.longest=24
         trainer.steps=6 trainer.batch=8 {SEQUENCES} {FAVORPP}"""],
     "recall": [f"""task=recall task.symbols=8 task.rows=64 task.evaluated=8 trainer.batch=8 attention=window

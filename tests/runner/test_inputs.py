@@ -30,7 +30,7 @@ hub.audio hub.text bad symbols environment looks scale softmax scaling what dire
 held_out held_out_families held_out_files target kind coding regime fit resize kernel pool examples length lengths
 samples layers turn evaluated tied workers size sizes.patch sizes.width sizes.depth sizes.heads
 hub.classes ema rate beam max_length channels parts entry file method methods what baseline dtype split subset texts
-speakers subset splits noise
+speakers subset splits noise min_count
 """))
 BY_THE_TASK = {"data_dir", "dataset", "corpus"}  # of `task.inputs()`
 

@@ -98,7 +98,7 @@ def test_help_lists_what_the_command_line_takes(typed):
 def test_help_is_of_what_stands_beside_it(typed):
     out = typed("task=mlm", "task.block=64", "attention=favorp", "--help")[1]
     assert "\ntask.block=64                           tokens of a block, [CLS] and [SEP] among them\n" in out
-    assert "\ntask.hub.*                              a set of the Hugging Face hub, streamed" in out
+    assert "\ntask.hub.*                              a set of the Hugging Face hub" in out
     assert "\nattention.learn=none " in out and "_target_" not in out
     assert "unknown key 'task.blok'; did you mean task.block?" in typed("task=mlm", "task.blok=64", "--help")[2]
 

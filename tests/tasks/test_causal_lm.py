@@ -10,17 +10,13 @@ from small_bert import write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError
-from crt_exp.data.byte_pairs import byte_pairs, running_blocks
-from crt_exp.data.text import IGNORED
+from crt_exp.data.text import IGNORED, running_blocks
 from crt_exp.mechanism import Mechanism
-from crt_exp.tasks.base import Reader
-from crt_exp.tasks.mlm import MLM, MaskedModel
-from crt_exp.tasks.objectives import NextToken, following
+from crt_exp.tasks.base import Plan, Reader
+from crt_exp.tasks.mlm import MLM, MaskedModel, following
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "column": "text", "data_files": None,
-       "buffer": 0, "validation_blocks": 4}
+HUB = {"name": None, "config": None, "split": "train", "column": "text", "data_files": None}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +39,7 @@ def typed(typed, text, tmp_path):
 def task_of(text, **options):
     given = {"text": str(text), "validation_text": None, "data_dir": None, "hub": HUB, "model": None, "init": "scratch",
              "sizes": SIZES, "vocabulary": None, "vocabulary_size": 300, "lowercase": True, "block": 16, "share": 0.15,
-             "whole_words": False, "cache_dir": None, "causal": True}
+             "cache_dir": None, "causal": True}
     return MLM(**given | options)
 
 
@@ -123,27 +119,11 @@ def test_following_is_the_next_token():
     assert following(ids).tolist() == [[4, 5, IGNORED], [7, 8, IGNORED]]
 
 
-def test_byte_pairs_lose_nothing(text, tmp_path):
-    """Every text comes back, bytes that the text has not too; the same text gives the same pairs, kept or not."""
-    made = byte_pairs(text, 300, lowercase=False)
-    strange = "The cat – “naïve” 猫 sat\n"
-    assert made.decode(made(strange)["input_ids"]) == strange and len(made) <= 300
-    kept = [byte_pairs(text, 300, lowercase=False, cache_dir=tmp_path) for _ in range(2)]
-    assert all(each.get_vocab() == made.get_vocab() for each in kept)
-    assert made.decode(NextToken(True).tokenizer([text], 300, None)("The Cat")["input_ids"]) == "the cat"
-    with pytest.raises(DataError, match="no room for the 256 bytes"):
-        byte_pairs(text, 200)
-    with pytest.raises(DataError, match="one block needs 100000"):
-        running_blocks(text, made, 100_000)
-
-
 @pytest.mark.parametrize("args, words", [
-    (["task.whole_words=true"], ["task.whole_words=true", "masks nothing"]),
-    (["task.hub.name=text", "task.text=null"], ["task.causal=true reads files", "task.text"]),
-    (["task.vocabulary=vocab.txt"], ["makes byte pairs"]),
-    (["task.vocabulary_size=100"], ["no room for the 256 bytes"]),
+    (["task.vocabulary=vocab.txt"], ["task.vocabulary: expected null with task.causal=true"]),
+    (["task.vocabulary_size=100"], ["task.vocabulary_size=100: expected at least 258"]),
     (["+task.sizes.n_embed=3"], ["n_embed", "did you mean task.sizes.n_embd?"]),
-    (["task.sizes.hidden_size=33"], ["hidden_size = 33", "num_attention_heads = 2"]),
+    (["task.sizes.hidden_size=33"], ["hidden_size=33", "num_attention_heads=2"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")
@@ -152,13 +132,12 @@ def test_bad_options(args, words, typed, tmp_path):
 def test_repeated_rows_say_the_first_half_again(text):
     """With repeat = 1 each row's second half is its first one from some place on; which ones depends on the seed."""
     task = task_of(text, repeat=1.0, block=15)
-    batch = task.objective.batch(task.blocks["train"], np.arange(40), None, lambda row: np.random.default_rng(row))
-    ids = batch["input_ids"]
+    batch = next(task.batches("train", Plan(40)))
+    ids, whole = batch["input_ids"], next(task_of(text, block=15).batches("train", Plan(40)))["input_ids"]
     starts = {int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8]))) for row in ids}
     assert len(starts) > 3 and torch.equal(batch["labels"][:, :-1], ids[:, 1:])
-    assert torch.equal(ids[:, :7], torch.from_numpy(task.blocks["train"][:40, :7].astype(np.int64)))
-    some = NextToken(True, 0.3).batch(task.blocks["train"], np.arange(40), None, np.random.default_rng)["input_ids"]
-    kept = (some == torch.from_numpy(task.blocks["train"][:40].astype(np.int64))).all(1).sum()
-    assert 20 <= kept <= 36
+    assert torch.equal(ids[:, :7], whole[:, :7])
+    some = next(task_of(text, repeat=0.3, block=15).batches("train", Plan(40)))["input_ids"]
+    assert 20 <= (some == whole).all(1).sum() <= 36
     with pytest.raises(ConfigError, match="task.repeat"):
         task_of(text, repeat=0.5, causal=False)

@@ -155,9 +155,9 @@ def test_a_run_of_transfer_and_what_goes_on_from_it(exact, typed, tmp_path):
 def test_bad_input_is_told_and_leaves_nothing(exact, typed, tmp_path):
     arm = ["attention=hedgehog", "features.m=8"]
     assert typed(*arm, "trainer.steps=1")[0] == 0
-    cases = [([*arm, "task.init=scratch"], "learns from a model with exact attention: name it"),
-             ([*arm, "task.init=uptrain"], "learns from a model with exact attention: name it"),
-             ([*arm, f"task.init={tmp_path / 'run'}"], "was not trained with exact attention; these keys differ"),
+    cases = [([*arm, "task.init=scratch"], "learns from exact attention; set task.init"),
+             ([*arm, "task.init=uptrain"], "learns from exact attention; set task.init"),
+             ([*arm, f"task.init={tmp_path / 'run'}"], "trained with exact attention, these keys differ"),
              (["attention=exact"], "attention=exact is what task=transfer learns from"),
              (["attention=window"], "attention=window has nothing to learn"),
              (["attention=favorpp", "features.m=8"], "trainer.steps=0 evaluates it as it is"),

@@ -1,0 +1,238 @@
+"""Texts for language models: word ids in columns (task=ptb), and tokens of documents in rows (task=books).
+
+A text in columns is cut into as many pieces as are read side by side, and each batch goes on where the last one ended.
+Every word is predicted from those before it in its column, the first of a text from <eos>.
+
+Legend: V words of the vocabulary, n words or tokens of a text, B columns, T words of each column in a batch, L tokens
+of a row.
+"""
+
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import tee
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from crt_exp.data import DataError
+from crt_exp.data.cache import cached
+from crt_exp.data.sources import no_folder
+from crt_exp.data.text import (
+    IGNORED,
+    content_key,
+    fingerprint,
+    lines_of,
+    numbered_lines,
+    official_file,
+    text_path,
+    token_lists,
+)
+
+EOS, UNKNOWN = "<eos>", "<unk>"
+OFFICIAL = ("ptb", "wikitext2")
+PARTS = {"train": "train", "validation": "valid", "test": "test"}
+HELD_OUT = 0.05                                              # of a text file's lines, for validation; as many for test
+COUNTED = 2**24                                              # tokens that are counted at once
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+class Corpus(NamedTuple):
+    """A text as word ids, one <eos> at the end of each line."""
+
+    words: tuple[str, ...]                                   # (V,) from the most frequent in the training text down
+    parts: dict[str, np.ndarray]                             # train, validation, test: (n,) int32
+
+    @property
+    def eos(self) -> int:
+        return self.words.index(EOS)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How often each word is in the training text, (V,)."""
+        return np.bincount(self.parts["train"], minlength=len(self.words))
+
+
+def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> list[Path]:
+    """What is read: the official files of "ptb" or "wikitext2", or one text file, also "wordnet". Raises DataError."""
+    if name in OFFICIAL:
+        return [official_file(name, part, data_dir, source) for part in PARTS.values()]
+    no_folder(data_dir, f"task.corpus={name}, a file of its own")
+    return [text_path(name)]
+
+
+def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | None = None, source: str = "auto"
+                ) -> Corpus:
+    """The words of `word_files`; of a single file the last lines are for validation and test.
+
+    Words rarer than min_count (None: 1 of official files, 2 of others) in the training text, or missing there, are
+    <unk>. Equal counts are ordered by the word,
+    so that ids do not depend on the order of the articles. Raises DataError where the training text has no <unk> for
+    a word of another part, and for texts that are too short.
+    """
+    files = word_files(name, data_dir, source)
+    lines = [[line.split() for _, line in numbered_lines(file) if line.strip() or name in OFFICIAL] for file in files]
+    if name not in OFFICIAL:
+        every, held = lines[0], math.ceil(HELD_OUT * len(lines[0]))
+        lines = [every[:-2 * held], every[-2 * held:-held], every[-held:]]
+    if not all(lines):
+        raise DataError(f"{', '.join(map(str, files))}: too few lines for training, validation and test; give more "
+                        "text, a sentence a line")
+    texts = [[word for line in part for word in (*line, EOS)] for part in lines]
+    counts, min_count = Counter(texts[0]), min_count or (1 if name in OFFICIAL else 2)
+    rare = {word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)}
+    counts = Counter(UNKNOWN if word in rare else word for word in texts[0]) if rare else counts
+    words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
+    ids = {word: i for i, word in enumerate(words)}
+    lacking = next((word for text in texts for word in text if word not in ids), None)
+    if lacking is not None and UNKNOWN not in ids:
+        raise DataError(f"{files[0]}: {lacking!r} is not in the training text, which has no <unk> either; set "
+                        "task.min_count=2, or fetch the files again")
+    return Corpus(words, {part: np.array([ids.get(word, ids.get(UNKNOWN)) for word in text], np.int32)
+                          for part, text in zip(PARTS, texts)})
+
+
+def columns(text: np.ndarray, count: int, eos: int, whole: bool) -> np.ndarray:
+    """The text in `count` columns of equal length: what is read and what is to be predicted, (2, count, length) int64.
+
+    whole: every word has its place, and the last column is filled up with places that count for nothing; else the last
+    n mod count words are left out.
+    """
+    length = -(-len(text) // count) if whole else len(text) // count
+    text = text[:count * length]
+    labels, tokens = np.full(count * length, IGNORED, np.int64), np.full(count * length, eos, np.int64)
+    labels[:len(text)], tokens[1:len(text)] = text, text[:-1]
+    return np.stack([tokens, labels]).reshape(2, count, length)
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TokenText:
+    """tokens (n,) uint16 or uint32, END behind each document, or behind each line; ends: the places behind these;
+    words (n,) float32: how many words end with each token, a line end counts as one, for it is predicted too."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    words: np.ndarray
+
+    @classmethod
+    def read(cls, files: Sequence[Path], tokenizer, end: int, apart: bool,
+             cache_dir: str | Path | None = None) -> "TokenText":
+        """The tokens of files, each a document, kept in `cache_dir`.
+
+        apart: END stands behind each line. Raises DataError for a file without words.
+        """
+        key = content_key(cache_dir, files, "documents 1", apart, end, fingerprint(tokenizer))
+        return cls(**cached(cache_dir, key, lambda: tokens_of(files, tokenizer, end, apart)))
+
+    def counts(self, symbols: int) -> np.ndarray:
+        """How often each of them is there; COUNTED tokens at a time are in memory."""
+        return sum((np.bincount(self.tokens[at:at + COUNTED], minlength=symbols)
+                    for at in range(0, len(self.tokens), COUNTED)), np.zeros(symbols, np.int64))
+
+    def part(self, first: int, last: int) -> "TokenText":
+        ends = self.ends[(self.ends > first) & (self.ends <= last)] - first
+        return TokenText(self.tokens[first:last], ends, self.words[first:last])
+
+    def held_out(self, share: float, apart: bool) -> dict[str, "TokenText"]:
+        """The last two shares are for validation and test; lines that stand apart stay whole. Raises DataError."""
+        counted = len(self.ends) if apart else len(self.tokens)
+        held = round(share * counted)
+        if not 0 < held < counted / 2:
+            raise DataError(f"task.held_out={share}: none of {counted} {'lines' if apart else 'tokens'} is left for "
+                            "validation, test or training; give more text, or task.validation_text and task.test_text")
+        cuts = [counted - 2 * held, counted - held]
+        first, last = (int(self.ends[cut - 1]) for cut in cuts) if apart else cuts
+        return {"train": self.part(0, first), "validation": self.part(first, last),
+                "test": self.part(last, len(self.tokens))}
+
+
+def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
+    """What a TokenText holds."""
+    tokens, words, ends = array("I"), array("f"), array("q")
+
+    def close() -> None:
+        tokens.append(end)
+        words.append(0)
+        ends.append(len(tokens))
+
+    for file in files:
+        start = len(tokens)
+        lines, again = tee(f"{line}\n" for line in lines_of(file, tokenizer.unk_token or UNKNOWN))
+        counts = (len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip())
+        for line, count, (ids, spans) in zip(lines, counts, token_lists(again, tokenizer, spans=True)):
+            tokens.extend(ids)
+            words.extend(words_of(line, spans, count))
+            if apart:
+                close()
+        if len(tokens) == start:
+            raise DataError(f"{file}: the text is empty; leave it out, or get it again")
+        if not apart:
+            close()
+    kind = np.uint16 if max(tokens) < 2**16 else np.uint32
+    return {"tokens": np.array(tokens, kind), "words": np.array(words), "ends": np.array(ends)}
+
+
+def words_of(line: str, spans: list[tuple[int, int]], count: int) -> list[float]:
+    """How many of the line's words end with each of its tokens. count: its words as the file has them, which are not
+    those between its blanks where marks were undone."""
+    if not spans:
+        return []
+    ends = [*(match.end() for match in re.finditer(r"\S+", line)), len(line)]
+    places = np.searchsorted(np.maximum.accumulate([stop for _, stop in spans]), ends).clip(max=len(spans) - 1)
+    return (np.bincount(places, minlength=len(spans)) * (count / len(ends))).tolist()
+
+
+class Row(NamedTuple):
+    """What is read and what is predicted, (T,) each."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of tokens first[i] to last[i]; each goes on where the one before ended, or, apart, begins with END."""
+
+    text: TokenText
+    first: np.ndarray
+    last: np.ndarray
+    end: int
+    apart: bool
+
+    @classmethod
+    def packed(cls, text: TokenText, longest: int, end: int, whole: bool) -> "Rows":
+        """Exactly `longest` tokens a row. whole: the last tokens, which fill none, are a shorter row."""
+        n = len(text.tokens)
+        first = np.arange(0, n if whole else n - longest + 1, longest)
+        return cls(text, first, np.minimum(first + longest, n), end, False)
+
+    @classmethod
+    def of_lines(cls, text: TokenText, longest: int, end: int) -> "Rows":
+        """A row for each line, cut to `longest` tokens."""
+        first = np.concatenate([[0], text.ends])[:-1]
+        return cls(text, first, np.minimum(text.ends, first + longest), end, True)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.last - self.first
+
+    def __getitem__(self, i: int) -> Row:
+        first, labels = self.first[i], self.text.tokens[self.first[i]:self.last[i]]
+        before = self.end if self.apart or first == 0 else self.text.tokens[first - 1]
+        return Row(np.append(before, labels[:-1]), labels)
+
+    def tokens_per_word(self, rows: Iterable[int]) -> float:
+        spans = [(self.first[i], self.last[i]) for i in rows]
+        return float(sum(b - a for a, b in spans) / sum(float(self.text.words[a:b].sum()) for a, b in spans))

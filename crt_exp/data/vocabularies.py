@@ -1,0 +1,133 @@
+"""Vocabularies made from text: WordPieces, byte pairs, and unigram pieces of sentencepiece.
+
+The same text gives the same vocabulary in every process.
+"""
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from crt_exp.data import DataError
+from crt_exp.data.cache import cached
+from crt_exp.data.text import SPECIAL, Text, content_key, lines_of
+
+Kind = Literal["wordpiece", "byte_pairs", "sentencepiece"]
+END, UNKNOWN = "<|endoftext|>", "<unk>"                      # every byte is known: WikiText has <unk> for rare words
+BYTES = 256
+ALPHABET = 1000                                              # most frequent characters that WordPieces know
+SENTENCES = 2_000_000                                        # the first lines, which sentencepiece reads
+LONGEST = 2**16                                              # bytes of a line that sentencepiece reads
+
+
+def new_tokenizer(kind: Kind, text: Text, size: int, lowercase: bool = True, cache_dir: str | Path | None = None):
+    """A tokenizer of transformers with `size` entries, or fewer where the text has no more, kept in `cache_dir`.
+
+    Raises DataError for a size without room for the characters or the 256 bytes.
+    """
+    from transformers import BertTokenizerFast
+
+    make = {"wordpiece": wordpieces, "byte_pairs": byte_pairs, "sentencepiece": pieces}[kind]
+    key = content_key(cache_dir, text, "vocabulary 1", kind, size, lowercase)
+    made = cached(cache_dir, key, lambda: {"json": np.frombuffer(make(text, size, lowercase).encode(), np.uint8)})
+    description = made["json"].tobytes().decode()
+    if kind == "wordpiece":
+        return BertTokenizerFast(vocab=json.loads(description), do_lower_case=lowercase)
+    return fast_tokenizer(description, unk_token=UNKNOWN, eos_token=END, bos_token=END)
+
+
+def fast_tokenizer(description: str, **marks: str):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(description), **marks)
+
+
+def wordpieces(text: Text, size: int, lowercase: bool) -> str:
+    """The number of each piece, as JSON. The library numbers the "##" characters in the order of a hash table, and
+    breaks ties by it: they are given beforehand."""
+    from tokenizers.implementations import BertWordPieceTokenizer
+
+    tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
+    counts = Counter()
+    for line in lines_of(text):
+        counts.update(tokenizer.normalize(line))
+    counts.pop(" ", None)
+    alphabet = sorted(sorted(counts, key=lambda c: (-counts[c], c))[:ALPHABET])
+    first = [*SPECIAL, *("##" + c for c in alphabet)]
+    check_size(size, len(first) + len(alphabet), f"the {len(alphabet)} characters of this text")
+    tokenizer.train_from_iterator(lines_of(text), vocab_size=size, show_progress=False, special_tokens=first,
+                                  initial_alphabet=alphabet, limit_alphabet=ALPHABET)
+    return json.dumps(dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])))
+
+
+def byte_pairs(text: Text, size: int, lowercase: bool) -> str:
+    """As JSON."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    check_size(size, BYTES + 2, f"the {BYTES} bytes and two marks")
+    tokenizer = lowercased(Tokenizer(models.BPE()), lowercase)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    lines = (f"{line}\n" for line in lines_of(text, UNKNOWN))   # what follows a line matters too
+    tokenizer.train_from_iterator(lines, trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[UNKNOWN, END], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    return tokenizer.to_str()
+
+
+def pieces(text: Text, size: int, lowercase: bool) -> str:
+    """As JSON: words begin with their blank, a line ends in a piece of its own, unknown characters become bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    lines = islice(lines_of(text, " "), SENTENCES)
+    model = loaded(unigram_model((line.lower() if lowercase else line for line in lines),
+                                 f"{size} pieces of this text, {BYTES} of them the bytes",
+                                 "task.vocabulary_size, or task.vocabulary=byte_pairs", vocab_size=size - 2,
+                                 byte_fallback=True, unk_piece=UNKNOWN, add_dummy_prefix=False,
+                                 remove_extra_whitespaces=False, max_sentence_length=LONGEST))
+    scores = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]
+    tokenizer = lowercased(Tokenizer(models.Unigram([*scores, ("\n", 0.0)], unk_id=0, byte_fallback=True)), lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.Metaspace("▁", prepend_scheme="never")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([UNKNOWN, END])
+    return tokenizer.to_str()
+
+
+def unigram_model(texts: Iterable[str], wanted: str, instead: str, **options: Any) -> bytes:
+    """The model of sentencepiece, trained by one thread. Raises DataError: what was `wanted`, and what to set
+    `instead`."""
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, hard_vocab_limit=False,
+                                   num_threads=1, bos_id=-1, eos_id=-1, normalization_rule_name="identity",
+                                   minloglevel=2, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise DataError(f"sentencepiece makes no {wanted}: {error}; choose another {instead}") from None
+    return model.getvalue()
+
+
+def loaded(model: bytes):
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_proto=model)
+
+
+def lowercased(tokenizer, lowercase: bool):
+    from tokenizers import normalizers
+
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+def check_size(size: int, least: int, what: str) -> None:
+    if size < least:
+        raise DataError(f"task.vocabulary_size={size}: expected at least {least}, room for {what}")
