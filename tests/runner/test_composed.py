@@ -9,14 +9,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from pydantic import Field
 
-from crt_exp.config import CONF, ConfigError, choices, located
-from crt_exp.hints import Count, Positive, Several, at_least, below, describe, parameters
+from crt_exp.config import CONF, HYDRA_KEYS, ConfigError, choices, imported
+from crt_exp.options import Count, Positive, Several, check, checked, describe, parameters
 from crt_exp.runner import command_line
 from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
 from crt_exp.runner.help import lines_of, words_of
 from crt_exp.samplers import hadamard, iid, orthogonal
-from crt_exp.schema import HYDRA_KEYS, check, checked
 
 
 def composed(*overrides):
@@ -160,7 +160,7 @@ def test_the_targets_of_conf_are_ours(configurations):
         group = choice.partition("=")[0]
         node = configurations[choice][group]
         for part in filter(lambda n: isinstance(n, dict) and "_target_" in n, (node, *node.values())):
-            assert part["_target_"].startswith("crt_exp.") and inspect.getmodule(located(group, part["_target_"])), part
+            assert part["_target_"].startswith("crt_exp.") and inspect.getmodule(imported(part["_target_"])), part
 
 
 def test_a_group_takes_code_of_its_kind_alone(configurations):
@@ -240,7 +240,7 @@ class Sizes(TypedDict):
 @checked("thing")
 class Thing:
     def __init__(self, kind: Literal["no", "yes"], rates: Several[Positive], sizes: Sizes,
-                 share: Annotated[float, at_least(0), below(1)] = 0):
+                 share: Annotated[float, Field(ge=0, lt=1)] = 0):
         self.kind = kind
 
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from crt_exp.config import CONF, ConfigError, located
-from crt_exp.hints import describe, parameters
+from crt_exp.config import CONF, ConfigError, imported
+from crt_exp.options import describe, parameters
 from crt_exp.runner.configuration import GROUPS
 from crt_exp.runner.written import check_values, written_hints
 
@@ -45,7 +45,7 @@ def test_what_is_read_is_what_is_there():
     """Where both are known; which is of nearly all keys."""
     known = both = 0
     for target in {*nodes()}:
-        written, real = written_hints(target), parameters(located("conf", target))
+        written, real = written_hints(target), parameters(imported(target))
         assert {key: describe(hint) for key, hint in written.items() if key in real} == {
             key: describe(real[key].hint) for key in written if key in real}, target
         known, both = known + len(real), both + len(written.keys() & real.keys())
