@@ -18,7 +18,6 @@ from crt_exp.options import ConfigError, Parameter, Values, check_options, forma
 
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
-NAMED = ("attention", "features", "sampler")  # the groups that a Mechanism is made of
 LARGEST = 2**17  # characters of a YAML file
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
@@ -46,7 +45,7 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{path}: expected a folder with names of your own, as --config-dir and names=... take")
-        for file in (file for group in NAMED for file in sorted((path / group).glob("*.yaml"))):
+        for file in sorted(path.glob("*/*.yaml")):
             if (taken := CONF / file.parent.name / file.name).is_file() and not taken.samefile(file):
                 raise ConfigError(f"{file}: the name {file.stem} is taken by {taken}: give the file another name")
     before = _OWN.set(paths)
@@ -72,8 +71,7 @@ def is_known(group: str, name: Any) -> bool:
 
 def file_of(group: str, name: str) -> Path:
     """The file of a choice, of conf/ or of `own_names`."""
-    found = (folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get()))
-    return next(filter(Path.is_file, found), CONF / group / f"{name}.yaml")
+    return next(file for folder in (CONF, *_OWN.get()) if (file := folder / group / f"{name}.yaml").is_file())
 
 
 def canonical(group: str, name: Any) -> Any:

@@ -99,10 +99,8 @@ class Mechanism:
             if features is not None:
                 raise ConfigError(f"features={format_value(features)}: expected none beside a feature map")
             name, features = None, name
-        elif isinstance(name, str) and not is_known("attention", name):
-            raise unknown("attention", name, dict.fromkeys([*known("attention"), *known("features")]))
-        elif name is None and features is None:
-            raise ConfigError("attention=null: expected a name of conf/attention, or features=...")
+        elif (name is None and features is None) or (isinstance(name, str) and not is_known("attention", name)):
+            raise unknown("attention", str(name), dict.fromkeys([*known("attention"), *known("features")]))
         node, named = read_preset(BASE if name is None else name)
         what = BASE if name is None else place(name)
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
@@ -110,8 +108,7 @@ class Mechanism:
             part, _, option = key.rpartition(".")
             changes.get(part, changes[""])[option if part in changes else key] = value
         given = {"features": features or changes["features"], "sampler": sampler or changes["sampler"], "m": m}
-        unused = [key for key, value in given.items() if value not in (None, {}) and key not in uses(node)]
-        if unused:
+        if unused := [key for key, value in given.items() if value not in (None, {}) and key not in uses(node)]:
             raise ConfigError(f"attention {what} does not use {' and '.join(unused)}: leave it out")
         node = with_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
@@ -176,8 +173,7 @@ class Mechanism:
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
         if self.own_kernel:
-            raise ConfigError(f"features={self.features.name} has a kernel of its own, which is not {kernel}: it "
-                              "serves kernel machines (task=uci), and no attention")
+            raise ConfigError(f"features={self.features.name}: its own kernel serves task=uci, and no attention")
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:
@@ -188,8 +184,7 @@ class Mechanism:
         if "phi" in self.options:
             return construct(self.options["phi"])
         if self.features is None:
-            raise ConfigError(f"attention {self.name} has no feature map: choose features=..., or a preset such as "
-                              "favorpp")
+            raise ConfigError(f"attention {self.name} has no feature map: choose one that has, such as favorpp")
         content = self.features.content
         if not isinstance(content, dict):
             return content if self.own_kernel or content.kernel == kernel else replace(content, kernel=kernel)
@@ -217,12 +212,10 @@ class Mechanism:
         node = {key: value for key, value in self.options.items() if not (own_map and key in ("phi", "kernel"))}
         of_map = {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1} if own_map or self.draws else {}
         made = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **of_map, **sizes)
-        for key in ("kv_heads", "causal", "scaling"):
-            asked = sizes.get(key)
-            if asked is not None and getattr(made, key, asked) != asked:
-                raise ConfigError(f"{type(made).__name__} was asked for {key}={format_value(asked)} and has "
-                                  f"{format_value(getattr(made, key))}: its __init__ must hand **options on, "
-                                  "super().__init__(heads, d, **options)")
+        asked = {key: size for key in ("kv_heads", "causal", "scaling") if (size := sizes.get(key)) is not None}
+        if other := [key for key, size in asked.items() if getattr(made, key, size) != size]:
+            raise ConfigError(f"{type(made).__name__} was asked for {other[0]}={format_value(asked[other[0]])}: its "
+                              "__init__ must hand **options on, super().__init__(heads, d, **options)")
         return made
 
     def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
@@ -247,12 +240,12 @@ class Mechanism:
                 "features": self.features and self.features.name,
                 "sampler": self.sampler_part and self.sampler_part.name, "rebuilds": named,
                 "options": options | (self._changes() if named else {}),
-                "described": json.loads(json.dumps(self.describe()))}
+                "described": json.loads(json.dumps(self.describe(), default=str))}
 
     def _changes(self) -> dict[str, Any]:
         """Options of its parts that are not those of their files, as `of` takes them."""
-        changes = {"features": self.features.changes("features") if self.features else {},
-                   "sampler": self.sampler_part.changes("sampler") if self.sampler_part else {}}
+        parts = {"features": self.features, "sampler": self.sampler_part}
+        changes = {group: part.changes(group) for group, part in parts.items() if part}
         if is_known("attention", self.name) and "phi" in self.options:
             phi = resolved(self.options | {"phi": read_preset(self.name)[0]["phi"]})["phi"]
             changes["phi"] = {key: value for key, value in self.options["phi"].items() if phi.get(key) != value}
@@ -275,9 +268,8 @@ class Mechanism:
             mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
                                **saved["options"])
         except (ConfigError, TypeError, RecursionError) as error:
-            name = format_value(saved.get("name") if isinstance(saved, dict) else saved)
-            raise ConfigError(f"{source}: its attention {name} is not one of this installation: {error}") from None
-        if json.loads(json.dumps(mechanism.describe())) != saved["described"]:
+            raise ConfigError(f"{source}: its attention is not one of this installation: {error}") from None
+        if mechanism.saved()["described"] != saved["described"]:
             raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
         return mechanism
 
@@ -324,9 +316,8 @@ def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None
     kinds besides the layers that are swapped, unless `layers` chose: it stays as it is.
     """
     options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
-    given = options | {"m": m, "sampler": sampler, "seed": seed}
-    mechanism = name if isinstance(name, Mechanism) else Mechanism.parse(name, **given)
-    return mechanism.swap(model, layers, causal=causal, saved=saved)
+    made = name if isinstance(name, Mechanism) else Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
+    return made.swap(model, layers, causal=causal, saved=saved)
 
 
 # ---- files and what they use
@@ -338,11 +329,8 @@ def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
     A class has the options of its constructor with their defaults, and "???" for those without one.
     """
     if not isinstance(name, str):
-        if not ATTENTION.is_one(name):
-            raise ConfigError(f"attention._target_={place(name)}: expected {ATTENTION.what}")
-        values = {key: "???" if option.required else plain(option.default)
-                  for key, option in ATTENTION.options(name).items()}
-        return {"_target_": name} | {key: value for key, value in values.items() if is_plain(value)}, {}
+        options = ATTENTION.options(name).items()
+        return {"_target_": name} | {key: "???" if each.required else plain(each.default) for key, each in options}, {}
     node, named, below = read_yaml(file_of("attention", name)), {}, {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
@@ -350,11 +338,6 @@ def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
         else:
             named |= {key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()}
     return below | node, named
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it stands in a file as itself."""
-    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
 
 
 def default_choice(group: str) -> Any:

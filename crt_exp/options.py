@@ -11,7 +11,8 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Number
 from typing import (Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar, Union, get_args, get_origin,
                     get_type_hints, is_typeddict)
@@ -32,9 +33,8 @@ class ConfigError(ValueError):
     """A configuration that cannot be run; the message states what to change."""
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
+def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
-    known = list(known)
     return ConfigError(f"unknown {what} {name!r}{did_you_mean(name, known)}\n  known: {' '.join(known) or 'none'}")
 
 
@@ -51,17 +51,15 @@ def check(key: str, value: Any, hint: Any) -> None:
     if is_typeddict(hint) and isinstance(value, Mapping):
         check_options(key, hint, value)
     elif value == "???" or not fits(value, hint):  # ???: a file leaves it to the user
-        options = [option for option in get_args(hint) if isinstance(option, str)]
-        near = did_you_mean(value, options) if isinstance(value, str) and get_origin(hint) is Literal else ""
+        near = did_you_mean(format_value(value), map(str, get_args(hint))) if get_origin(hint) is Literal else ""
         raise ConfigError(f"{key}={format_value(value)}: expected {describe(hint)}{near}")
 
 
 def fits(value: Any, hint: Any) -> bool:
-    try:
-        adapter(hint).validate_python((plain(value, tuple),))
-    except ValidationError:
-        return False
-    return True
+    for sequence in (tuple, list):  # pydantic tells them apart, files do not
+        with suppress(ValidationError):
+            return bool(adapter(hint).validate_python((plain(value, sequence),)))
+    return False
 
 
 @functools.cache
@@ -130,10 +128,9 @@ class Values(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-for _tag, _pattern, _first in (("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
-                               ("bool", "true|True|false|False", [*"tTfF"]), ("int", r"[-+]?\d+", [*"-+0123456789"]),
-                               ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", [*"-+0123456789."])):
-    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+for _tag, _pattern in (("null", "null|Null|NULL|~|"), ("bool", "true|True|false|False"), ("int", r"[-+]?\d+"),
+                       ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")):
+    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
 
 
 def parse_value(text: str) -> Any:
@@ -160,16 +157,13 @@ PLAIN = re.compile(r"[\w.+*/:-]+")
 
 def split_words(text: str) -> tuple[str, dict[str, Any]]:
     """The name and the options of a line such as "window block=32 first=16". Raises ConfigError."""
-    name, *words = WORD.findall(text) if isinstance(text, str) and text.strip() else ["="]
-    options: dict[str, Any] = {}
-    for word in words:
-        key, sign, value = word.partition("=")
-        if not (key and sign) or key in options:
-            raise ConfigError(f"attention {text!r}: {word}: expected key=value, each key once")
-        options[key] = parse_value(value)
-    if "=" in name:
-        raise ConfigError(f"attention {text!r}: expected a name, then options, such as 'window block=32 first=16'")
-    return name, options
+    words = WORD.findall(text) if isinstance(text, str) else []
+    pairs = [word.partition("=") for word in words[1:]]
+    options = {key: parse_value(value) for key, sign, value in pairs if key and sign}
+    if not words or "=" in words[0] or len(options) < len(pairs):
+        raise ConfigError(f"attention {text!r}: expected a name, then key=value, each key once, such as "
+                          "'window block=32 first=16'")
+    return words[0], options
 
 
 def join_words(name: str, options: Mapping[str, Any]) -> str:
@@ -177,15 +171,13 @@ def join_words(name: str, options: Mapping[str, Any]) -> str:
     return " ".join([name, *(f"{key}={written(value)}" for key, value in options.items())])
 
 
-def parse_arguments(kind: type, words: Iterable[str]) -> Any:
+def parse_arguments(kind: type, words: Sequence[str]) -> Any:
     """The dataclass of options that key=value words give. Raises ConfigError."""
-    wanted, values = parameters(kind), {}
-    for word in words:
-        key, sign, text = word.partition("=")
-        if not sign or key in values:
-            raise ConfigError(f"{word}: expected key=value, each key once")
-        as_text = key in wanted and fits(text, wanted[key].hint) and text != "null"
-        values[key] = text if as_text else parse_value(text)
+    wanted, pairs = parameters(kind), [word.partition("=") for word in words]
+    values = {key: text if key in wanted and text != "null" and fits(text, wanted[key].hint) else parse_value(text)
+              for key, _, text in pairs}
+    if len(values) < len(pairs) or not all(sign for _, sign, _ in pairs):
+        raise ConfigError(f"{' '.join(words)}: expected key=value, each key once")
     check_options("", kind, values)
     return kind(**values)
 

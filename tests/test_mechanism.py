@@ -50,7 +50,7 @@ def test_what_is_saved_by_names_is_the_same_mechanism(name):
 
 def test_a_saved_mechanism_that_is_no_more_is_refused():
     saved = Mechanism.of("favorpp", m=8).saved()
-    for change, words in [({"name": "favorq"}, "attention favorq is not one of this installation"),
+    for change, words in [({"name": "favorq"}, "is not one of this installation: unknown attention .favorq."),
                           ({"features": "nothing"}, "is not one of this installation"),
                           ({"options": {"redraw": 3}}, "is not one of this installation"),
                           ({"m": 9}, "favorpp is not what it was")]:

@@ -130,8 +130,8 @@ def test_methods():
     assert methods[1].mechanism().options["first"] == 2 and methods[3].mechanism(seed=7).seed == 7
     for texts, words in ((["window 8"], "is no option"), (["favour"], "favor"), (["favorp size=3"], "size"),
                          (["exact", "exact"], "twice"), ([" "], "it takes a name"),
-                         (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset = foo: it takes cheap, "),
-                         (["nearfar block=1.5"], "block = 1.5: it takes a whole number"),
+                         (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset=foo: expected cheap, "),
+                         (["nearfar block=1.5"], "block=1.5: expected an integer"),
                          (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "does not use m"),
                          (["favorp m=4", "favorp"], "twice"),
                          (["favorp seed=3"], "seed = 0 is given beside it")):

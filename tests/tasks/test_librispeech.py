@@ -330,7 +330,7 @@ def test_a_run_on_a_stream(run, streamed, tmp_path):
     (["task.max_seconds=1.5"], ["cannot be used", "above task.max_seconds = 1.5", "task.bad=skip"]),
     (["+task.sizes.layer=2"], ["layer", "did you mean task.sizes.layers?"]),
     (["+task.sizes.dim=15"], ["dim = 15 is no multiple of heads = 2"]),
-    (["task.preset=big"], ["task.preset = big: it takes small or paper"]),
+    (["task.preset=big"], ["task.preset=big: expected small or paper"]),
     (["task.symbols=letters"], ["task.symbols = letters"]),
     (["task.speeds=[0.1]"], ["task.speeds[0] = 0.1"]),
     (["task.init=/nowhere"], ["task.init = /nowhere", "no such directory"]),
