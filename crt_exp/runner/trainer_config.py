@@ -56,8 +56,6 @@ class TrainerConfig:
     freeze: Sequence[str]
 
     def __post_init__(self):
-        if self.precision is False:  # what YAML makes of an unquoted no
-            object.__setattr__(self, "precision", "no")
         if self.strategy == "fsdp" and self.precision == "fp16":
             raise ConfigError("trainer.precision = fp16 does not go with trainer=fsdp: use bf16")
         if self.adapt:
