@@ -132,7 +132,7 @@ def test_methods():
                          (["exact", "exact"], "twice"), ([" "], "it takes a name"),
                          (["nearfar preset=foo"], "'nearfar preset=foo': attention.preset=foo: expected cheap, "),
                          (["nearfar block=1.5"], "block=1.5: expected an integer"),
-                         (["nearfar cells=true"], "cells = true"), (["nearfar m=3"], "does not use m"),
+                         (["nearfar cells=true"], "cells=true"), (["nearfar m=3"], "does not use m"),
                          (["favorp m=4", "favorp"], "twice"),
                          (["favorp seed=3"], "seed = 0 is given beside it")):
         with pytest.raises(ConfigError, match=words):

@@ -121,7 +121,7 @@ BAD = [
     ("task.datset=wine", "did you mean task.dataset?"),
     ("sed=1", "did you mean seed?"),
     ("foo", "not of the form key=value"),
-    ("features.m=0", "features.m = 0"),
+    ("features.m=0", "features.m=0"),
     ("features.m=many", "features.m=many: expected an integer >= 1"),
     ("features.m=1,2", "add -m"),
     ("features.A=0.125", "features.A=0.125: expected a number < 0.125"),
