@@ -178,7 +178,7 @@ def test_two_processes_tell_an_error_once(tmp_path):
     (["trainer.epochs=0.001"], "trainer.epochs = 0.001 makes no step at all: an epoch has 12"),
     (["trainer.epochs=0.05"], "trainer.epochs = 0.05 makes no step at all"),       # 0.6 of one: it was rounded to one
     (["task.streamed=true"], "set trainer.steps"),
-    (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention.phi.kernel_epsilon = -1"),
+    (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention.phi.kernel_epsilon=-1"),
 ], ids=str)
 def test_a_mistake_is_told_before_the_processes_start(args, message, typed, tmp_path, monkeypatch):
     monkeypatch.setattr("crt_exp.runner.fit.torchrun", lambda *_: pytest.fail("processes were started"))
