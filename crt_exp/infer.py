@@ -29,13 +29,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 
-from crt_exp.arguments import read
+from crt_exp.options import Count, NotNegative, parse_arguments
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError, images
 from crt_exp.data.endings import IMAGES, files_ending
 from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decoded, padded, seconds_of
-from crt_exp.hints import Count, NotNegative, above, at_least, at_most
 from crt_exp.models import language, recogniser, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
@@ -55,7 +55,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AudioOptions(ImageOptions):
-    segment: Annotated[float, at_least(1)] = 20.0
+    segment: Annotated[float, Field(ge=1)] = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class SequenceOptions:
     length: Count | None = None
     temperature: NotNegative = 1.0
     top_k: Count | None = None
-    top_p: Annotated[float, above(0), at_most(1)] | None = None
-    seed: Annotated[int, at_least(0), at_most(2**32 - 1)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
     output: str | None = None
     names: str | None = None
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind = "imagenet" if "architecture" in described else str(described.get("kind"))
         if kind not in KINDS:
             raise DataError(f"run={run} is a run of another task than imagenet, librispeech, trembl, books, pixels")
-        options = read(KINDS[kind][0], arguments)
+        options = parse_arguments(KINDS[kind][0], arguments)
         with torch.no_grad(), own_names([options.names] if options.names else []):
             return KINDS[kind][1](options) or 0
     except (ConfigError, DataError, ValueError, OSError) as error:

@@ -25,7 +25,6 @@ import signal
 
 from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.data.ranks import world_size
-from crt_exp.removed import removed
 from crt_exp.runner.command_line import Shown, check_command_line, with_file_names
 from crt_exp.runner.configuration import folders, local
 from crt_exp.runner.ending import Stopped, fail, mistakes_said
@@ -46,7 +45,7 @@ def main() -> None:
         print(said, end="")
         return
     except ConfigError as error:
-        fail(removed(sys.argv[1:]) or error)
+        fail(error)
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run)()
     except KeyboardInterrupt:  # between the runs of a sweep

@@ -23,7 +23,7 @@ from crt_exp.config import CONF, ConfigError, choices, groups
 from crt_exp.data import __main__ as data_command
 from crt_exp.data import sources
 from crt_exp.features import Statistics
-from crt_exp.hints import parameters
+from crt_exp.options import parameters
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import pages
 from crt_exp.runner.command_line import Shown, check_command_line

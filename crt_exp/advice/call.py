@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp import mechanism_text
+from crt_exp.options import join_words
 from crt_exp.advice.bench import Bench, Swap, quiet
 from crt_exp.advice.bench_pieces import MASKED, BatchBench, TextBench, predicts
 from crt_exp.advice.language import LEAST, length_of, load, load_tokenizer
@@ -69,7 +69,7 @@ def mechanisms(attentions: Sequence[Named] | None, quick: bool = True, seed: int
                ) -> dict[str, Mechanism | None]:
     """Attention by its name, exact (None) first. Raises ConfigError for unknown names and options."""
     names = (QUICK if quick else THOROUGH) if attentions is None else [
-        mechanism_text.write(place(each[0]), each[1]) if isinstance(each, tuple) else place(each)
+        join_words(place(each[0]), each[1]) if isinstance(each, tuple) else place(each)
         for each in attentions]
     found = {EXACT: None, **{name: Mechanism.parse(name, seed=seed) for name in names if name != EXACT}}
     if len(found) == 1:

@@ -15,12 +15,11 @@ from crt_exp.advice.language import LEAST, length_of, opened, refuse_other, rows
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import DataError, images, speech
 from crt_exp.data.endings import IMAGES, files_ending
-from crt_exp.hints import Count, Positive
+from crt_exp.options import Count, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
-from crt_exp.schema import checked
 from crt_exp.stored import json_object
 
 

@@ -22,7 +22,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
 from crt_exp.data.hub import Hub, hub_examples, reason_of
 from crt_exp.data.plan import Plan
-from crt_exp.hints import Count, Whole
+from crt_exp.options import Count, Whole
 
 Draw = np.random.Generator
 Row = tuple[int, Any, int]     # its number, which decides what is drawn, what `read` takes, and its label

@@ -23,8 +23,8 @@ class Symbols:
     def of(cls, kind: Kind, texts: Sequence[str], size: int) -> "Symbols":
         """Those of the texts: all their characters or words, or `size` pieces, fewer where the texts have no more."""
         if kind == "pieces":
-            return cls.of_pieces(unigram_model(
-                texts, f"{size} pieces", "task.pieces, or task.symbols=characters", vocab_size=size, character_coverage=1.0))
+            return cls.of_pieces(unigram_model(texts, f"{size} pieces", "task.pieces, or task.symbols=characters",
+                                               vocab_size=size, character_coverage=1.0))
         symbols = {part for text in texts for part in (text if kind == "characters" else text.split())}
         return cls(kind, tuple(sorted(symbols)))
 

@@ -18,7 +18,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor
 
 from crt_exp.estimators.random_features import FLOATS, RandomFeatures, blocks, label_set, validated
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 from crt_exp.samplers.blocks import one_thread
 from crt_exp.samplers.draws import free_memory
 

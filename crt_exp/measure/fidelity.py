@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from crt_exp.data.text import official_file
-from crt_exp.hints import Count, Whole
+from crt_exp.options import Count, Whole, checked
 from crt_exp.measure.base import SwapMeasurement
 from crt_exp.measure.subject import Subject
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task
-from crt_exp.schema import checked
 from crt_exp.tasks.mlm import MLM
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2

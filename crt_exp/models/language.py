@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
-from crt_exp.hints import Count, at_least, below, parameters
+from crt_exp.options import Count, check_options
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import kept as kept_folder
 from crt_exp.models.folder import check_shapes
 from crt_exp.models.transformer import Transformer
-from crt_exp.schema import check_keys
 from crt_exp.swap.swap import LayerMaker
 
 KIND = "language_model"
-Dropout = Annotated[float, at_least(0), below(1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 Positions = Literal["learned", "rotary", "none"]
 
 
@@ -48,7 +48,7 @@ PRESETS = {"tiny": (4, 2, 128, 64), "small": (4, 4, 512, 128),
 def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSizes:
     """The sizes of a preset with other values for some keys; `option` is where those were given. Raises ConfigError."""
     sizes = dict(zip(TransformerSizes.__annotations__, PRESETS[preset])) | dict(changes)
-    check_keys(f"{option}.", sizes, parameters(TransformerSizes))
+    check_options(option, TransformerSizes, sizes)
     if sizes["d"] % sizes["heads"]:
         raise ConfigError(f"{option}: d = {sizes['d']} is no multiple of heads = {sizes['heads']}")
     return sizes
@@ -183,7 +183,7 @@ def load(run: str | Path, option: str) -> KeptLanguageModel:
     named = f"{option} = {run}"
     with kept_folder.read(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
-        check_keys("", config, parameters(LanguageDescription))
+        check_options("", LanguageDescription, config)
         kept = KeptLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]
         check_shapes(lambda: LanguageModel(kept.description, exact), layers, kept.untied(), named)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data.text import IGNORED
-from crt_exp.hints import Count, at_least, below, parameters
+from crt_exp.options import Count, check_options
 from crt_exp.models import kept
 from crt_exp.models.folder import check_shapes
-from crt_exp.schema import check_keys
 
 KIND = "word_lstm"
 SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model
@@ -27,7 +27,7 @@ SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of
 class WordLSTM(nn.Module):
     """Reads words and goes on where it stopped: its state is an argument and a result."""
 
-    def __init__(self, words: Count, width: Count, layers: Count, dropout: Annotated[float, at_least(0), below(1)]):
+    def __init__(self, words: Count, width: Count, layers: Count, dropout: Annotated[float, Field(ge=0, lt=1)]):
         super().__init__()
         self.embedding, self.dropout = nn.Embedding(words, width), nn.Dropout(dropout)
         self.lstm = nn.LSTM(width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
@@ -129,7 +129,7 @@ def load(run: str | Path, option: str) -> KeptLSTM:
     """What a run of task=ptb kept. Raises DataError, naming `option`, for what is none."""
     with kept.read(run, option, KIND, "task=ptb") as (_, config, tensors):
         sizes = {"words": len(config["words"]), **config["sizes"]}
-        check_keys("", sizes, parameters(WordLSTM))
+        check_options("", WordLSTM, sizes)
         check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option} = {run}")
         body = WordLSTM(**sizes)
         body.load_state_dict(tensors)

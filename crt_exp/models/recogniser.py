@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data.symbols import Symbols
-from crt_exp.hints import parameters
+from crt_exp.options import check_options
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import kept
 from crt_exp.models.conformer_transducer import ConformerSizes, ConformerTransducer, check_sizes
 from crt_exp.models.folder import check_shapes
-from crt_exp.schema import check_keys
 
 KIND = "conformer_transducer"
 PIECES = "pieces.model"
@@ -50,7 +49,7 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
         symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
         mechanism = Mechanism.of_saved(config["attention"], f"{option} = {run}")
         rate, sizes = config["rate"], config["sizes"]
-        check_keys("sizes.", sizes, parameters(ConformerSizes))
+        check_options("sizes", ConformerSizes, sizes)
         check_sizes(sizes)
         check_shapes(lambda: ConformerTransducer(len(symbols) + 1, rate, sizes), sizes["layers"], tensors,
                      f"{option} = {run}")

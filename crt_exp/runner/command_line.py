@@ -18,7 +18,6 @@ from crt_exp.runner.help import help_text
 from crt_exp.runner.processes import take_away
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
 from crt_exp.runner.written import check_values
-from crt_exp.schema import names_code
 
 
 LONGEST_NAME = 255  # bytes of a file's name
@@ -113,7 +112,7 @@ def parse_overrides(args: list[str]) -> list:
 def check_names_no_code(override) -> None:
     """What is built stands in files alone, those of conf/ and of a folder that the user names."""
     keys = override.key_or_group.split("@")[0].split(".")
-    if any(key.startswith("_") for key in keys) or (not override.is_sweep_override() and names_code(override.value())):
+    if any(key.startswith("_") for key in keys):
         raise ConfigError(f"{override.input_line}: the command line cannot name code to run; write it to "
                           "DIR/<group>/<name>.yaml and add --config-dir=DIR <group>=<name>")
 
@@ -270,7 +269,7 @@ def without_unused(job: list[str], overrides: list, folders: list[str]) -> list[
 
 def used(override: str, attention: Any) -> bool:
     """Whether an attention makes use of what an override chooses."""
-    from crt_exp.presets import uses
+    from crt_exp.mechanism import uses
 
     part, (_, *path) = part_of(override), key_of(override).split(".")
     if attention is None or part is None or override.startswith("+"):

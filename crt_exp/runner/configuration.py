@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import Field
 
-from crt_exp.config import CONF, ConfigError, choices, construct, unknown
-from crt_exp.hints import Count, Parameter, at_least, at_most, shown
-from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, Group, check_keys, check_node
-from crt_exp.stored import yaml_object
+from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
+                            read_yaml, unknown)
+from crt_exp.options import Count, Parameter, check_options, format_value
 
 # ---- what Hydra was asked for ----------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ def override(key: str, value: Any) -> str:
 
 # ---- keys and groups -------------------------------------------------------------------------------------------------
 
-TOP = {"seed": Parameter(Annotated[int, at_least(0), at_most(2**32 - 1)], True),  # what NumPy's generators take
+TOP = {"seed": Parameter(Annotated[int, Field(ge=0, le=2**32 - 1)], True),  # what NumPy's generators take
        "resume": Parameter(Literal["never", "auto"], True)}
 
 
@@ -153,7 +153,7 @@ def check_plain(given: dict[str, Any]) -> None:
     for key in given:
         if key not in TOP and key not in GROUPS:
             raise unknown("key", key, [*TOP, *GROUPS])
-    check_keys("", {key: value for key, value in given.items() if key in TOP}, TOP)
+    check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
     for name, group in GROUPS.items():
         node = given.get(name)
         unchosen = isinstance(node, dict) and node.keys() <= group.extra.keys()  # what config.yaml holds
@@ -172,10 +172,10 @@ def kept_task(run: str | Path, **changes: Any) -> Any:
     The file is data: it names a class of conf/task and plain values of its options. Raises ConfigError for others.
     """
     path = Path(run) / "config.yaml"
-    node = yaml_object(path).get("task")
+    node = read_yaml(path).get("task")
     target = node.get("_target_") if isinstance(node, dict) else None
     if not isinstance(target, str) or target not in task_classes():
-        raise ConfigError(f"{path}: task._target_ = {shown(target)} is no class of conf/task")
+        raise ConfigError(f"{path}: task._target_ = {format_value(target)} is no class of conf/task")
     node |= changes
     check_node("task", node, GROUPS["task"])
     return construct(node)

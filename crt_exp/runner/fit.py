@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from crt_exp.config import ConfigError, instantiate, located
+from crt_exp.config import ConfigError, imported, instantiate
 from crt_exp.data.ranks import inside_torchrun, world_size
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, key_of, output_directory, override,
@@ -67,7 +67,7 @@ def named(group: str) -> Iterator[None]:
 
 def check_attention(cfg) -> None:
     """Choices that the attention does not use."""
-    from crt_exp.presets import uses
+    from crt_exp.mechanism import uses
 
     if cfg.get("attention") is None:
         return
@@ -94,7 +94,7 @@ def check_sweeper(cfg) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     if in_sweep():
-        kind = located("task", cfg.task._target_)
+        kind = imported(cfg.task._target_)
         check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
 
 
@@ -114,7 +114,7 @@ def check_probe(cfg, task, mechanism) -> None:
 
 def measures_whole(cfg, mechanism) -> bool:
     """Whether the probe also measures this attention, which has no feature map."""
-    measures = getattr(located("task", cfg.task._target_), "measures_whole", None)
+    measures = getattr(imported(cfg.task._target_), "measures_whole", None)
     return measures is not None and measures(mechanism)
 
 
@@ -123,7 +123,7 @@ def check_training(cfg, task, mechanism) -> None:
     from crt_exp.runner.trainer import planned_steps
     from crt_exp.runner.trainer_config import check_processes
 
-    config = instantiate(cfg.trainer, _convert_="all")
+    config = instantiate(cfg.trainer)
     processes = world_size() if inside_torchrun() else config.processes or 1
     check_processes(config, processes)
     if config.strategy == "fsdp" and processes > 1:
@@ -199,7 +199,7 @@ def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
     from crt_exp.runner.trainer import Trainer
     from crt_exp.runner.trainer_config import start_world
 
-    config = instantiate(cfg.trainer, _convert_="all")
+    config = instantiate(cfg.trainer)
     world = start_world(config)
     raise_interrupts()
     with ending_together(world), open_run(cfg, task, world) as current:

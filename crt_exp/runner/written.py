@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import crt_exp
-from crt_exp import hints
+from crt_exp import options
 from crt_exp.runner.configuration import GROUPS
-from crt_exp.schema import check
+from crt_exp.options import check
 
-WORDS = vars(builtins) | vars(typing) | vars(collections.abc) | vars(hints)  # that annotations are made of
+WORDS = vars(builtins) | vars(typing) | vars(collections.abc) | vars(options)  # that annotations are made of
 PACKAGE = Path(crt_exp.__file__).parent
 UNKNOWN = (NameError, AttributeError, TypeError)  # of what takes other words
 

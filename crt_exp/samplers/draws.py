@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 
 ALWAYS = 2**28   # bytes below which the free memory is not looked up
 U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4
@@ -53,8 +53,8 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
 
     row: numbers drawn for each of m, else d.
     """
-    m = whole_number(m, "m", what="the number of projections (features.m)")
-    d = whole_number(d, "d", what="the dimension")
+    m = whole_number(m, "m")
+    d = whole_number(d, "d")
     size = 8 * math.prod(batch) * m * (row or d)
     if size > ALWAYS and size > (free := free_memory(device_of(generator))):
         heads = f" for {math.prod(batch)} heads" if batch else ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 from torch import nn
 
 from crt_exp.config import ConfigError
@@ -22,8 +23,7 @@ from crt_exp.data.plan import bucketed, masked, padded
 from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED, Masking, official_file, table, text_files
 from crt_exp.data.vocabularies import fast_tokenizer, new_tokenizer
-from crt_exp.hints import Count, at_least
-from crt_exp.schema import checked
+from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, exp
 from crt_exp.tasks.sequences import Share, SymbolTask
 
@@ -46,7 +46,7 @@ class Books(SymbolTask):
     vocabulary: Literal["byte_pairs", "sentencepiece"]
     vocabulary_size: Count
     evaluated: Count | None
-    max_length: Annotated[int, at_least(2)]
+    max_length: Annotated[int, Field(ge=2)]
     cache_dir: str | None
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
     share: Share = 0.15

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from joblib import cpu_count
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
@@ -17,7 +18,6 @@ from crt_exp.data import images as data
 from crt_exp.data.hub import is_on_hub
 from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, listed
 from crt_exp.data.sources import SOURCES, task_folder
-from crt_exp.hints import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
@@ -31,9 +31,9 @@ class ImageTask(Task):
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
     hub: ImageHub
-    held_out: Annotated[float, at_least(0), below(1)]
+    held_out: Annotated[float, Field(ge=0, lt=1)]
     unreadable: Literal["error", "skip"]
-    workers: Annotated[int, at_least(0), at_most(128)] | None
+    workers: Annotated[int, Field(ge=0, le=128)] | None
 
     validation, test = "val", "val"
 

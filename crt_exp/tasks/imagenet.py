@@ -15,20 +15,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from pydantic import Field
+
 from crt_exp.config import ConfigError
 from crt_exp.data import check_classes
 from crt_exp.data.loading import Draw, drawing
-from crt_exp.hints import Count, NotNegative, above, at_least, at_most, below
+from crt_exp.options import Count, NotNegative, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 
-Share = Annotated[float, at_least(0), at_most(1)]
-Part = Annotated[float, above(0), at_most(1)]
+Share = Annotated[float, Field(ge=0), Field(le=1)]
+Part = Annotated[float, Field(gt=0), Field(le=1)]
 NAMED_CLASSES = 5                                            # top-5 accuracy is ImageNet's
 
 
@@ -69,10 +70,10 @@ class ImageNet(ImageTask):
     new_head: bool
     crop: Part
     augment: ImageAugment
-    smoothing: Annotated[float, at_least(0), below(1)]
-    drop_path: Annotated[float, at_least(0), below(1)]
+    smoothing: Annotated[float, Field(ge=0), Field(lt=1)]
+    drop_path: Annotated[float, Field(ge=0), Field(lt=1)]
     layer_decay: Part
-    ema: Annotated[float, above(0), below(1)] | None
+    ema: Annotated[float, Field(gt=0), Field(lt=1)] | None
 
     metric = "accuracy"
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.atomic_write import whole
@@ -23,16 +24,15 @@ from crt_exp.data.cache import warn
 from crt_exp.data.hub import is_on_hub
 from crt_exp.data.sources import task_folder
 from crt_exp.data.symbols import ALPHABET, Symbols
-from crt_exp.hints import Count, Positive, Several, Whole, at_least, at_most, parameters
+from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser
 from crt_exp.models.conformer_transducer import PRESETS, ConformerSizes, beam, check_sizes, frames_of, greedy
 from crt_exp.models.recogniser import Recogniser
-from crt_exp.schema import check_keys, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.metrics import error_rates
 
-Share = Annotated[float, at_least(0), at_most(1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model
 SPLITS = ("train", "validation", "test")
 
@@ -79,13 +79,13 @@ class LibriSpeech(Task):
     subsets: Subsets
     strings: Strings
     hub: speech.SpeechHub
-    rate: Annotated[int, at_least(4000)] | None
+    rate: Annotated[int, Field(ge=4000)] | None
     max_seconds: Positive
     bad: Literal["error", "skip"]
     symbols: Literal["characters", "words", "pieces"] | None
     pieces: Count
     batch_seconds: Positive
-    speeds: Several[Annotated[float, at_least(0.5), at_most(2)]]
+    speeds: Several[Annotated[float, Field(ge=0.5, le=2)]]
     augment: SpeechAugment
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
@@ -110,7 +110,7 @@ class LibriSpeech(Task):
 
     def check_options(self, digits: bool) -> None:
         self.sizes = PRESETS[self.preset] | self.sizes
-        check_keys("task.sizes.", self.sizes, parameters(ConformerSizes))
+        check_options("task.sizes", ConformerSizes, self.sizes)
         check_sizes(self.sizes)
         if self.source == "hub" and (self.corpus != "librispeech" or self.data_dir):
             raise ConfigError("task.source=hub: reads a set of the hub; leave task.corpus and task.data_dir out")

@@ -18,10 +18,9 @@ from crt_exp.data import arena, check_classes
 from crt_exp.data.arena import LONGEST, SPLITS, Dataset, Labelled
 from crt_exp.data.plan import by_length, few, masked, padded
 from crt_exp.data.sources import task_folder
-from crt_exp.hints import Count
+from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
-from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask
 

@@ -10,16 +10,16 @@ from typing import Annotated, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data.loading import Draw
-from crt_exp.hints import Count, above, below
+from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription, check_patch
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
@@ -59,7 +59,7 @@ class MAE(ImageTask):
     sizes: MAESizes
     size: Count | None
     init: str
-    mask_share: Annotated[float, above(0), below(1)]
+    mask_share: Annotated[float, Field(gt=0, lt=1)]
     normalised: bool
     augment: MAEAugment
 

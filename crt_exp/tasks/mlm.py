@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,10 +25,9 @@ from crt_exp.data import text as data
 from crt_exp.data.hub import Hub
 from crt_exp.data.sources import no_folder
 from crt_exp.data.vocabularies import new_tokenizer
-from crt_exp.hints import Count, Whole, above, at_least, at_most, below
+from crt_exp.options import Count, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.schema import checked
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
@@ -85,12 +85,12 @@ class MLM(Task):
     vocabulary: str | None
     vocabulary_size: Count
     lowercase: bool
-    block: Annotated[int, at_least(3)]
-    share: Annotated[float, above(0), below(1)]
+    block: Annotated[int, Field(ge=3)]
+    share: Annotated[float, Field(gt=0, lt=1)]
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
-    repeat: Annotated[float, at_least(0), at_most(1)] = 0.0
+    repeat: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     metric, lower_is_better = "perplexity", True
 

@@ -14,13 +14,14 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import corpora
 from crt_exp.data.ranks import whole
 from crt_exp.data.text import IGNORED
-from crt_exp.hints import Count, NotNegative, Positive, at_least, below
+from crt_exp.options import Count, NotNegative, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.sampled_softmax import (
@@ -33,7 +34,6 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
@@ -71,7 +71,7 @@ class PTB(Task):
     min_count: Count | None
     width: Count
     layers: Count
-    dropout: Annotated[float, at_least(0), below(1)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
     bptt: Count
     softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
     sampling: Sampling

@@ -16,17 +16,17 @@ from sklearn.impute import SimpleImputer
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from tqdm import tqdm
 
-from crt_exp import mechanism_text
+from pydantic import Field
+
+from crt_exp.options import Count, Positive, Several, checked, split_words
 from crt_exp.config import unknown
 from crt_exp.data import own_table, tabular
 from crt_exp.features import Statistics
-from crt_exp.hints import Count, Positive, Several, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import interval
 from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
-from crt_exp.schema import checked
 
 
 @checked("task")
@@ -42,7 +42,7 @@ class UCI:
 
     def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"],
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
-                 repeats: Count, sigmas: Several[Annotated[float, above(0), below(1e150)]],  # their squares are numbers
+                 repeats: Count, sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]],  # squares stay finite
                  draws: Count = 1, data_dir: str | None = None, csv: str | None = None, target: str | None = None,
                  kind: own_table.Kind | None = None, baseline: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
@@ -56,7 +56,7 @@ class UCI:
         self.file = None if csv else tabular.file_of(dataset, data_dir)
         self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, split, repeats, draws, list(sigmas)
         self.metric = "r2" if self.table.classes is None else "accuracy"
-        self.baseline, self.options = mechanism_text.read(baseline) if baseline else (None, {})
+        self.baseline, self.options = split_words(baseline) if baseline else (None, {})
         if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
             raise unknown("task.baseline, of a table with classes,", self.baseline, [*BASELINES])
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:

@@ -60,7 +60,7 @@ def test_hedgehog_is_its_materialised_twin(causal, masked):
 
 
 def test_hedgehog_says_what_it_is_not():
-    with pytest.raises(ValueError, match="it takes softmax"):
+    with pytest.raises(ValueError, match="expected softmax"):
         Mechanism.of(features="hedgehog").map("gaussian")
     for law in (Hedgehog().log_kernel, Hedgehog().log_relative_second_moment):
         with pytest.raises(NotImplementedError, match="estimate no kernel"):
@@ -164,7 +164,7 @@ def test_rows_begin_as_those_of_the_map_that_is_not_trained():
     (HypRF(), {"learn": "parameters"}, "has none; learn = projections"),
     (OPRF(), {"learn": "projections", "redraw_every": 3}, "redraw_every = 3: rows that are trained"),
     (Hedgehog(), {"redraw_every": 1}, "redraw_every = 1: rows that are trained"),
-    (OPRF(), {"learn": "all"}, "attention.learn = all: it takes none, parameters or projections")], ids=str)
+    (OPRF(), {"learn": "all"}, "attention.learn=all: expected none, parameters or projections")], ids=str)
 def test_what_cannot_be_trained_is_refused(phi, options, words):
     with pytest.raises(ValueError, match=words):
         make(phi, **options)

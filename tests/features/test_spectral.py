@@ -122,10 +122,10 @@ BAD = {
         torch.ones(2, 4), samplers.orthogonal(8, 4, lengths="sqrt_d")),
     "LaplaceRF needs noise with exactly Gaussian rows": lambda: LaplaceRF().phi_q(
         torch.ones(2, 4), samplers.hadamard(8, 4)),
-    "nu = 1: it takes 0.5, 1.5 or 2.5": lambda: MaternRF(nu=1),
-    "alpha = 0: it takes a number above 0": lambda: RationalQuadraticRF(alpha=0),
-    "order = 2: it takes 0 or 1": lambda: ArcCosineRF(order=2),
-    "kernel = gaussian: it takes matern": lambda: MaternRF("gaussian"),
+    "nu=1: expected 0.5, 1.5 or 2.5": lambda: MaternRF(nu=1),
+    "alpha=0: expected a number > 0": lambda: RationalQuadraticRF(alpha=0),
+    "order=2: expected 0 or 1": lambda: ArcCosineRF(order=2),
+    "kernel=gaussian: expected matern": lambda: MaternRF("gaussian"),
 }
 
 

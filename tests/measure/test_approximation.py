@@ -221,8 +221,8 @@ BAD = [
     ({"model": "bert", "text": "text.txt"}, "The text has 19 tokens, and one block needs 38"),
     ({"text": "text.txt"}, "go together"),
     ({"layers": [0]}, "need task.model"),
-    ({"ms": []}, "task.ms = .*: it takes a list of at least one entry, each a whole number"),
-    ({"scale": -1.0}, "task.scale = -1.0: it takes a number above 0"),
+    ({"ms": []}, "task.ms=.*: expected a list of length >= 1"),
+    ({"scale": -1.0}, "task.scale=-1.0: expected a number > 0"),
 ]
 
 

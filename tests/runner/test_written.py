@@ -6,18 +6,18 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from crt_exp.config import CONF, ConfigError, located
-from crt_exp.hints import describe, parameters
+from crt_exp.config import CONF, ConfigError, imported
+from crt_exp.options import describe, parameters
 from crt_exp.runner.configuration import GROUPS
 from crt_exp.runner.written import check_values, written_hints
 
-WRONG = {"task=mlm task.block=abc": "task.block = abc: it takes a whole number of at least 2",
-         "task=mlm features.m=-3": "features.m = -3: it takes a whole number of at least 1",
-         "task=lra task.dropout=2": "task.dropout = 2: it takes a number of at least 0 and below 1",  # of a base class
-         "task=uci task.sigmas=[0.1,-1]": "task.sigmas[1] = -1: it takes a number above 0 and below 1e+150",
-         "task=uci trainer.lr=-1": "trainer.lr = -1: it takes a number above 0",
-         "attention=nearfar attention.block=0": "attention.block = 0: it takes a whole number of at least 1, or null",
-         "-m seed=0 task.repeats=1,0": "task.repeats = 0: it takes a whole number of at least 1"}
+WRONG = {"task=mlm task.block=abc": "task.block=abc: expected an integer >= 2",
+         "task=mlm features.m=-3": "features.m=-3: expected an integer >= 1",
+         "task=lra task.dropout=2": "task.dropout=2: expected a number >= 0 and < 1",  # of a base class
+         "task=uci task.sigmas=[0.1,-1]": "task.sigmas=[0.1,-1]: expected a list",
+         "task=uci trainer.lr=-1": "trainer.lr=-1: expected a number > 0",
+         "attention=nearfar attention.block=0": "attention.block=0: expected an integer >= 1 or null",
+         "-m seed=0 task.repeats=1,0": "task.repeats=0: expected an integer >= 1"}
 REFUSED = """
 import sys
 from crt_exp.config import ConfigError
@@ -45,7 +45,7 @@ def test_what_is_read_is_what_is_there():
     """Where both are known; which is of nearly all keys."""
     known = both = 0
     for target in {*nodes()}:
-        written, real = written_hints(target), parameters(located("conf", target))
+        written, real = written_hints(target), parameters(imported(target))
         assert {key: describe(hint) for key, hint in written.items() if key in real} == {
             key: describe(real[key].hint) for key in written if key in real}, target
         known, both = known + len(real), both + len(written.keys() & real.keys())

@@ -124,9 +124,9 @@ def test_other_weights_underneath_are_refused(typed, tmp_path, monkeypatch, inte
     (["trainer.lora.targets=[innner]"], "unknown target of trainer.lora.targets"),
     (["trainer.lora.targets=null"], "trainer.lora.targets = null: this model has no projections of attention"),
     (["trainer.lora.rank=7"], "trainer.lora.rank = 7: inner.0 is 16 x 6, so its rank is at most 6"),
-    (["trainer.lora.rank=0"], "trainer.lora.rank = 0: it takes a whole number of at least 1"),
-    (["trainer.lora.dropout=1"], "trainer.lora.dropout = 1"),
-    (["trainer.adapt=lara"], "trainer.adapt = lara: it takes lora"),
+    (["trainer.lora.rank=0"], "trainer.lora.rank=0: expected an integer >= 1"),
+    (["trainer.lora.dropout=1"], "trainer.lora.dropout=1"),
+    (["trainer.adapt=lara"], "trainer.adapt=lara: expected lora"),
     (["trainer.freeze=[middle]"], "unknown name in trainer.freeze"),
     (["trainer.strategy=fsdp"], "trainer.adapt = lora trains few parameters")], ids=str)
 def test_bad_input_is_told_and_leaves_nothing(args, words, typed, tmp_path):

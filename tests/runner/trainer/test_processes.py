@@ -172,13 +172,13 @@ def test_two_processes_tell_an_error_once(tmp_path):
 @pytest.mark.parametrize("args, message", [
     (["trainer.batch=7"],
      "trainer.batch = 7 does not divide over 2 processes x 1 micro-batches: choose a multiple of 2"),
-    (["trainer.betas=[a,b]"], "trainer.betas[0] = a: it takes a number"),
-    (["task.rows=abc"], "task.rows = abc: it takes a number"),
+    (["trainer.betas=[a,b]"], "trainer.betas=[a,b]: expected a list"),
+    (["task.rows=abc"], "task.rows=abc: expected a number"),
     (["task.rows=6"], "trainer.batch = 8 is more than the 6 rows"),
     (["trainer.epochs=0.001"], "trainer.epochs = 0.001 makes no step at all: an epoch has 12"),
     (["trainer.epochs=0.05"], "trainer.epochs = 0.05 makes no step at all"),       # 0.6 of one: it was rounded to one
     (["task.streamed=true"], "set trainer.steps"),
-    (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention.phi.kernel_epsilon = -1"),
+    (["attention=generalized", "attention.phi.kernel_epsilon=-1"], "attention.phi.kernel_epsilon=-1"),
 ], ids=str)
 def test_a_mistake_is_told_before_the_processes_start(args, message, typed, tmp_path, monkeypatch):
     monkeypatch.setattr("crt_exp.runner.fit.torchrun", lambda *_: pytest.fail("processes were started"))

@@ -1,0 +1,263 @@
+"""Options of classes: what a constructor's annotations accept, checked by pydantic, with one-line errors.
+
+    def __init__(self, scaling: Literal["standard", "minmax", "none"], repeats: Count, sigmas: Several[Positive]): ...
+
+The annotations are the only table of keys, types and bounds. Values from Python, files and the command line get the
+same check and the same error: "task.repeats=1.5: expected an integer >= 1".
+"""
+
+import difflib
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Number
+from typing import (Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar, Union, get_args, get_origin,
+                    get_type_hints, is_typeddict)
+
+import yaml
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+
+Entry = TypeVar("Entry")
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Complex = Annotated[complex, Strict(False)]  # YAML has no complex numbers: strings such as 0.1+0.2j
+Several = Annotated[Sequence[Entry], Field(min_length=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message states what to change."""
+
+
+def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
+    """The error for a name that does not exist, with the nearest one that does."""
+    return ConfigError(f"unknown {what} {name!r}{did_you_mean(name, known)}\n  known: {' '.join(known) or 'none'}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+# ---- one value
+
+
+def check(key: str, value: Any, hint: Any) -> None:
+    """Raises ConfigError where a value does not fit an annotation: "key=value: expected ..."."""
+    if is_typeddict(hint) and isinstance(value, Mapping):
+        check_options(key, hint, value)
+    elif value == "???" or not fits(value, hint):  # ???: a file leaves it to the user
+        near = did_you_mean(format_value(value), map(str, get_args(hint))) if get_origin(hint) is Literal else ""
+        raise ConfigError(f"{key}={format_value(value)}: expected {describe(hint)}{near}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    for sequence in (tuple, list):  # pydantic tells them apart, files do not
+        with suppress(ValidationError):
+            return bool(adapter(hint).validate_python((plain(value, sequence),)))
+    return False
+
+
+@functools.cache
+def adapter(hint: Any) -> TypeAdapter:
+    """Of a tuple with one such value: strict, so "3" is no integer, and true and nan are no numbers."""
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    return TypeAdapter(tuple[dict if is_typeddict(hint) else hint], config=config)
+
+
+def plain(value: Any, sequence: type = list) -> Any:
+    """Mappings and sequences (OmegaConf's too) as `dict` and `sequence`, numbers of NumPy as Python's."""
+    if isinstance(value, Mapping):
+        return {key: plain(entry, sequence) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return sequence(plain(entry, sequence) for entry in value)
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+
+
+def whole_number(value: Any, name: str, least: int | None = 1) -> int:
+    """An integer, NumPy's too, as an int. Raises ConfigError for others and for less than `least`."""
+    check(name, value, Annotated[int, Field(ge=least)])
+    return int(value)
+
+
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >=", "max_length": "of length <=",
+         "multiple_of": "that is a multiple of"}
+NAMES = {int: "an integer", float: "a number", complex: "a number such as 0.1+0.2j", bool: "true or false",
+         str: "a string", dict: "keys with values", type(None): "null", Any: "any value", Sequence: "a list",
+         list: "a list", tuple: "a list"}
+
+
+def describe(hint: Any) -> str:
+    """What an annotation accepts: "an integer >= 1 or null"."""
+    bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    bounds = " and ".join(f"{sign} {getattr(bound, name)}" for part in extra
+                          for bound in getattr(part, "metadata", ()) for name, sign in SIGNS.items()
+                          if hasattr(bound, name))
+    kind, options = get_origin(bare) or bare, get_args(bare)
+    if kind in (Union, types.UnionType, Literal):
+        words = [str(option) if kind is Literal else describe(option) for option in options]
+        return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    name = NAMES.get(dict if is_typeddict(kind) else kind) or f"a {getattr(kind, '__name__', kind)}"
+    entries = [describe(entry) for entry in options if entry is not ...] if name == "a list" else []
+    size = f"of {len(entries)} entries" if kind is tuple and ... not in options and entries else ""
+    each = f"(each {', '.join(dict.fromkeys(entries))})" if entries and options[0] is not Any else ""
+    return " ".join(filter(None, [name, size, bounds, each]))
+
+
+def format_value(value: Any) -> str:
+    """A value for an error, in at most 100 characters."""
+    text = written(value[:100] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+# ---- values in text
+
+
+class Values(yaml.SafeLoader):
+    """YAML whose words are null, true and false, whose numbers may be 1e-3, without aliases."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def compose_node(self, parent: yaml.Node, index: int) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(problem="aliases are refused", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+
+for _tag, _pattern in (("null", "null|Null|NULL|~|"), ("bool", "true|True|false|False"), ("int", r"[-+]?\d+"),
+                       ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")):
+    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
+
+
+def parse_value(text: str) -> Any:
+    """A value on the command line: YAML, or the string itself."""
+    try:
+        return yaml.load(text, Values)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
+def written(value: Any) -> str:
+    """A value so that `parse_value` reads it as itself: null, true or false, a number, a string, a list of these."""
+    if isinstance(value, str):
+        quote = "'" if '"' in value else '"'
+        return value if PLAIN.fullmatch(value) and parse_value(value) == value else f"{quote}{value}{quote}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(written, value))}]" if isinstance(value, Sequence) else str(value)
+
+
+WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # blanks within brackets and quotes divide nothing
+PLAIN = re.compile(r"[\w.+*/:-]+")
+
+
+def split_words(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a line such as "window block=32 first=16". Raises ConfigError."""
+    words = WORD.findall(text) if isinstance(text, str) else []
+    pairs = [word.partition("=") for word in words[1:]]
+    options = {key: parse_value(value) for key, sign, value in pairs if key and sign}
+    if not words or "=" in words[0] or len(options) < len(pairs):
+        raise ConfigError(f"attention {text!r}: expected a name, then key=value, each key once, such as "
+                          "'window block=32 first=16'")
+    return words[0], options
+
+
+def join_words(name: str, options: Mapping[str, Any]) -> str:
+    """The reverse of `split_words`."""
+    return " ".join([name, *(f"{key}={written(value)}" for key, value in options.items())])
+
+
+def parse_arguments(kind: type, words: Sequence[str]) -> Any:
+    """The dataclass of options that key=value words give. Raises ConfigError."""
+    wanted, pairs = parameters(kind), [word.partition("=") for word in words]
+    values = {key: text if key in wanted and text != "null" and fits(text, wanted[key].hint) else parse_value(text)
+              for key, _, text in pairs}
+    if len(values) < len(pairs) or not all(sign for _, sign, _ in pairs):
+        raise ConfigError(f"{' '.join(words)}: expected key=value, each key once")
+    check_options("", kind, values)
+    return kind(**values)
+
+
+# ---- the parameters of a constructor
+
+
+class Parameter(NamedTuple):
+    """What a parameter accepts, and its default; required where that is `inspect.Parameter.empty`."""
+
+    hint: Any
+    required: bool
+    default: Any = inspect.Parameter.empty
+
+
+@functools.cache
+def parameters(target: Any) -> dict[str, Parameter]:
+    """What a class or function takes by name, or a TypedDict holds.
+
+    A constructor with **options takes those of the next class that it inherits from too, and may give them itself:
+    they are not required.
+    """
+    if is_typeddict(target):
+        hints = get_type_hints(target, include_extras=True)
+        return {name: Parameter(get_args(hint)[0] if get_origin(hint) is NotRequired else hint,
+                                name in target.__required_keys__) for name, hint in hints.items()}
+    owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
+    found: dict[str, Parameter] = {}
+    for maker in (target, *owners[1:-1]):  # the last is object
+        hints, signature = annotations(maker), inspect.signature(maker).parameters.values()
+        for p in signature:
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                required = p.default is p.empty and maker is target
+                found.setdefault(p.name, Parameter(hints.get(p.name, Any), required, p.default))
+        if all(p.kind is not p.VAR_KEYWORD for p in signature):
+            break
+    return found
+
+
+def annotations(maker: Any) -> dict[str, Any]:
+    """Those that can be resolved: not of names that are imported for type checkers alone."""
+    try:
+        return get_type_hints(maker.__init__ if isinstance(maker, type) else maker, include_extras=True)
+    except NameError:
+        return {}
+
+
+def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first value that does not fit; `prefix` goes before its key, with a dot."""
+    for name, parameter in (target if isinstance(target, dict) else parameters(target)).items():
+        if name in values:
+            check(f"{prefix}.{name}" if prefix else name, values[name], parameter.hint)
+
+
+def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key that is unknown or missing and for a value that does not fit.
+
+    target: a class, a function, a TypedDict, or a dictionary of `Parameter`.
+    """
+    wanted = target if isinstance(target, dict) else parameters(target)
+    names = {key: f"{prefix}.{key}" if prefix else str(key) for key in [*wanted, *values]}
+    for key in values:
+        if key not in wanted:
+            raise unknown("key", names[key], [names[each] for each in wanted])
+    check_values(prefix, wanted, values)
+    for key, parameter in wanted.items():
+        if parameter.required and key not in values:
+            raise ConfigError(f"{names[key]}: missing, expected {describe(parameter.hint)}")
+
+
+def checked(prefix: str) -> Callable[[type], type]:
+    """Class decorator: the constructor checks its arguments and calls them `<prefix>.<name>` in errors."""
+    def decorate(cls: type) -> type:
+        construct, arguments = cls.__init__, inspect.signature(cls.__init__)
+
+        @functools.wraps(construct)
+        def checking(self, *args, **options):
+            check_values(prefix, cls, arguments.bind(self, *args, **options).arguments)
+            construct(self, *args, **options)
+
+        cls.__init__ = checking
+        return cls
+    return decorate
