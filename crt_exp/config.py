@@ -93,8 +93,8 @@ def canonical(group: str, name: str) -> str:
 def unknown(what: str, name: str, known: list[str]) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
     near = difflib.get_close_matches(name, [*known, *ALIASES.get(what, ())], n=1, cutoff=0.5)
-    hint = f"; did you mean {canonical(what, near[0])}?" if near else ""
-    return ConfigError(f"unknown {what} {name!r}{hint}\n  known: {' '.join(known) or 'none'}")
+    hint = f"did you mean {canonical(what, near[0])}?" if near else f"known: {' '.join(known) or 'none'}"
+    return ConfigError(f"unknown {what} {name!r}; {hint}")
 
 
 def plain_number(value: Any) -> Any:

@@ -10,6 +10,7 @@ from crt_exp.config import (CONF, ConfigError, file_of, imported, is_known, know
                             read_conf, unknown)
 from crt_exp.hints import defaults, parameters, shown
 from crt_exp.schema import FEATURES, SAMPLER, Group, check_defined, check_keys, check_node, is_map
+from crt_exp.source import options_in_source
 
 OF_MAP = "features."            # before an option of the map; so are those of the sampler and of phi
 GROUPS = {"features": FEATURES, "sampler": SAMPLER}
@@ -95,7 +96,8 @@ def still_known(saved: Any) -> Any:
 
 def uses(options: Any) -> frozenset[str]:
     """Which of features, sampler and m the attention of a file makes use of."""
-    if "phi" not in parameters(located("attention", options["_target_"])):
+    target = options["_target_"]
+    if "phi" not in (options_in_source(str(target)) or parameters(located("attention", target))):
         return frozenset()
     if "phi" not in options:
         return frozenset({"features", "sampler", "m"})
