@@ -1,30 +1,35 @@
-"""The configuration tree: where it lies, how names become objects, and what a mistyped name was meant to be.
+"""The configuration tree: the names of conf/, the files behind them, and the objects that these describe.
 
 The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`, for the library as for the
 command line. Folders of one's own (`own_names`) add to it.
 """
 
-import difflib
 import pkgutil
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from crt_exp.annotations import annotations_in_source
+from crt_exp.options import ConfigError, Parameter, Values, check_options, format_value, parameters, unknown  # noqa: F401
+
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
 NAMED = ("attention", "features", "sampler")  # the groups that a Mechanism is made of
+LARGEST = 2**17  # bytes of a YAML file
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message says what to change."""
+# ---- names
+
+
+def groups() -> list[str]:
+    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
 
 def choices(group: str) -> list[str]:
@@ -33,27 +38,23 @@ def choices(group: str) -> list[str]:
 
 @contextmanager
 def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
-    """Within it the names of these folders, laid out as conf/, stand for what they say, as `--config-dir` adds them to
-    a run and to a report, also when a saved attention is read: their classes are imported, so give folders that you
-    trust. Raises ConfigError for what is no folder, and for a name that is taken."""
+    """Within it the names of these folders, laid out as conf/, are known too, also when a saved attention is read.
+
+    `--config-dir` adds them to a run and to a report. Their classes are imported, so give folders that you trust.
+    Raises ConfigError for a path that is no folder, and for a name that conf/ has.
+    """
     paths = tuple(Path(folder).expanduser().absolute() for folder in folders)  # processes may stand elsewhere
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"{path}: there is none; it takes a folder with the names of your own, as --config-dir "
-                              "and names=... do")
-        check_free(path)
+            raise ConfigError(f"{path}: expected a folder with names of your own, as --config-dir and names=... take")
+        for file in (file for group in NAMED for file in sorted((path / group).glob("*.yaml"))):
+            if (taken := CONF / file.parent.name / file.name).is_file() and not taken.samefile(file):
+                raise ConfigError(f"{file}: the name {file.stem} is taken by {taken}: give the file another name")
     before = _OWN.set(paths)
     try:
         yield
     finally:
         _OWN.reset(before)
-
-
-def check_free(folder: Path) -> None:
-    """Raises ConfigError for a file that another one of conf/ would be read instead of."""
-    for path in sorted(path for group in NAMED for path in (folder / group).glob("*.yaml")):
-        if (taken := CONF / path.parent.name / path.name).is_file() and not taken.samefile(path):
-            raise ConfigError(f"{path}: the name {path.stem} is taken by {taken}: give the file another name")
 
 
 def own_folders() -> tuple[Path, ...]:
@@ -62,9 +63,8 @@ def own_folders() -> tuple[Path, ...]:
 
 
 def known(group: str) -> list[str]:
-    """The choices of a group, with those of `own_names`. They are the names of files: no path is made of a word that a
-    user typed or a file holds before it is one of them."""
-    return sorted({path.stem for folder in _folders() for path in (folder / group).glob("*.yaml")})
+    """The choices of a group, with those of `own_names`: no path is made of a word that is none of these."""
+    return sorted({path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")})
 
 
 def is_known(group: str, name: str) -> bool:
@@ -72,17 +72,9 @@ def is_known(group: str, name: str) -> bool:
 
 
 def file_of(group: str, name: str) -> Path:
-    """The file of a choice: that of conf/, which no other takes the place of, or one of `own_names`."""
-    found = (folder / group / f"{name}.yaml" for folder in _folders())
+    """The file of a choice, of conf/ or of `own_names`."""
+    found = (folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get()))
     return next(filter(Path.is_file, found), CONF / group / f"{name}.yaml")
-
-
-def _folders() -> tuple[Path, ...]:
-    return CONF, *_OWN.get()
-
-
-def groups() -> list[str]:
-    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
 
 def canonical(group: str, name: str) -> str:
@@ -90,33 +82,29 @@ def canonical(group: str, name: str) -> str:
     return ALIASES.get(group, {}).get(name.lower(), name)
 
 
-def unknown(what: str, name: str, known: list[str]) -> ConfigError:
-    """The error for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, [*known, *ALIASES.get(what, ())], n=1, cutoff=0.5)
-    hint = f"did you mean {canonical(what, near[0])}?" if near else f"known: {' '.join(known) or 'none'}"
-    return ConfigError(f"unknown {what} {name!r}; {hint}")
-
-
-def plain_number(value: Any) -> Any:
-    """A number of NumPy as Python's, in a list too; other values as they are."""
-    import numpy as np
-
-    if isinstance(value, (list, tuple)):
-        return [plain_number(each) for each in value]
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def located(path: str, name: Any) -> Any:
-    """The class or function that the `_target_` of a node names. Raises ConfigError where it cannot be imported."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The plain values of a YAML file, which may come from anybody. Raises ConfigError, naming the line."""
     try:
-        return imported(name)
-    except ConfigError as error:
-        raise ConfigError(f"{path}._target_ = {error}") from None
+        if path.stat().st_size > LARGEST:
+            raise ConfigError(f"{path}: expected at most {LARGEST} bytes")
+        content = yaml.load(path.read_text(encoding="utf-8"), Values)
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}" if mark else path
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys with values")
+    return content
+
+
+# ---- objects
 
 
 def imported(name: Any) -> Any:
-    """What lies at a place such as "crt_exp.features.OPRF"; a class itself. Raises ConfigError."""
-    if isinstance(name, type):
+    """The class or function at a place such as "crt_exp.features.OPRF"; a class itself. Raises ConfigError."""
+    if not isinstance(name, str):
         return name
     try:
         return pkgutil.resolve_name(name)
@@ -126,53 +114,98 @@ def imported(name: Any) -> Any:
 
 
 def place(made: Any) -> str:
-    """Where a class or function lies; a place itself."""
+    """The place of a class or function; a place itself."""
     return made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"
 
 
-class Values(yaml.SafeLoader):
-    """YAML whose words are null, true and false, and whose numbers may have an exponent without a point: 1e-3."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        if len({*keys}) < len(keys):
-            raise yaml.constructor.ConstructorError(problem="a key comes twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-for _tag, _pattern, _first in (("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
-                               ("bool", "true|True|false|False", [*"tTfF"]), ("int", r"[-+]?\d+", [*"-+0123456789"]),
-                               ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", [*"-+0123456789."])):
-    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
-
-
-def read_conf(path: Path) -> dict[str, Any]:
-    """A file of conf/ that the library reads without OmegaConf, or one of `own_names`. Raises ConfigError naming the
-    line."""
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Values)
-    except (yaml.YAMLError, OSError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
 def construct(node: dict[str, Any], **options: Any) -> Any:
-    """What the plain values of a file stand for, as Hydra has it: the `_target_` with its keys, or with `_partial_` one
-    that waits for the rest. Nodes are checked by `schema.check_node` before; the constructor's own errors are raised.
-    """
-    values = {key: construct(value) if isinstance(value, dict) and "_target_" in value else value
-              for key, value in node.items() if key not in ("_target_", "_partial_", "_convert_")} | options
-    target = located("", node["_target_"])
-    return partial(target, **values) if node.get("_partial_") else target(**values)
+    """The object that a node describes: its `_target_`, called with its keys; no other value is built or imported."""
+    return imported(node["_target_"])(**{key: value for key, value in (node | options).items() if key[0] != "_"})
 
 
-def instantiate(node: Any, **options: Any) -> Any:
-    """hydra.utils.instantiate with the constructor's own error in place of Hydra's wrapping."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate as build_node
+def instantiate(node: Any) -> Any:
+    """The object that a node of a composed configuration describes."""
+    from omegaconf import OmegaConf
 
-    try:
-        return build_node(node, **options)
-    except InstantiationException as error:
-        raise (error.__cause__ or error) from None
+    return construct(OmegaConf.to_container(node, resolve=True))
+
+
+# ---- the node of a file: a `_target_` with its keys
+
+HYDRA_KEYS = ("_target_", "_partial_", "_convert_")  # the command line may not name them
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the `_target_` of a group must be, and which of its parameters the configuration does not give."""
+
+    what: str
+    is_one: Callable[[Any], bool]
+    supplied: tuple[str, ...] = ()                                        # by the run itself
+    extra: dict[str, Parameter] = field(default_factory=dict)             # further keys, where it has its parts
+    parts: dict[str, "Group"] = field(default_factory=dict)               # keys with a `_target_` of their own
+    optional: bool = False
+
+    def options(self, target: Any) -> dict[str, Parameter]:
+        """The keys that a class has in a file."""
+        apart = (*self.supplied, *self.parts)
+        return {key: parameter for key, parameter in parameters(target).items() if key not in apart}
+
+
+def check_node(path: str, node: Any, group: Group) -> None:
+    """Raises ConfigError for another `_target_` than the group takes, and for keys that do not fit."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise ConfigError(f"{path}={format_value(node)}: expected {group.what}, described in a file with a _target_")
+    target = imported(node["_target_"])
+    if not group.is_one(target):
+        raise ConfigError(f"{path}._target_={place(target)}: expected {group.what}")
+    given = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
+    for key in group.parts.keys() & given.keys():
+        check_node(f"{path}.{key}", given.pop(key), group.parts[key])
+    has_parts = group.parts.keys() <= node.keys()
+    check_options(path, group.options(target) | (group.extra if has_parts else {}), given)
+
+
+def uses(attention: dict[str, Any]) -> frozenset[str]:
+    """Which of features, sampler and m the attention of a file makes use of."""
+    target = attention["_target_"]
+    if "phi" not in (annotations_in_source(place(target)) or parameters(imported(target))):
+        return frozenset()
+    if "phi" not in attention:
+        return frozenset({"features", "sampler", "m"})
+    return frozenset({"sampler", "m"} if attention["phi"].get("projection", True) else ())
+
+
+def takes(*names: str) -> Callable[[Any], bool]:
+    return lambda target: callable(target) and set(names) <= parameters(target).keys()
+
+
+def is_map(target: Any) -> bool:
+    return isinstance(target, type) and all(hasattr(target, name) for name in ("phi_q", "phi_k", "projections"))
+
+
+def is_layer(target: Any) -> bool:
+    """A class of layers, or a function that makes one."""
+    return (isinstance(target, type) and hasattr(target, "forward")) or takes("heads", "d")(target)
+
+
+FEATURES = Group("a FeatureMap", is_map, ("kernel",))
+SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "generator", "batch"),
+                ("m", "d", "generator", "batch", "dtype"))
+ATTENTION = Group("a module made of heads and d", is_layer,
+                  ("sampler", "m", "heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer"),
+                  {"kernel": Parameter(str, False)}, {"phi": FEATURES}, optional=True)
+
+
+def names_code(value: Any) -> bool:
+    """Whether a key such as _target_ stands anywhere in it."""
+    if isinstance(value, dict):
+        return any(str(key).startswith("_") or names_code(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(map(names_code, value))
+
+
+def located(path: str, name: Any) -> Any:
+    return imported(name)
+
+
+read_conf = read_yaml

@@ -1,98 +1,97 @@
-"""`Mechanism`: "favorpp m=256" as one object, between names and feature maps, samplers, attention layers and swapped
-models.
+"""`Mechanism`: "favorpp m=256" as one object, between names and maps, samplers, attention layers and swapped models.
 
 A name is a file of conf/attention (or of conf/features, for a map alone), for the library as for the command line.
-Nothing else builds these from configuration: tasks, probes, estimators, reports and swaps take a Mechanism.
+Nothing else builds these from configuration: tasks, measurements, estimators, reports and swaps take a Mechanism.
 """
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from crt_exp import mechanism_text
-from crt_exp.config import (ConfigError, canonical, construct, imported, is_known, known, located, place,
-                            plain_number, unknown)
+from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct,
+                            file_of, imported, is_known, is_map, known, place, read_yaml, uses)
 from crt_exp.features.base import FeatureMap
-from crt_exp.hints import shown, whole_number
-from crt_exp.presets import (BASE, GROUPS, GroupChoice, apart, by_place, check_given, check_options, default_choice,
-                             default_m, node_of, part_of, read_preset, resolved, still_known, uses, with_phi)
-from crt_exp.removed import removed
+from crt_exp.options import (check_options, format_value, join_words, plain, split_words, unknown,
+                             whole_number)
 from crt_exp.samplers import Noise
-from crt_exp.schema import ATTENTION, check_kind, check_node, is_map
 from crt_exp.stored import check_saved
 
 Layers = Iterable[int] | int | Literal["supported"] | None
+PARTS = {"features": FEATURES, "sampler": SAMPLER}
+BASE = "base/random_features"  # within conf/attention: the layer around a map that is given alone
+
+
+class Choice(NamedTuple):
+    """A choice of features or sampler: its name, and the content of its file (a node) or the object itself."""
+
+    name: str
+    content: Any
+
+    def changes(self, group: str) -> dict[str, Any]:
+        """Options that are not those of its file; of an object, fields of a dataclass that are not their defaults."""
+        if isinstance(self.content, dict):
+            written = read_yaml(file_of(group, self.name)) if is_known(group, self.name) else {}
+            return {key: value for key, value in self.content.items() if key[0] != "_" and written.get(key) != value}
+        made_with = fields(self.content) if is_dataclass(self.content) else ()
+        return {each.name: value for each in made_with if (value := getattr(self.content, each.name)) != each.default}
+
+    def word(self) -> str:
+        """The name, or the place of an object's class; "Sum(...)", which cannot be read, of nested objects."""
+        if isinstance(self.content, dict):
+            return self.name
+        made_by = self.content if hasattr(self.content, "__qualname__") else type(self.content)
+        return place(made_by) if all(map(is_plain, self.changes("").values())) else f"{made_by.__qualname__}(...)"
+
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Attention, the feature map in it, the sampler of its noise, and m projections;
-    without map, sampler and m a baseline.
+    """Attention, its feature map, the sampler of its noise and m projections; without these three a baseline.
 
-    Make one by `Mechanism.of` or, of a run's configuration, `Mechanism.composed`. name: what tables call it. options:
-    contents of the attention's file. Two are equal where all that decides their values is.
+    Make one by `Mechanism.of`, `Mechanism.parse` or, of a run's configuration, `Mechanism.composed`. name: what tables
+    call it. options: the content of the attention's file. Two are equal where all that decides their values is.
     """
 
     name: str
     options: dict[str, Any]
-    features: GroupChoice | None = None
-    sampler_part: GroupChoice | None = None
+    features: Choice | None = None
+    sampler_part: Choice | None = None
     m: int | None = None
     seed: int = 0
 
     @classmethod
     def parse(cls, text: str | type | FeatureMap, **given: Any) -> "Mechanism":
-        """What a line such as "favorpp m=64 sampler=givens" says: a name, then options as `of` takes them.
+        """The mechanism of a line such as "favorpp m=64 sampler=givens": a name, then options as `of` takes them.
 
         The name is a file of conf/attention, one of conf/features (the map alone), or a class by its place, such as
-        "mine.ShiftedRF"; features= and sampler= take such places too, which are imported, so read what a user typed
-        and never a file of somebody's: see `of_saved`. Values are read as YAML reads scalars and lists in brackets.
-        given: options beside the text, such as seed=3. A class stands for its place. Raises ConfigError, naming the
-        word that is wrong and what is known.
+        "mine.ShiftedRF"; features= and sampler= take such places too. Places are imported, so parse what a user typed
+        and never a file of somebody's: see `of_saved`. given: options beside the text, such as seed=3. Raises
+        ConfigError, naming the word that is wrong and what is known.
         """
         given = {key: value for key, value in given.items() if value is not None}
-        if is_object(text):
-            return cls._read(text, given)
-        name, options = mechanism_text.read(text)
+        if isinstance(text, type | FeatureMap):
+            return cls.of(text, **given)
+        name, options = split_words(text)
         if twice := sorted(options.keys() & given.keys()):
-            raise ConfigError(f"attention {text!r}: {twice[0]} = {shown(given[twice[0]])} is given beside it: "
+            raise ConfigError(f"attention {text!r}: {twice[0]}={format_value(given[twice[0]])} is given beside it: "
                               "leave one out")
         try:
-            return cls._read(name, options | given)
+            places = {group: by_place(group, options[group]) for group in PARTS if group in options}
+            made = name if is_known("features", name) else by_place("attention", canonical("attention", name))
+            if isinstance(made, str) and not is_known("attention", made):
+                if not is_known("features", made):
+                    raise unknown("attention", name, dict.fromkeys([*known("attention"), *known("features")]))
+                return cls._of_map(made, options | given | places)
+            return cls.of(made, **options | given | places)
         except ConfigError as error:
             raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
 
     @classmethod
-    def _read(cls, name: str | type | FeatureMap, options: dict[str, Any]) -> "Mechanism":
-        options = dict(options)
-        choices = {"seed": options.pop("seed", 0), "m": options.pop("m", None)}
-        choices |= {group: by_place(group, options.pop(group, None), options) for group in GROUPS}
-        name = name if is_object(name) else canonical("attention", name)
-        if isinstance(name, str) and is_known("attention", name):
-            return cls._chosen(name, *read_preset(name), options, **choices)
-        kind = imported(name) if isinstance(name, str) and "." in name else name
-        if not isinstance(kind, str) and not is_map(kind) and not is_map(type(kind)):
-            check_kind("attention", kind, name, ATTENTION)
-            node = node_of(kind if isinstance(kind, type) else name, ATTENTION)
-            return cls._chosen(place(name), node, {}, options, **choices)
-        return cls._alone(name, options, choices)
-
-    @classmethod
-    def _alone(cls, name: str | type | FeatureMap, options: dict[str, Any], choices: dict[str, Any]) -> "Mechanism":
-        """Of a feature map."""
-        alone = by_place("features", name, options)
-        if isinstance(alone, str) and not is_known("features", alone):
-            raise unknown("attention", name, list(dict.fromkeys([*known("attention"), *known("features")])))
-        if choices["features"] is not None:
-            raise ConfigError(f"{shown(name)} is a feature map itself: leave features= out")
-        return cls._chosen(None, *read_preset(BASE), options, **choices | {"features": alone})
-
-    @classmethod
-    def of(cls, name: str | type | FeatureMap | None = None, *, m: int | None = None,
+    def of(cls, name: str | type | FeatureMap | None = None, /, *, m: int | None = None,
            sampler: str | Callable | None = None, features: str | type | FeatureMap | None = None, seed: int = 0,
            **options: Any) -> "Mechanism":
         """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
@@ -103,61 +102,62 @@ class Mechanism:
         options: keys of the file, such as redraw_every, and of those of its parts, as `**{"features.n": 16}`. Raises
         ConfigError for unknown names, options and values, and for those that the attention does not use.
         """
-        if is_object(name):
-            return cls._read(name, options | {"m": m, "sampler": sampler, "features": features, "seed": seed})
-        name = name and canonical("attention", name)
-        if name is not None and not is_known("attention", name):
-            raise unknown("attention", name, known("attention"))
-        features = by_place("features", features, options) if is_object(features) else features
-        return cls._chosen(name, *read_preset(BASE if name is None else name), options, m=m, sampler=sampler,
-                           features=features, seed=seed)
-
-    @classmethod
-    def _chosen(cls, name: str | None, node: dict[str, Any], named: dict[str, str], options: dict[str, Any], *,
-                m: int | None, sampler: Any, features: Any, seed: int) -> "Mechanism":
-        """Of the contents of a file and the choices that it names, with these options and choices in place of them."""
-        changes, options = apart({key: plain_number(value) for key, value in options.items()})
-        try:
-            node = _with_options(name, node, options, changes["phi"])
-        except ConfigError as error:
-            of_near_far = options.items() if name == "nearfar" else ()
-            raise removed(f"attention.{key}={value}" for key, value in of_near_far) or error from None
+        if is_map(name) or isinstance(name, FeatureMap):
+            return cls._of_map(name, options | {"m": m, "sampler": sampler, "features": features, "seed": seed})
         if name is None and features is None:
-            raise ConfigError("a mechanism needs a name of conf/attention, or features=...")
-        given = {"features": features or changes["features"] or None, "sampler": sampler or changes["sampler"] or None,
-                 "m": m}
-        _refuse_unused(name, uses(node), {key for key, value in given.items() if value is not None})
-        parts = {group: part_of(group, choice or named.get(group) or default_choice(group), changes[group])
-                 for group, choice in (("features", features), ("sampler", sampler))}
-        return cls._made(name, node, parts["features"], parts["sampler"], default_m() if m is None else m, seed)
+            raise ConfigError("attention=null: expected a name of conf/attention, or features=...")
+        name = canonical("attention", name) if isinstance(name, str) else name
+        if isinstance(name, str) and not is_known("attention", name):
+            raise unknown("attention", name, known("attention"))
+        node, named = read_preset(BASE if name is None else name)
+        name = name if name is None else place(name)
+        changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
+        for key, value in plain(options).items():
+            part, dot, option = key.partition(".")
+            changes[part if dot and part in changes else ""][option if dot and part in changes else key] = value
+        given = {"features": features or changes["features"], "sampler": sampler or changes["sampler"], "m": m}
+        used = uses(node)
+        if unused := [key for key, value in given.items() if value not in (None, {}) and key not in used]:
+            raise ConfigError(f"attention {name} does not use {' and '.join(unused)}: leave it out")
+        node = with_changes(f"attention {name or BASE}", node, changes[""])
+        if changes["phi"]:
+            node["phi"] = with_changes("phi", node.get("phi", {}), changes["phi"])
+        node = resolved(node)
+        check_node("attention", node, ATTENTION)
+        parts = {group: chosen(group, choice or named.get(group) or default_choice(group), changes[group])
+                 for group, choice in (("features", features), ("sampler", sampler)) if group in used}
+        return cls._made(name, node, parts, default_m() if m is None else m, seed)
 
     @classmethod
-    def composed(cls, cfg: Any, chosen: Callable[[str], str | None]) -> "Mechanism":
-        """Of the composed groups of a run, a DictConfig; `chosen` gives the name of a group's choice. Without a choice
-        of attention the features and the sampler say it all."""
+    def _of_map(cls, features: str | type | FeatureMap, options: dict[str, Any]) -> "Mechanism":
+        if options.get("features") is not None:
+            raise ConfigError(f"features={format_value(options['features'])}: expected none beside a feature map")
+        return cls.of(**options | {"features": features})
+
+    @classmethod
+    def composed(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
+        """Of the composed groups of a run, a DictConfig; `choice` gives the name of a group's choice. Without a choice
+        of attention the features and the sampler are all."""
         from omegaconf import OmegaConf
 
-        name = chosen("attention")
         node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
-        parts = {group: GroupChoice(chosen(group), {key: value for key, value in OmegaConf.to_container(
-            cfg[group], resolve=True).items() if key != "m"}) for group in GROUPS}  # m is the mechanism's own
-        return cls._made(name, resolved(node), parts["features"], parts["sampler"], cfg.features.m, cfg.seed)
+        parts = {group: Choice(choice(group), OmegaConf.to_container(cfg[group], resolve=True)) for group in PARTS}
+        parts["features"].content.pop("m")  # the mechanism's own
+        return cls._made(choice("attention"), resolved(node), parts, cfg.features.m, cfg.seed)
 
     @classmethod
-    def _made(cls, name: str | None, options: dict[str, Any], features: GroupChoice | None,
-              sampler_part: GroupChoice | None, m: Any, seed: Any) -> "Mechanism":
-        """Without the parts that the attention does not use."""
-        used = uses(options)
-        features = features if "features" in used else None
-        sampler_part, m = (sampler_part, _whole(m, "m", 1)) if "m" in used else (None, None)
-        return cls(name or features.name, options, features, sampler_part, m, _whole(seed, "seed", None))
+    def _made(cls, name: str | None, node: dict[str, Any], parts: dict[str, Choice], m: Any, seed: Any) -> "Mechanism":
+        used = uses(node)
+        features, sampler = (parts[group] if group in used else None for group in PARTS)
+        m = whole_number(m, "m") if "m" in used else None
+        return cls(name or features.name, node, features, sampler, m, whole_number(seed, "seed", None))
 
     # ---- what it is made of
 
     @property
     def kind(self) -> type:
         """The class of its layers."""
-        return located("attention", self.options["_target_"])
+        return imported(self.options["_target_"])
 
     @property
     def estimates(self) -> bool:
@@ -171,7 +171,7 @@ class Mechanism:
     def own_kernel(self) -> bool:
         """Whether its map has a kernel of its own, such as Matern's: one of rows of tables, and none of attention."""
         content = self.features and self.features.content
-        made_by = located("features", content["_target_"]) if isinstance(content, dict) else content
+        made_by = imported(content["_target_"]) if isinstance(content, dict) else content
         return getattr(made_by, "own_kernel", False)
 
     @property
@@ -188,7 +188,7 @@ class Mechanism:
 
     def projecting(self, m: int) -> "Mechanism":
         """The same with m projections, where it draws any."""
-        return replace(self, m=_whole(m, "m", 1)) if self.draws else self
+        return replace(self, m=whole_number(m, "m")) if self.draws else self
 
     def map(self, kernel: str = "softmax") -> FeatureMap:
         """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
@@ -198,7 +198,7 @@ class Mechanism:
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:
-        """That of a kernel of rows: of its own, where it has one, and else of the Gaussian kernel."""
+        """The map of a kernel of rows: its own kernel, where it has one, and else the Gaussian one."""
         return self._map("gaussian")
 
     def _map(self, kernel: str) -> FeatureMap:
@@ -207,18 +207,16 @@ class Mechanism:
         if self.features is None:
             raise ConfigError(f"attention {self.name} has no feature map: choose features=..., or a preset such as "
                               "favorpp")
-        content = self.features.content
-        if not isinstance(content, dict):
-            return content if self.own_kernel or content.kernel == kernel else replace(content, kernel=kernel)
-        return construct(content) if self.own_kernel else construct(content, kernel=kernel)
+        content, of_kernel = self.features.content, {} if self.own_kernel else {"kernel": kernel}
+        return construct(content, **of_kernel) if isinstance(content, dict) else replace(content, **of_kernel)
 
-    @cached_property
+    @property
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that draws its noise; None where it has none."""
-        if self.sampler_part is None:
-            return None
-        content = self.sampler_part.content
-        return content if callable(content) else construct(content)
+        content = self.sampler_part and self.sampler_part.content
+        if not isinstance(content, dict):
+            return content
+        return partial(imported(content["_target_"]), **own_options(content))
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
@@ -231,16 +229,22 @@ class Mechanism:
     def layer(self, heads: int, d: int, *, layer: int = 0, **sizes: Any) -> nn.Module:
         """The attention of one layer, a module of (q, k, v, key_mask); sizes: kv_heads, causal, cross, scaling.
 
-        layer: its number, from which and the seed its noise is drawn.
+        layer: its number, from which and the seed its noise is drawn. Raises ConfigError for a class whose constructor
+        keeps a size to itself: the layer would see the future, or scale otherwise, without an error.
         """
-        of_phi = ("phi", "kernel") if "phi" in self.options else ()
-        options = {key: value for key, value in self.options.items() if key not in of_phi}
-        make = construct(options)
-        if self.m is None and "phi" not in self.options:
-            return _as_asked(make(heads, d, seed=self.seed, layer=layer, **sizes), sizes)
-        m = 1 if self.m is None else self.m  # a map of its own that takes no projections
-        return _as_asked(make(phi=self.map("softmax"), sampler=self.sampler, m=m, heads=heads, d=d, seed=self.seed,
-                              layer=layer, **sizes), sizes)
+        node, has_map = self.options, "phi" in self.options or self.m is not None
+        if "phi" in node:
+            node = {key: value for key, value in node.items() if key not in ("phi", "kernel")}
+        # a map of its own may take no projections
+        of_map = {"phi": self.map("softmax"), "sampler": self.sampler, "m": self.m or 1} if has_map else {}
+        made = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **of_map, **sizes)
+        for key in ("kv_heads", "causal", "scaling"):
+            asked = sizes.get(key)
+            if asked is not None and getattr(made, key, asked) != asked:
+                raise ConfigError(f"{type(made).__name__} was asked for {key}={format_value(asked)} and has "
+                                  f"{format_value(getattr(made, key))}: its __init__ must hand **options on, "
+                                  "super().__init__(heads, d, **options)")
+        return made
 
     def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
              saved: bool = True) -> nn.Module:
@@ -250,51 +254,47 @@ class Mechanism:
         return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved, record=self.saved())
 
     def describe(self) -> dict[str, Any]:
-        """Everything that decides its values but the seed, in plain numbers and strings:
-        to compare with a saved model."""
-        options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_")}
-        parts = {"features": self.features, "sampler": self.sampler_part}
-        return {"attention": options or self.name, "m": self.m} | {
-            group: None if part is None else part.described() for group, part in parts.items()}
+        """All that decides its values but the seed, in plain numbers and strings, to compare with a saved model."""
+        parts = {group: part and (part.content if isinstance(part.content, dict) else repr(part.content))
+                 for group, part in (("features", self.features), ("sampler", self.sampler_part))}
+        return {"attention": own_options(self.options) or self.name, "m": self.m} | parts
 
     def saved(self) -> dict[str, Any]:
         """As JSON: the names that `Mechanism.of_saved` takes, and what they stand for."""
-        options = {key: value for key, value in self.options.items() if key not in ("_target_", "_partial_", "phi")}
         parts = [part for part in (self.features, self.sampler_part) if part]
         named = all(isinstance(part.content, dict) for part in parts) and "." not in self.name
-        options |= self._changes() if named else {}
+        options = {key: value for key, value in own_options(self.options).items() if key != "phi"}
         return {"name": self.name if is_known("attention", self.name) else None, "m": self.m, "seed": self.seed,
                 "features": self.features and self.features.name,
-                "sampler": self.sampler_part and self.sampler_part.name,
-                "rebuilds": named, "options": options, "described": json.loads(json.dumps(self.describe()))}
+                "sampler": self.sampler_part and self.sampler_part.name, "rebuilds": named,
+                "options": options | (self._changes() if named else {}),
+                "described": json.loads(json.dumps(self.describe()))}
 
     def _changes(self) -> dict[str, Any]:
         """Options of its parts that are not those of their files, as `of` takes them."""
         changes = {"features": self.features.changes("features") if self.features else {},
                    "sampler": self.sampler_part.changes("sampler") if self.sampler_part else {}}
         if is_known("attention", self.name) and "phi" in self.options:
-            node = read_preset(self.name)[0]
-            phi = resolved(node | {key: self.options[key] for key in node if key != "phi"})["phi"]
+            phi = resolved(self.options | {"phi": read_preset(self.name)[0]["phi"]})["phi"]
             changes["phi"] = {key: value for key, value in self.options["phi"].items() if phi.get(key) != value}
         return {f"{group}.{key}": value for group, values in changes.items() for key, value in values.items()}
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
-        """The reverse, for what lies in a file: its names, numbers and words are given to `of`, which takes those of
-        conf/, and what they stood for is compared and never built. `source` says whose it is, for the error.
+        """The reverse, for what lies in a file: names and plain values are given to `of`, which takes those of conf/,
+        and what they stood for is compared and never built. `source` names the file, for the error.
 
         Every saved attention is read here. Raises ConfigError for anything but names and plain values of known options,
         for sizes that there is no memory for, and where the names of conf/ stand for something else now.
         """
         try:
             check_saved(saved)
-            saved = still_known(saved)
             mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
                                **saved["options"])
-        except (ConfigError, TypeError) as error:
-            name = shown(saved.get("name") if isinstance(saved, dict) else saved)
-            hint = "; a name of your own: names=FOLDER (in Python own_names), the --config-dir of that run" * any(
-                isinstance(word, str) and not is_known(group, word) for group, word in _words(saved))
+        except (ConfigError, TypeError, RecursionError) as error:
+            name = format_value(saved.get("name") if isinstance(saved, dict) else saved)
+            own = str(error).startswith(("unknown attention", "unknown features", "unknown sampler"))
+            hint = "; a name of your own: names=FOLDER (in Python own_names), the --config-dir of that run" * own
             raise ConfigError(f"{source}: its attention {name} is not one of this installation: {error}"
                               f"{hint}") from None
         if json.loads(json.dumps(mechanism.describe())) != saved["described"]:
@@ -304,30 +304,19 @@ class Mechanism:
     def __str__(self) -> str:
         """The text that `parse` reads to an equal one: the name, m, and what else differs from the name's file. An
         object is written as its class with plain options; what cannot be written so, `parse` refuses."""
-        listed = is_known("attention", self.name)
-        alone = self.features is not None and self.name == self.features.name and not listed
-        file = BASE if alone else self.name if listed else None
-        by_place = {} if listed or "." not in self.name else node_of(self.kind, ATTENTION)
-        node, named = read_preset(file) if file else (by_place, {})
-        words = {"m": self.m, "features": None if alone else self._named(self.features, "features", named),
-                 "sampler": self._named(self.sampler_part, "sampler", named)}
-        words |= {key: value for key, value in self.options.items()
-                  if key not in ("_target_", "_partial_", "phi") and node.get(key, ...) != value}
-        words |= self._changes() | {"seed": self.seed or None}
-        return mechanism_text.write(self.features.word() if alone else self.name,
-                                    {key: value for key, value in words.items() if value is not None or key in node})
-
-    @staticmethod
-    def _named(part: GroupChoice | None, group: str, named: dict[str, str]) -> str | None:
-        """A choice where it is not the one that the attention makes, whose choices are `named`."""
-        word = part and part.word()
-        return None if word == (named.get(group) or default_choice(group)) else word
+        alone = self.features is not None and self.name == self.features.name and not is_known("attention", self.name)
+        node, named = read_preset(BASE if alone else self.kind if "." in self.name else self.name)
+        words = {"m": self.m} if self.draws else {}
+        for group, part in (("features", None if alone else self.features), ("sampler", self.sampler_part)):
+            if part and part.word() != (named.get(group) or default_choice(group)):
+                words[group] = part.word()
+        words |= {key: value for key, value in own_options(self.options).items()
+                  if key != "phi" and node.get(key, ...) != value}
+        words |= self._changes() | ({"seed": self.seed} if self.seed else {})
+        return join_words(self.features.word() if alone else self.name, words)
 
     def __hash__(self) -> int:
         return hash((self.name, self.m, self.seed, str(self.describe())))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "sampler"}
 
 
 def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None = None,
@@ -366,47 +355,89 @@ def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None
 
 # ---- files and what they use
 
-def _refuse_unused(name: str | None, used: frozenset[str], given: set[str]) -> None:
-    if given - used:
-        raise ConfigError(f"attention {name} does not use {' and '.join(sorted(given - used))}: leave "
-                          f"{'it' if len(given - used) == 1 else 'them'} out")
+
+def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
+    """The content of conf/attention/<name>.yaml on that of the file it builds on, and its choices of other groups.
+
+    A class has the options of its constructor with their defaults, and "???" for those without one.
+    """
+    if not isinstance(name, str):
+        if not ATTENTION.is_one(name):
+            raise ConfigError(f"attention._target_={place(name)}: expected {ATTENTION.what}")
+        values = {key: "???" if option.required else plain(option.default)
+                  for key, option in ATTENTION.options(name).items()}
+        return {"_target_": name} | {key: value for key, value in values.items() if is_plain(value)}, {}
+    node, named, below = read_yaml(file_of("attention", name)), {}, {}
+    for entry in node.pop("defaults", []):
+        if isinstance(entry, str):
+            below |= read_preset(entry.split("@")[0])[0]
+        else:
+            named |= {key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()}
+    return below | node, named
 
 
-def is_object(name: Any) -> bool:
-    """Whether it is a class or a map, and no name."""
-    return isinstance(name, type) or is_map(type(name))
+def is_plain(value: Any) -> bool:
+    """Whether it stands in a file as itself."""
+    return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
 
 
-def _as_asked(made: nn.Module, sizes: dict[str, Any]) -> nn.Module:
-    """Raises ConfigError for a layer whose constructor kept to itself what it was given: it would see the future, or
-    scale otherwise, and nothing would say so."""
-    for key in ("kv_heads", "causal", "scaling"):
-        asked = sizes.get(key)
-        if asked is not None and getattr(made, key, asked) != asked:
-            raise ConfigError(f"{type(made).__name__} was asked for {key} = {shown(asked)} and has "
-                              f"{shown(getattr(made, key))}: its __init__ must hand **options on, "
-                              "super().__init__(heads, d, **options)")
+def own_options(node: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a node but those that state what it builds."""
+    return {key: value for key, value in node.items() if key[0] != "_"}
+
+
+def default_choice(group: str) -> str:
+    """The choice of a group where none is made: that of the command line."""
+    return next(entry[group] for entry in read_yaml(CONF / "config.yaml")["defaults"]
+                if isinstance(entry, dict) and group in entry)
+
+
+def default_m() -> int:
+    """The number of projections where none is given: that of the command line."""
+    return read_yaml(CONF / "config.yaml")["features"]["m"]
+
+
+def by_place(group: str, choice: Any) -> Any:
+    """The class or function that a word such as "mine.ShiftedRF" names; other choices as they are."""
+    if not (isinstance(choice, str) and "." in choice):
+        return choice
+    made = imported(choice)
+    if group in PARTS and not PARTS[group].is_one(made):
+        raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
     return made
 
 
-def _with_options(name: str | None, node: dict[str, Any], options: dict[str, Any],
-                  of_phi: dict[str, Any]) -> dict[str, Any]:
-    """The contents of an attention's file with these options in place of its own. Raises ConfigError."""
-    check_options(f"attention {name or BASE}", options, [*node, *sorted(uses(node))])
-    node = with_phi(resolved(node | options), of_phi)
-    check_given("attention", node)
-    check_node("attention", node, ATTENTION)
-    return node
+def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
+    """A choice by its name, with other values for some of its keys, or an object; of a map a class too."""
+    if isinstance(choice, str):
+        if not is_known(group, choice):
+            raise unknown(group, choice, known(group))
+        node = with_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
+        check_node(group, node, PARTS[group])
+        return Choice(choice, node)
+    if is_map(choice):
+        check_options(group, choice, changes)
+        choice, changes = choice(**changes), {}
+    if changes:
+        raise ConfigError(f"{group}.{next(iter(changes))} is an option of a file: build the object with it")
+    if not (isinstance(choice, FeatureMap) if group == "features" else callable(choice)):
+        raise ConfigError(f"{group}={format_value(choice)}: expected a name of conf/{group} or the object itself")
+    return Choice(getattr(choice, "__name__", type(choice).__name__), choice)
 
 
-def _words(saved: Any) -> list[tuple[str, Any]]:
-    """What a saved attention names of each group."""
-    keys = {"attention": "name", "features": "features", "sampler": "sampler"}
-    return [(group, saved.get(key)) for group, key in keys.items()] if isinstance(saved, dict) else []
+def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """With other values for some of the keys of a file. Raises ConfigError for others."""
+    for key in changes:
+        if key not in own_options(node):
+            raise unknown(f"option of {what}", key, own_options(node))
+    return node | changes
 
 
-def _whole(value: Any, name: str, least: int | None) -> int:
-    try:
-        return whole_number(value, name, least)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def resolved(node: dict[str, Any]) -> dict[str, Any]:
+    """With the values that `${..key}` names, in the mappings of a node."""
+    def value_of(value: Any) -> Any:
+        named = isinstance(value, str) and value.startswith("${..") and value.endswith("}")
+        return node[value[4:-1]] if named else value
+
+    return {key: {name: value_of(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+            for key, value in node.items()}

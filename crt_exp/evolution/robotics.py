@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from crt_exp.drawing import new_figure
 from crt_exp.environments.arms import Sweeping
 from crt_exp.environments.stones import SteppingStones
-from crt_exp.hints import Bound, Count, Positive, Whole, at_least, at_most
+from crt_exp.hints import Count, Positive, Whole, at_least, at_most
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.evolution.strategy import Player, Search, evolve, prepared, restored
@@ -20,7 +21,7 @@ from crt_exp.atomic_write import whole
 
 PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
 Looks = Literal["attention", "average", "random"]
-Even = Annotated[int, at_least(2), Bound("that is even", lambda value: value % 2 == 0)]
+Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
 
 class Policy(TypedDict):

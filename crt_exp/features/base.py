@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import check, parameters
+from crt_exp.options import check_values
 from crt_exp.features.kernels import Kernel, log_kernel
 from crt_exp.samplers.nested_tensors import Nested, leaves, mapped
 from crt_exp.features.nonfinite import NotFinite
@@ -104,8 +104,7 @@ class FeatureMap:
     second_moments = False  # whether it looks at covariances: O(L d^2) to take, d^2 numbers for a layer to keep
 
     def __post_init__(self):
-        for name, (hint, _) in parameters(type(self)).items():
-            check(name, getattr(self, name), hint)
+        check_values("", type(self), vars(self))
 
     @property
     def one_map(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import below
+from crt_exp.hints import Complex, below
 from crt_exp.features.kernels import log_0f1
 from crt_exp.samplers.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
@@ -271,7 +271,7 @@ class GERF(FeatureMap):
     """
 
     s: Literal["auto", 1, -1] = "auto"
-    A: complex | None = None
+    A: Complex | None = None
     search: Literal["real", "complex"] = "real"
 
     def __post_init__(self):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.mechanism import Mechanism, still_known
+from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, verify, whole_folder
 from crt_exp.pretrained.published import fetched, instead
 from crt_exp.swap import record
@@ -134,7 +134,7 @@ def saved_attention(config) -> dict[str, Any]:
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Each key in which two descriptions of a mechanism differ, with both values."""
-    old, new = dict(leaves(still_known(old))), dict(leaves(new))
+    old, new = dict(leaves(old)), dict(leaves(new))
     return [f"{'features.m' if k == 'm' else k.removesuffix('._target_')} (it was {old.get(k)}, now {new.get(k)})"
             for k in sorted(old | new) if old.get(k) != new.get(k)]
 

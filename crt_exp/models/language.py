@@ -49,7 +49,7 @@ PRESETS = {"tiny": (4, 2, 128, 64), "small": (4, 4, 512, 128),
 
 def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSizes:
     """The sizes of a preset with other values for some keys; `option` is where those were given. Raises ConfigError."""
-    hints = {key: Parameter(hint, False) for key, (hint, _) in parameters(TransformerSizes).items()}
+    hints = {key: Parameter(hint, False) for key, (hint, *_) in parameters(TransformerSizes).items()}
     check_keys(f"{option}.", changes, hints)
     sizes = dict(zip(TransformerSizes.__annotations__, PRESETS[preset])) | dict(changes)
     if sizes["d"] % sizes["heads"]:

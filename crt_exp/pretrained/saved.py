@@ -11,7 +11,7 @@ from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import verify
 from crt_exp.pretrained.published import fetched
-from crt_exp.stored import json_object, too_deep
+from crt_exp.stored import json_object
 from crt_exp.swap import families, record
 from crt_exp.swap.buffers import largest_dimension, restore
 from crt_exp.swap.swap import swap_layers
@@ -61,7 +61,7 @@ def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Modul
         with record.ignoring_buffers(_found(auto, folder, safely | options) if finds else auto):
             return auto.from_pretrained(folder, **(safely | options))
     except RecursionError:
-        raise too_deep(f"{folder}, config.json") from None
+        raise ConfigError(f"{folder}, config.json: nested too deeply") from None
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

@@ -13,8 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from crt_exp.config import CONF, ConfigError, canonical, unknown
+from crt_exp.config import ALIASES, CONF, ConfigError, canonical
 from crt_exp.data.ranks import inside_torchrun, rank
+from crt_exp.options import unknown
 from crt_exp.runner.configuration import GROUPS, check_early, explained
 from crt_exp.runner.help import help_text
 
@@ -94,8 +95,9 @@ def one_line() -> Iterator[None]:
                           f"letters, digits and ./-+_:@%* needs two kinds of quotes: '{key}=\"...\"'") from None
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        known = [*(error.options or []), *ALIASES.get(group, ())]
         plugin = "; launchers are plugins: pip install 'crt_exp[sweep]'" if group.startswith("hydra/") else ""
-        raise ConfigError(f"{unknown(group, name, error.options or [])}{plugin}") from None
+        raise ConfigError(f"{unknown(group, name, known)}{plugin}") from None
     except (HydraException, OmegaConfBaseException) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
         if isinstance(cause, ConfigAttributeError | ConfigKeyError):

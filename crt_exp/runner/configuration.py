@@ -1,6 +1,6 @@
 """The configuration of a run: what Hydra composed, and the check of its keys and values.
 
-The table of keys, types and bounds of a group is the constructor that its `_target_` names (schema.py).
+The table of keys, types and bounds of a group is the constructor that its `_target_` names (options.py).
 """
 
 import re
@@ -14,12 +14,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from crt_exp.config import CONF, ConfigError, choices, construct, unknown
-from crt_exp.hints import Count, Parameter, at_least, at_most, shown
-from crt_exp.presets import uses
-from crt_exp.schema import ATTENTION, FEATURES, SAMPLER, Group, check, check_keys, check_node
-from crt_exp.source import options_in_source
-from crt_exp.stored import yaml_object
+from pydantic import Field
+
+from crt_exp.annotations import annotations_in_source
+from crt_exp.config import (ATTENTION, CONF, FEATURES, HYDRA_KEYS, SAMPLER, ConfigError, Group, check_node, choices,
+                            construct, read_yaml, uses)
+from crt_exp.options import Count, Parameter, check_options, format_value, unknown
 
 # ---- what Hydra was asked for
 
@@ -79,7 +79,7 @@ def override(key: str, value: Any) -> str:
 
 # ---- keys and groups
 
-TOP = {"seed": Parameter(Annotated[int, at_least(0), at_most(2**32 - 1)], True),  # what NumPy's generators take
+TOP = {"seed": Parameter(Annotated[int, Field(ge=0, le=2**32 - 1)], True),  # what NumPy's generators take
        "resume": Parameter(Literal["never", "auto"], True)}
 
 
@@ -130,21 +130,20 @@ def check_early(cfg: DictConfig) -> None:
     """Checks what the sources of classes state about keys and values, before torch is imported. Raises ConfigError."""
     given = plain(cfg)
     check_top(given)
-    for name, node in given.items():
-        check_source(name, node, GROUPS[name].extra if name in GROUPS else {})
+    for name, group in GROUPS.items():
+        check_source(name, given.get(name), group)
     check_unused(given.get("attention"), cfg.hydra.overrides.task, cfg.hydra.runtime.choices.get("attention"))
 
 
-def check_source(path: str, node: Any, extra: dict[str, Parameter]) -> None:
-    """The keys and values of a node that has a `_target_`."""
-    hints = options_in_source(node["_target_"]) if isinstance(node, dict) and "_target_" in node else {}
-    for key, value in node.items() if hints else ():
-        if isinstance(value, dict) and "_target_" in value:
-            check_source(f"{path}.{key}", value, {})
-        elif key in hints or key in extra:
-            check(f"{path}.{key}", value, extra[key].hint if key in extra else hints[key])
-        elif not key.startswith("_"):
-            raise unknown("key", f"{path}.{key}", [f"{path}.{name}" for name in hints])
+def check_source(path: str, node: Any, group: Group) -> None:
+    """Checks keys and values by what the source of a class of this package states."""
+    hints = annotations_in_source(node["_target_"]) if isinstance(node, dict) and "_target_" in node else {}
+    if hints:
+        for key in group.parts.keys() & node.keys():
+            check_source(f"{path}.{key}", node[key], group.parts[key])
+        wanted = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
+        given = {key: value for key, value in node.items() if key not in (*HYDRA_KEYS, *group.parts)}
+        check_options(path, wanted, given)
 
 
 def check_composed(cfg: DictConfig) -> None:
@@ -171,7 +170,7 @@ def check_top(given: dict[str, Any]) -> None:
     for key in given:
         if key not in TOP and key not in GROUPS:
             raise unknown("key", key, [*TOP, *GROUPS])
-    check_keys("", {key: value for key, value in given.items() if key in TOP}, TOP)
+    check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
 
 
 def check_unused(attention: dict[str, Any] | None, asked: list[str], name: str | None) -> None:
@@ -190,10 +189,10 @@ def kept_task(run: str | Path, **changes: Any) -> Any:
     The file is data: it names a class of conf/task and plain values of its options. Raises ConfigError for others.
     """
     path = Path(run) / "config.yaml"
-    node = yaml_object(path).get("task")
+    node = read_yaml(path).get("task")
     target = node.get("_target_") if isinstance(node, dict) else None
     if not isinstance(target, str) or target not in task_classes():
-        raise ConfigError(f"{path}: task._target_ = {shown(target)} is no class of conf/task")
+        raise ConfigError(f"{path}: task._target_ = {format_value(target)} is no class of conf/task")
     node |= changes
     check_node("task", node, GROUPS["task"])
     return construct(node)

@@ -56,7 +56,7 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
     have in n dimensions; "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG
     noise).
     """
-    blocks = whole_number(blocks, "blocks", what="the number of products of Hadamard matrix and signs")
+    blocks = whole_number(blocks, "blocks")
     m, d = check(m, d, batch, generator, row=blocks + 1)
     n = 2 ** (d - 1).bit_length()
     flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5

@@ -53,8 +53,8 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
 
     row: numbers drawn for each of m, else d.
     """
-    m = whole_number(m, "m", what="the number of projections (features.m)")
-    d = whole_number(d, "d", what="the dimension")
+    m = whole_number(m, "m")
+    d = whole_number(d, "d")
     size = 8 * math.prod(batch) * m * (row or d)
     if size > ALWAYS and size > (free := free_memory(device_of(generator))):
         heads = f" for {math.prod(batch)} heads" if batch else ""

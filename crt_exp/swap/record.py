@@ -6,16 +6,16 @@ one that kept its own. save_pretrained of transformers stores it. It is written 
 goes with the last swap.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch import nn
 
 from crt_exp import __version__
 from crt_exp.config import ConfigError
-from crt_exp.hints import Whole, fits, shown
-from crt_exp.stored import check_depth
+from crt_exp.options import Whole, check
 
 KEY = "crt_exp"
 
@@ -62,25 +62,19 @@ def checked(record: Any, source: Any) -> dict[str, Any]:
     other: nothing is taken from it before. Mechanisms are read by `Mechanism.of_saved`."""
     try:
         check_form(record)
-    except ConfigError as error:
+    except (ConfigError, RecursionError) as error:
         raise ConfigError(f"{source}: {KEY} in its config.json is not what swap_attention writes: {error}. Load the "
                           "weights by from_pretrained and call swap_attention") from None
     return record
 
 
 def check_form(record: Any) -> None:
-    check_depth(record, KEY)
-    if not isinstance(record, dict):
-        raise ConfigError(f"{KEY} = {shown(record)}")
+    check(KEY, record, dict)
     mechanisms, layers = (record.get(key) for key in ("mechanisms", "layers"))
-    if not isinstance(mechanisms, (list, tuple)) or not isinstance(layers, dict):
-        raise ConfigError("it has no mechanisms and layers")
-    if not all(isinstance(each, dict) for each in mechanisms):
-        raise ConfigError("its mechanisms are no keys with values")
+    check("mechanisms", mechanisms, Sequence[dict])
+    check("layers", layers, dict)
     for path, number in layers.items():
-        if number is not None and not (fits(number, Whole) and number < len(mechanisms)):
-            raise ConfigError(f"layers.{path} = {shown(number)}, which takes null or the number of one of its "
-                              f"{len(mechanisms)} mechanisms, counted from 0")
+        check(f"layers.{path}", number, Annotated[Whole, Field(lt=len(mechanisms))] | None)
     if all(number is None for number in layers.values()):
         raise ConfigError("none of its layers is swapped")
 

@@ -209,7 +209,7 @@ class MLM(Task):
         from transformers import AutoModel
 
         kind, names = getattr(transformers, self.objective.config_class), self.objective.names
-        wanted = {key: size(kind, key, hint) for key, (hint, _) in parameters(kind).items()}
+        wanted = {key: size(kind, key, hint) for key, (hint, *_) in parameters(kind).items()}
         check_keys("task.sizes.", self.sizes, wanted | {ours: wanted[theirs] for ours, theirs in names.items()})
         given = {"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer), **self.sizes}
         marks = {f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id") for mark in ("pad", "bos", "eos")}

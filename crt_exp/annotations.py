@@ -7,11 +7,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypedDict
 
-VOCABULARY = ("typing", "collections.abc", "crt_exp.hints")  # modules whose names annotations consist of
+VOCABULARY = ("typing", "collections.abc", "pydantic", "crt_exp.options", "crt_exp.hints")  # imported for their names
 
 
 @functools.cache
-def options_in_source(target: str) -> dict[str, Any]:
+def annotations_in_source(target: str) -> dict[str, Any]:
     """Those of a class or function of this package, Any where an annotation needs more imports; {} of others."""
     try:
         module, node = definition(*target.rpartition(".")[::2])
@@ -20,17 +20,21 @@ def options_in_source(target: str) -> dict[str, Any]:
     if not isinstance(node, ast.ClassDef | ast.FunctionDef):
         return {}
     init = next((part for part in node.body if getattr(part, "name", "") == "__init__"), node)
-    found = {}
+    inherited = {}
     if isinstance(init, ast.ClassDef) or init is not node and init.args.kwarg:  # further options are those of bases
         for base in reversed([base.id for base in node.bases if isinstance(base, ast.Name)]):
-            found |= options_in_source(f"{module}.{base}")
-    if isinstance(init, ast.ClassDef):
-        return found | (fields(module, node) if node.decorator_list else {})  # of a dataclass
-    return found | {arg.arg: hint(module, arg.annotation) for arg in (*init.args.args, *init.args.kwonlyargs)}
+            inherited |= annotations_in_source(f"{module}.{base}")
+    if isinstance(init, ast.FunctionDef):
+        own = {arg.arg: arg.annotation for arg in (*init.args.args, *init.args.kwonlyargs)}
+    elif node.decorator_list or is_typed_dict(node):
+        own = {part.target.id: part.annotation for part in node.body if isinstance(part, ast.AnnAssign)}
+    else:
+        own = {}
+    return inherited | {name: hint(module, annotation) for name, annotation in own.items()}
 
 
-def fields(module: str, node: ast.ClassDef) -> dict[str, Any]:
-    return {part.target.id: hint(module, part.annotation) for part in node.body if isinstance(part, ast.AnnAssign)}
+def is_typed_dict(node: Any) -> bool:
+    return isinstance(node, ast.ClassDef) and all(isinstance(part, ast.AnnAssign | ast.Expr) for part in node.body)
 
 
 def definition(module: str, name: str) -> tuple[str, Any]:
@@ -41,6 +45,7 @@ def definition(module: str, name: str) -> tuple[str, Any]:
 
 @functools.cache
 def definitions(module: str) -> dict[str, Any]:
+    """Statements by the names that they define, and (module, name) of what a module imports."""
     path, found = Path(__file__).parent.parent.joinpath(*module.split(".")), {}
     file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
     for node in ast.parse(file.read_text()).body:
@@ -53,7 +58,6 @@ def definitions(module: str) -> dict[str, Any]:
 
 
 def hint(module: str, annotation: ast.expr | None) -> Any:
-    """The meaning of an annotation."""
     try:
         return meaning(module, annotation)
     except (NameError, AttributeError, TypeError, LookupError, OSError):
@@ -61,16 +65,17 @@ def hint(module: str, annotation: ast.expr | None) -> Any:
 
 
 def meaning(module: str, expression: ast.expr) -> Any:
+    """The value of an expression. Raises LookupError and others where it needs more imports."""
     names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)} - {*dir(builtins)}
-    return eval(compile(ast.Expression(expression), module, "eval"), {name: named(module, name) for name in names})
+    values = {name: named(*definition(module, name), name) for name in names}
+    return eval(compile(ast.Expression(expression), module, "eval"), values)
 
 
-def named(module: str, name: str) -> Any:
-    module, node = definition(module, name)
+def named(module: str, node: Any, name: str) -> Any:
     if isinstance(node, tuple):
         return getattr(import_module(node[0]), node[1])
-    if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["TypedDict"]:
-        return TypedDict(name, fields(module, node))
+    if is_typed_dict(node):
+        return TypedDict(name, annotations_in_source(f"{module}.{name}"))
     if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
         return [ast.literal_eval(key) for key in node.value.keys]
     if isinstance(node, ast.Assign):

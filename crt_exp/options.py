@@ -1,0 +1,303 @@
+"""Options of classes: what a constructor's annotations accept, checked by pydantic, with one-line errors.
+
+    def __init__(self, scaling: Literal["standard", "minmax", "none"], repeats: Count, sigmas: Several[Positive]): ...
+
+The annotations are the only table of keys, types and bounds. Values from Python, files and the command line get the
+same check and the same error: "task.repeats=1.5: expected an integer >= 1".
+"""
+
+import difflib
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
+from typing import (Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints,
+                    is_typeddict)
+
+import yaml
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+
+Entry = TypeVar("Entry")
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Complex = Annotated[complex, Strict(False)]  # YAML has no complex numbers: strings such as 0.1+0.2j
+Several = Annotated[Sequence[Entry], Field(min_length=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message states what to change."""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that does not exist, with the nearest one that does."""
+    known = list(known)
+    near = did_you_mean(name, known) or f"; known: {' '.join(known) or 'none'}"
+    return ConfigError(f"unknown {what} {name!r}{near}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+# ---- one value
+
+
+def check(key: str, value: Any, hint: Any) -> None:
+    """Raises ConfigError where a value does not fit an annotation: "key=value: expected ..."."""
+    if is_typeddict(hint) and isinstance(value, Mapping):
+        check_options(key, hint, value)
+    elif value == "???" or not fits(value, hint):  # ???: a file leaves it to the user
+        options = [option for option in get_args(hint) if isinstance(option, str)]
+        near = did_you_mean(value, options) if isinstance(value, str) and get_origin(hint) is Literal else ""
+        raise ConfigError(f"{key}={format_value(value)}: expected {describe(hint)}{near}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    try:
+        adapter(hint).validate_python((plain(value, tuple),))
+    except ValidationError:
+        return False
+    return True
+
+
+@functools.cache
+def adapter(hint: Any) -> TypeAdapter:
+    """Of a tuple with one such value: strict, so "3" is no integer, and true and nan are no numbers."""
+    return TypeAdapter(tuple[hint], config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
+
+
+def plain(value: Any, sequence: type = list) -> Any:
+    """Mappings and sequences (OmegaConf's too) as `dict` and `sequence`, numbers of NumPy as Python's."""
+    if isinstance(value, Mapping):
+        return {key: plain(entry, sequence) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return sequence(plain(entry, sequence) for entry in value)
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+
+
+def whole_number(value: Any, name: str, least: int | None = 1) -> int:
+    """An integer, NumPy's too, as an int. Raises ConfigError for others and for less than `least`."""
+    check(name, value, Annotated[int, Field(ge=least)])
+    return int(value)
+
+
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >=", "max_length": "of length <=",
+         "multiple_of": "that is a multiple of"}
+NAMES = {int: "an integer", float: "a number", complex: "a number such as 0.1+0.2j", bool: "true or false",
+         str: "a string", dict: "keys with values", type(None): "null", Any: "any value", Sequence: "a list",
+         list: "a list", tuple: "a list"}
+
+
+def describe(hint: Any) -> str:
+    """What an annotation accepts: "an integer >= 1 or null"."""
+    bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    bounds = " and ".join(f"{sign} {getattr(bound, name)}" for part in extra
+                          for bound in getattr(part, "metadata", ()) for name, sign in SIGNS.items()
+                          if hasattr(bound, name))
+    kind, options = get_origin(bare) or bare, get_args(bare)
+    if kind in (Union, types.UnionType, Literal):
+        words = [str(option) if kind is Literal else describe(option) for option in options]
+        return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    name = NAMES.get(dict if is_typeddict(kind) else kind) or f"a {getattr(kind, '__name__', kind)}"
+    entries = [describe(entry) for entry in options if entry is not ...] if name == "a list" else []
+    size = f"of {len(entries)} entries" if kind is tuple and ... not in options and entries else ""
+    each = f"(each {', '.join(dict.fromkeys(entries))})" if entries and options[0] is not Any else ""
+    return " ".join(filter(None, [name, size, bounds, each]))
+
+
+def format_value(value: Any) -> str:
+    """A value for an error, in at most 100 characters."""
+    if isinstance(value, int) and value.bit_length() > 300:  # Python refuses to write out thousands of digits
+        return f"an integer of {value.bit_length()} bits"
+    text = written(value[:100] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+# ---- values in text
+
+
+class Values(yaml.SafeLoader):
+    """YAML whose words are null, true and false, whose numbers may be 1e-3, without aliases and repeated keys."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def compose_node(self, parent: yaml.Node, index: int) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(problem="aliases are refused", problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if len({key.value for key, _ in node.value}) < len(node.value):
+            raise yaml.constructor.ConstructorError(problem="a key comes twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+for _tag, _pattern, _first in (("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
+                               ("bool", "true|True|false|False", [*"tTfF"]), ("int", r"[-+]?\d+", [*"-+0123456789"]),
+                               ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", [*"-+0123456789."])):
+    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
+
+
+def parse_value(text: str) -> Any:
+    """A value on the command line: YAML, or the string itself."""
+    try:
+        return yaml.load(text, Values)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
+def written(value: Any) -> str:
+    """A value so that `parse_value` reads it as itself: null, true or false, a number, a string, a list of these."""
+    if isinstance(value, str):
+        quote = "'" if '"' in value else '"'
+        return value if PLAIN.fullmatch(value) and parse_value(value) == value else f"{quote}{value}{quote}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(written, value))}]" if isinstance(value, Sequence) else str(value)
+
+
+WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # blanks within brackets and quotes divide nothing
+PLAIN = re.compile(r"[\w.+*/:-]+")
+
+
+def split_words(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a line such as "window block=32 first=16". Raises ConfigError."""
+    name, *words = WORD.findall(text) if isinstance(text, str) and text.strip() else ["="]
+    options: dict[str, Any] = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        if not (key and sign) or key in options:
+            raise ConfigError(f"attention {text!r}: {word}: expected key=value, each key once")
+        options[key] = parse_value(value)
+    if "=" in name:
+        raise ConfigError(f"attention {text!r}: expected a name, then options, such as 'window block=32 first=16'")
+    return name, options
+
+
+def join_words(name: str, options: Mapping[str, Any]) -> str:
+    """The reverse of `split_words`."""
+    return " ".join([name, *(f"{key}={written(value)}" for key, value in options.items())])
+
+
+Options = TypeVar("Options")
+
+
+def parse_arguments(kind: type[Options], words: Iterable[str]) -> Options:
+    """The dataclass of options that key=value words give. Raises ConfigError."""
+    wanted, values = parameters(kind), {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or key in values:
+            raise ConfigError(f"{word}: expected key=value, each key once")
+        takes_text = key in wanted and fits("", wanted[key].hint) and text != "null"
+        values[key] = text if takes_text else parse_value(text)
+    check_options("", kind, values)
+    return kind(**values)
+
+
+# ---- the parameters of a constructor
+
+
+class Parameter(NamedTuple):
+    """What a parameter accepts, and its default; required where that is `inspect.Parameter.empty`."""
+
+    hint: Any
+    required: bool
+    default: Any = inspect.Parameter.empty
+
+
+@functools.cache
+def parameters(target: Any) -> dict[str, Parameter]:
+    """What a class or function takes by name, or a TypedDict holds.
+
+    A constructor with **options takes those of the next class that it inherits from too, and may give them itself:
+    they are not required. A parameter without annotation accepts values like its default.
+    """
+    if is_typeddict(target):
+        hints = get_type_hints(target, include_extras=True)
+        return {name: Parameter(hint, name in target.__required_keys__) for name, hint in hints.items()}
+    found: dict[str, Parameter] = {}
+    for maker in makers(target):
+        hints = annotations(maker)
+        for p in signature(maker):
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                required = p.default is p.empty and maker is target
+                found.setdefault(p.name, Parameter(hints.get(p.name, like(p.default)), required, p.default))
+    return found
+
+
+def makers(target: Any) -> list[Any]:
+    """Itself, and the classes that it hands further options on to."""
+    owners = [cls for cls in getattr(target, "__mro__", (target,)) if "__init__" in vars(cls) and cls is not object]
+    found = [target]
+    for cls in owners[1:]:
+        if not any(p.kind is p.VAR_KEYWORD for p in signature(found[-1])):
+            break
+        found.append(cls)
+    return found
+
+
+def signature(maker: Any) -> list[inspect.Parameter]:
+    """All parameters; none where C code does not state them."""
+    try:
+        return [*inspect.signature(maker).parameters.values()]
+    except ValueError:
+        return []
+
+
+def annotations(maker: Any) -> dict[str, Any]:
+    """Those that can be resolved: not of names that are imported for type checkers alone."""
+    try:
+        return get_type_hints(maker.__init__ if isinstance(maker, type) else maker, include_extras=True)
+    except NameError:
+        return {}
+
+
+def like(default: Any) -> Any:
+    """The annotation for values like a default."""
+    if isinstance(default, list | tuple):
+        return Sequence
+    return bool if isinstance(default, bool) else float if isinstance(default, int | float) else Any
+
+
+def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first value that does not fit; `prefix` goes before its key, with a dot."""
+    for name, parameter in (target if isinstance(target, dict) else parameters(target)).items():
+        if name in values:
+            check(f"{prefix}.{name}" if prefix else name, values[name], parameter.hint)
+
+
+def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key that is unknown or missing and for a value that does not fit.
+
+    target: a class, a function, a TypedDict, or a dictionary of `Parameter`.
+    """
+    wanted = target if isinstance(target, dict) else parameters(target)
+    names = {key: f"{prefix}.{key}" if prefix else str(key) for key in [*wanted, *values]}
+    for key in values:
+        if key not in wanted:
+            raise unknown("key", names[key], [names[each] for each in wanted])
+    check_values(prefix, wanted, values)
+    for key, parameter in wanted.items():
+        if parameter.required and key not in values:
+            raise ConfigError(f"{names[key]}: missing, expected {describe(parameter.hint)}")
+
+
+def checked(prefix: str) -> Callable[[type], type]:
+    """Class decorator: the constructor checks its arguments and calls them `<prefix>.<name>` in errors."""
+    def decorate(cls: type) -> type:
+        construct, arguments = cls.__init__, inspect.signature(cls.__init__)
+
+        @functools.wraps(construct)
+        def checking(self, *args, **options):
+            check_values(prefix, cls, arguments.bind(self, *args, **options).arguments)
+            construct(self, *args, **options)
+
+        cls.__init__ = checking
+        return cls
+    return decorate
