@@ -1,7 +1,7 @@
 """The command line, checked before Hydra acts on it and before torch is imported, with errors of one line."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -91,8 +91,8 @@ def one_line() -> Iterator[None]:
         yield
     except OverrideParseException as error:
         key = error.override.partition("=")[0]
-        raise ConfigError(f"{error.override}: expected key=value or group=choice; a value with other characters than "
-                          f"letters, digits and ./-+_:@%* needs two kinds of quotes: '{key}=\"...\"'") from None
+        raise ConfigError(f"{error.override}: expected key=value; a value with more than letters, digits and "
+                          f"./-+_:@%* takes quotes within quotes, '{key}=\"...\"', and $HOME for ~") from None
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         known = [*(error.options or []), *ALIASES.get(group, ())]
@@ -119,8 +119,12 @@ def unknown_key(error: OmegaConfBaseException) -> ConfigError:
 
 
 def check_writable(directory: Path) -> None:
-    """Makes the directory. Raises ConfigError where that cannot be done."""
+    """Raises ConfigError where the run directory cannot be made."""
+    new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"hydra.run.dir={directory}: {error.strerror}, expected a folder to write to") from None
+    if new:  # Hydra makes it, and evaluates the time in its name again
+        with suppress(OSError):
+            directory.rmdir()

@@ -110,7 +110,7 @@ def check_training(cfg, task, mechanism) -> None:
     from crt_exp.runner.trainer import planned_steps
     from crt_exp.runner.trainer_config import check_processes
 
-    config = instantiate(cfg.trainer, _convert_="all")
+    config = instantiate(cfg.trainer)
     processes = world_size() if inside_torchrun() else config.processes or 1
     check_processes(config, processes)
     if config.strategy == "fsdp" and processes > 1:
@@ -186,7 +186,7 @@ def trained(cfg, task, mechanism) -> tuple[list[dict], Path]:
     from crt_exp.runner.trainer import Trainer
     from crt_exp.runner.trainer_config import start_world
 
-    config = instantiate(cfg.trainer, _convert_="all")
+    config = instantiate(cfg.trainer)
     world = start_world(config)
     raise_interrupts()
     with ending_together(world), open_run(cfg, task, world) as current:
