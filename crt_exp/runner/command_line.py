@@ -96,7 +96,7 @@ def one_line() -> Iterator[None]:
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         known = [*(error.options or []), *ALIASES.get(group, ())]
-        plugin = "; launchers are plugins: pip install 'crt_exp[sweep]'" if group.startswith("hydra/") else ""
+        plugin = " (plugins: pip install 'crt_exp[sweep]')" if group.startswith("hydra/") else ""
         raise ConfigError(f"{unknown(group, name, known)}{plugin}") from None
     except (HydraException, OmegaConfBaseException) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
