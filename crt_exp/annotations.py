@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypedDict
 
-VOCABULARY = ("typing", "collections.abc", "pydantic", "crt_exp.options", "crt_exp.hints")  # imported for their names
+VOCABULARY = ("typing", "collections.abc", "pydantic", "crt_exp.options")  # imported for their names
 
 
 @functools.cache

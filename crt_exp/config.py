@@ -20,7 +20,7 @@ from crt_exp.options import ConfigError, Parameter, Values, check_options, forma
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
 NAMED = ("attention", "features", "sampler")  # the groups that a Mechanism is made of
-LARGEST = 2**17  # bytes of a YAML file
+LARGEST = 2**17  # characters of a YAML file
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
@@ -67,8 +67,8 @@ def known(group: str) -> list[str]:
     return sorted({path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")})
 
 
-def is_known(group: str, name: str) -> bool:
-    return name in known(group)
+def is_known(group: str, name: Any) -> bool:
+    return isinstance(name, str) and name in known(group)
 
 
 def file_of(group: str, name: str) -> Path:
@@ -77,25 +77,21 @@ def file_of(group: str, name: str) -> Path:
     return next(filter(Path.is_file, found), CONF / group / f"{name}.yaml")
 
 
-def canonical(group: str, name: str) -> str:
+def canonical(group: str, name: Any) -> Any:
     """The name of the file in conf/ that a name of the papers means; others as they are."""
-    return ALIASES.get(group, {}).get(name.lower(), name)
+    return ALIASES.get(group, {}).get(str(name).lower(), name)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The plain values of a YAML file, which may come from anybody. Raises ConfigError, naming the line."""
     try:
-        if path.stat().st_size > LARGEST:
-            raise ConfigError(f"{path}: expected at most {LARGEST} bytes")
-        content = yaml.load(path.read_text(encoding="utf-8"), Values)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LARGEST + 1)
+        content = yaml.load(text, Values) if len(text) <= LARGEST else None
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}, line {mark.line + 1}" if mark else path
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected keys with values")
+        raise ConfigError(f"{path}: expected keys with values, in at most {LARGEST} characters")
     return content
 
 
@@ -115,12 +111,17 @@ def imported(name: Any) -> Any:
 
 def place(made: Any) -> str:
     """The place of a class or function; a place itself."""
-    return made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"
+    return f"{made.__module__}.{made.__qualname__}" if hasattr(made, "__qualname__") else str(made)
+
+
+def own_options(node: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a node but those that state what it builds, which the command line may not name."""
+    return {key: value for key, value in node.items() if key[0] != "_"}
 
 
 def construct(node: dict[str, Any], **options: Any) -> Any:
     """The object that a node describes: its `_target_`, called with its keys; no other value is built or imported."""
-    return imported(node["_target_"])(**{key: value for key, value in (node | options).items() if key[0] != "_"})
+    return imported(node["_target_"])(**own_options(node), **options)
 
 
 def instantiate(node: Any) -> Any:
@@ -131,8 +132,6 @@ def instantiate(node: Any) -> Any:
 
 
 # ---- the node of a file: a `_target_` with its keys
-
-HYDRA_KEYS = ("_target_", "_partial_", "_convert_")  # the command line may not name them
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def check_node(path: str, node: Any, group: Group) -> None:
     target = imported(node["_target_"])
     if not group.is_one(target):
         raise ConfigError(f"{path}._target_={place(target)}: expected {group.what}")
-    given = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
+    given = own_options(node)
     for key in group.parts.keys() & given.keys():
         check_node(f"{path}.{key}", given.pop(key), group.parts[key])
     has_parts = group.parts.keys() <= node.keys()
@@ -184,28 +183,9 @@ def is_map(target: Any) -> bool:
     return isinstance(target, type) and all(hasattr(target, name) for name in ("phi_q", "phi_k", "projections"))
 
 
-def is_layer(target: Any) -> bool:
-    """A class of layers, or a function that makes one."""
-    return (isinstance(target, type) and hasattr(target, "forward")) or takes("heads", "d")(target)
-
-
 FEATURES = Group("a FeatureMap", is_map, ("kernel",))
 SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "generator", "batch"),
                 ("m", "d", "generator", "batch", "dtype"))
-ATTENTION = Group("a module made of heads and d", is_layer,
-                  ("sampler", "m", "heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer"),
+SIZES = ("heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer")
+ATTENTION = Group(f"a module made of {', '.join(SIZES)} (hand on **options)", takes(*SIZES), ("sampler", "m", *SIZES),
                   {"kernel": Parameter(str, False)}, {"phi": FEATURES}, optional=True)
-
-
-def names_code(value: Any) -> bool:
-    """Whether a key such as _target_ stands anywhere in it."""
-    if isinstance(value, dict):
-        return any(str(key).startswith("_") or names_code(inner) for key, inner in value.items())
-    return isinstance(value, list) and any(map(names_code, value))
-
-
-def located(path: str, name: Any) -> Any:
-    return imported(name)
-
-
-read_conf = read_yaml

@@ -18,20 +18,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp import drawing
-from crt_exp.arguments import read
+from crt_exp.options import Count, NotNegative, Whole, check, describe, format_value, parameters, parse_arguments
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError, image_values, images, speech_table
 from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, decoded, padded, seconds_of
-from crt_exp.hints import Count, NotNegative, Whole, above, at_least, at_most, below, describe, parameters, shown
 from crt_exp.models import language, recogniser, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
 from crt_exp.models.generation import TokenChoice, generate
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.schema import check
 from crt_exp.atomic_write import whole
 
 LIKELIEST, IMAGES_AT_ONCE = 5, 16              # classes of an image; images in a batch
@@ -54,7 +53,7 @@ WORDS = {"run": "directory of the run", "names": "folder of your own names, the 
 class ImageOptions:
     run: str
     input: str
-    size: Annotated[int, at_least(1), at_most(2**12)] | None = None     # beyond, positions fill the memory
+    size: Annotated[int, Field(ge=1, le=2**12)] | None = None     # beyond, positions fill the memory
     names: str | None = None
 
 
@@ -62,7 +61,7 @@ class ImageOptions:
 class AudioOptions:
     run: str
     input: str
-    segment: Annotated[float, at_least(1)] = 20.0
+    segment: Annotated[float, Field(ge=1)] = 20.0
     names: str | None = None
 
 
@@ -70,13 +69,13 @@ class AudioOptions:
 class SequenceOptions:
     run: str
     prompt: str = ""
-    known: Annotated[float, above(0), below(1)] = 0.5
+    known: Annotated[float, Field(gt=0, lt=1)] = 0.5
     n: Count = 1
     length: Count | None = None
     temperature: NotNegative = 1.0
     top_k: Count | None = None
-    top_p: Annotated[float, above(0), at_most(1)] | None = None
-    seed: Annotated[int, at_least(0), at_most(2**32 - 1)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     batch: Count = 16
     device: str = "cpu"
     output: str | None = None
@@ -111,7 +110,7 @@ def infer(arguments: list[str]) -> int:
     if not run:
         raise ConfigError("run=... is missing: it takes the directory of a run")
     kind, call = KINDS[kind_of(run)]
-    options = read(kind, arguments)
+    options = parse_arguments(kind, arguments)
     return call(options) or 0
 
 
@@ -405,15 +404,15 @@ class Pixels:
 
 
 # what a vocabulary that a run kept may hold
-STORED = {"letters": str, "tokenizer": str, "pixels": Annotated[Count, at_most(256)], "begin": Whole, "end": Whole,
-          "size": Annotated[Count, at_most(2**12)], "channels": Literal[1, 3]}
+STORED = {"letters": str, "tokenizer": str, "pixels": Annotated[Count, Field(le=256)], "begin": Whole, "end": Whole,
+          "size": Annotated[Count, Field(le=2**12)], "channels": Literal[1, 3]}
 
 
 def alphabet_of(vocabulary: Any, options: SequenceOptions) -> Letters | Text | Pixels:
     """Raises ConfigError, also where no file for images is named."""
     run = options.run
     if not isinstance(vocabulary, dict):
-        raise ConfigError(f"run = {run}: its vocabulary is {shown(vocabulary)}, and no keys with values")
+        raise ConfigError(f"run = {run}: its vocabulary is {format_value(vocabulary)}, and no keys with values")
     for key in vocabulary.keys() & STORED.keys():
         check(f"run = {run}: vocabulary.{key}", vocabulary[key], STORED[key])
     if vocabulary.keys() >= {"letters", "begin", "end"}:

@@ -6,15 +6,16 @@ Nothing else builds these from configuration: tasks, measurements, estimators, r
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct,
-                            file_of, imported, is_known, is_map, known, place, read_yaml, uses)
+from crt_exp.attention import Exact
+from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct, file_of,
+                            imported, is_known, is_map, known, own_options, place, read_yaml, uses)
 from crt_exp.features.base import FeatureMap
 from crt_exp.options import (check_options, format_value, join_words, plain, split_words, unknown,
                              whole_number)
@@ -36,16 +37,14 @@ class Choice(NamedTuple):
         """Options that are not those of its file; of an object, fields of a dataclass that are not their defaults."""
         if isinstance(self.content, dict):
             written = read_yaml(file_of(group, self.name)) if is_known(group, self.name) else {}
-            return {key: value for key, value in self.content.items() if key[0] != "_" and written.get(key) != value}
+            return {key: value for key, value in own_options(self.content).items() if written.get(key) != value}
         made_with = fields(self.content) if is_dataclass(self.content) else ()
         return {each.name: value for each in made_with if (value := getattr(self.content, each.name)) != each.default}
 
     def word(self) -> str:
-        """The name, or the place of an object's class; "Sum(...)", which cannot be read, of nested objects."""
-        if isinstance(self.content, dict):
-            return self.name
+        """The name, or the place of an object's class."""
         made_by = self.content if hasattr(self.content, "__qualname__") else type(self.content)
-        return place(made_by) if all(map(is_plain, self.changes("").values())) else f"{made_by.__qualname__}(...)"
+        return self.name if isinstance(self.content, dict) else place(made_by)
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,9 @@ class Mechanism:
     """
 
     name: str
-    options: dict[str, Any]
-    features: Choice | None = None
-    sampler_part: Choice | None = None
+    options: dict[str, Any] = field(hash=False)
+    features: Choice | None = field(default=None, hash=False)
+    sampler_part: Choice | None = field(default=None, hash=False)
     m: int | None = None
     seed: int = 0
 
@@ -67,26 +66,15 @@ class Mechanism:
     def parse(cls, text: str | type | FeatureMap, **given: Any) -> "Mechanism":
         """The mechanism of a line such as "favorpp m=64 sampler=givens": a name, then options as `of` takes them.
 
-        The name is a file of conf/attention, one of conf/features (the map alone), or a class by its place, such as
-        "mine.ShiftedRF"; features= and sampler= take such places too. Places are imported, so parse what a user typed
-        and never a file of somebody's: see `of_saved`. given: options beside the text, such as seed=3. Raises
-        ConfigError, naming the word that is wrong and what is known.
+        given: options beside the text, such as seed=3. Raises ConfigError, naming the word that is wrong and what is
+        known.
         """
         given = {key: value for key, value in given.items() if value is not None}
-        if isinstance(text, type | FeatureMap):
-            return cls.of(text, **given)
-        name, options = split_words(text)
-        if twice := sorted(options.keys() & given.keys()):
-            raise ConfigError(f"attention {text!r}: {twice[0]}={format_value(given[twice[0]])} is given beside it: "
-                              "leave one out")
+        name, options = (text, {}) if isinstance(text, type | FeatureMap) else split_words(text)
         try:
-            places = {group: by_place(group, options[group]) for group in PARTS if group in options}
-            made = name if is_known("features", name) else by_place("attention", canonical("attention", name))
-            if isinstance(made, str) and not is_known("attention", made):
-                if not is_known("features", made):
-                    raise unknown("attention", name, dict.fromkeys([*known("attention"), *known("features")]))
-                return cls._of_map(made, options | given | places)
-            return cls.of(made, **options | given | places)
+            if twice := options.keys() & given.keys():
+                raise ConfigError(f"{min(twice)} is given beside it: leave one out")
+            return cls.of(name, **options, **given)
         except ConfigError as error:
             raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
 
@@ -96,43 +84,42 @@ class Mechanism:
            **options: Any) -> "Mechanism":
         """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
 
-        name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; a class of one's own layers or
-        maps stands for a file with the options of its constructor; None takes `features` alone. m: projections
-        (default: features.m of conf/config.yaml). sampler, features: names of those groups, objects or classes.
-        options: keys of the file, such as redraw_every, and of those of its parts, as `**{"features.n": 16}`. Raises
-        ConfigError for unknown names, options and values, and for those that the attention does not use.
+        name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; a name of conf/features is the
+        map alone; a class of one's own layers or maps, or its place, such as "mine.ShiftedRF", stands for a file with
+        the options of its constructor; None takes `features` alone. m: projections (default: features.m of
+        conf/config.yaml). sampler, features: names of those groups, objects, classes or places. options: keys of the
+        file, such as redraw_every, and of those of its parts, as `**{"features.n": 16}`. Raises ConfigError for unknown
+        names, options and values, and for those that the attention does not use.
+
+        Places are imported: give names that a user typed, and those in files of other people to `of_saved`.
         """
-        if is_map(name) or isinstance(name, FeatureMap):
-            return cls._of_map(name, options | {"m": m, "sampler": sampler, "features": features, "seed": seed})
-        if name is None and features is None:
+        name = by_place("attention", canonical("attention", name))
+        of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
+        if of_map and not is_known("attention", name):
+            if features is not None:
+                raise ConfigError(f"features={format_value(features)}: expected none beside a feature map")
+            name, features = None, name
+        elif isinstance(name, str) and not is_known("attention", name):
+            raise unknown("attention", name, dict.fromkeys([*known("attention"), *known("features")]))
+        elif name is None and features is None:
             raise ConfigError("attention=null: expected a name of conf/attention, or features=...")
-        name = canonical("attention", name) if isinstance(name, str) else name
-        if isinstance(name, str) and not is_known("attention", name):
-            raise unknown("attention", name, known("attention"))
         node, named = read_preset(BASE if name is None else name)
-        name = name if name is None else place(name)
+        what = BASE if name is None else place(name)
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
         for key, value in plain(options).items():
-            part, dot, option = key.partition(".")
-            changes[part if dot and part in changes else ""][option if dot and part in changes else key] = value
+            part, _, option = key.rpartition(".")
+            changes.get(part, changes[""])[option if part in changes else key] = value
         given = {"features": features or changes["features"], "sampler": sampler or changes["sampler"], "m": m}
-        used = uses(node)
-        if unused := [key for key, value in given.items() if value not in (None, {}) and key not in used]:
-            raise ConfigError(f"attention {name} does not use {' and '.join(unused)}: leave it out")
-        node = with_changes(f"attention {name or BASE}", node, changes[""])
+        unused = [key for key, value in given.items() if value not in (None, {}) and key not in uses(node)]
+        if unused:
+            raise ConfigError(f"attention {what} does not use {' and '.join(unused)}: leave it out")
+        node = with_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
             node["phi"] = with_changes("phi", node.get("phi", {}), changes["phi"])
-        node = resolved(node)
-        check_node("attention", node, ATTENTION)
+        check_node("attention", node := resolved(node), ATTENTION)
         parts = {group: chosen(group, choice or named.get(group) or default_choice(group), changes[group])
-                 for group, choice in (("features", features), ("sampler", sampler)) if group in used}
-        return cls._made(name, node, parts, default_m() if m is None else m, seed)
-
-    @classmethod
-    def _of_map(cls, features: str | type | FeatureMap, options: dict[str, Any]) -> "Mechanism":
-        if options.get("features") is not None:
-            raise ConfigError(f"features={format_value(options['features'])}: expected none beside a feature map")
-        return cls.of(**options | {"features": features})
+                 for group, choice in (("features", features), ("sampler", sampler)) if group in uses(node)}
+        return cls._made(name and what, node, parts, default_choice("m") if m is None else m, seed)
 
     @classmethod
     def composed(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
@@ -162,10 +149,8 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether it has a feature map that estimates a kernel; baselines and generalised kernels do not."""
-        if self.features is None:
-            return False
-        content = self.features.content      # a map as it is, of whatever kernel, or how to make one
-        return (self._map("softmax") if isinstance(content, dict) else content).estimates
+        content = self.features and self.features.content
+        return content is not None and (self._map("softmax") if isinstance(content, dict) else content).estimates
 
     @property
     def own_kernel(self) -> bool:
@@ -182,8 +167,6 @@ class Mechanism:
     @property
     def is_exact(self) -> bool:
         """Whether it is softmax attention itself, for which a model's own may stay."""
-        from crt_exp.attention import Exact
-
         return self.kind is Exact
 
     def projecting(self, m: int) -> "Mechanism":
@@ -207,21 +190,19 @@ class Mechanism:
         if self.features is None:
             raise ConfigError(f"attention {self.name} has no feature map: choose features=..., or a preset such as "
                               "favorpp")
-        content, of_kernel = self.features.content, {} if self.own_kernel else {"kernel": kernel}
-        return construct(content, **of_kernel) if isinstance(content, dict) else replace(content, **of_kernel)
+        content = self.features.content
+        if not isinstance(content, dict):
+            return content if self.own_kernel or content.kernel == kernel else replace(content, kernel=kernel)
+        return construct(content) if self.own_kernel else construct(content, kernel=kernel)
 
     @property
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that draws its noise; None where it has none."""
         content = self.sampler_part and self.sampler_part.content
-        if not isinstance(content, dict):
-            return content
-        return partial(imported(content["_target_"]), **own_options(content))
+        return partial(imported(content["_target_"]), **own_options(content)) if isinstance(content, dict) else content
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
-        if self.sampler is None:
-            raise ConfigError(f"attention {self.name} draws no noise")
         return self._map("softmax").noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
 
     # ---- what it makes
@@ -232,11 +213,9 @@ class Mechanism:
         layer: its number, from which and the seed its noise is drawn. Raises ConfigError for a class whose constructor
         keeps a size to itself: the layer would see the future, or scale otherwise, without an error.
         """
-        node, has_map = self.options, "phi" in self.options or self.m is not None
-        if "phi" in node:
-            node = {key: value for key, value in node.items() if key not in ("phi", "kernel")}
-        # a map of its own may take no projections
-        of_map = {"phi": self.map("softmax"), "sampler": self.sampler, "m": self.m or 1} if has_map else {}
+        own_map = "phi" in self.options  # which may take no projections
+        node = {key: value for key, value in self.options.items() if not (own_map and key in ("phi", "kernel"))}
+        of_map = {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1} if own_map or self.draws else {}
         made = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **of_map, **sizes)
         for key in ("kv_heads", "causal", "scaling"):
             asked = sizes.get(key)
@@ -289,14 +268,15 @@ class Mechanism:
         """
         try:
             check_saved(saved)
+            for group, key in (("attention", "name"), ("features", "features"), ("sampler", "sampler")):
+                if saved[key] is not None and not is_known(group, saved[key]):
+                    raise ConfigError(f"unknown {group} {saved[key]!r}; a name of your own: names=FOLDER (in Python "
+                                      "own_names), the --config-dir of that run")
             mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
                                **saved["options"])
         except (ConfigError, TypeError, RecursionError) as error:
             name = format_value(saved.get("name") if isinstance(saved, dict) else saved)
-            own = str(error).startswith(("unknown attention", "unknown features", "unknown sampler"))
-            hint = "; a name of your own: names=FOLDER (in Python own_names), the --config-dir of that run" * own
-            raise ConfigError(f"{source}: its attention {name} is not one of this installation: {error}"
-                              f"{hint}") from None
+            raise ConfigError(f"{source}: its attention {name} is not one of this installation: {error}") from None
         if json.loads(json.dumps(mechanism.describe())) != saved["described"]:
             raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
         return mechanism
@@ -314,9 +294,6 @@ class Mechanism:
                   if key != "phi" and node.get(key, ...) != value}
         words |= self._changes() | ({"seed": self.seed} if self.seed else {})
         return join_words(self.features.word() if alone else self.name, words)
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.m, self.seed, str(self.describe())))
 
 
 def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None = None,
@@ -346,10 +323,9 @@ def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None
     m; when called, for masks that are neither key padding nor causal. Each names the layer. Warns of attention of other
     kinds besides the layers that are swapped, unless `layers` chose: it stays as it is.
     """
-    if isinstance(name, Mechanism):
-        return name.swap(model, layers, causal=causal, saved=saved)
     options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
-    mechanism = Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
+    given = options | {"m": m, "sampler": sampler, "seed": seed}
+    mechanism = name if isinstance(name, Mechanism) else Mechanism.parse(name, **given)
     return mechanism.swap(model, layers, causal=causal, saved=saved)
 
 
@@ -381,48 +357,37 @@ def is_plain(value: Any) -> bool:
     return all(map(is_plain, value)) if isinstance(value, list | tuple) else isinstance(value, str | int | float | None)
 
 
-def own_options(node: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a node but those that state what it builds."""
-    return {key: value for key, value in node.items() if key[0] != "_"}
-
-
-def default_choice(group: str) -> str:
-    """The choice of a group where none is made: that of the command line."""
-    return next(entry[group] for entry in read_yaml(CONF / "config.yaml")["defaults"]
-                if isinstance(entry, dict) and group in entry)
-
-
-def default_m() -> int:
-    """The number of projections where none is given: that of the command line."""
-    return read_yaml(CONF / "config.yaml")["features"]["m"]
+def default_choice(group: str) -> Any:
+    """The choice of features, sampler or m where none is made: that of the command line."""
+    config = read_yaml(CONF / "config.yaml")
+    entries = [entry for entry in config["defaults"] if isinstance(entry, dict)]
+    return config["features"]["m"] if group == "m" else next(entry[group] for entry in entries if group in entry)
 
 
 def by_place(group: str, choice: Any) -> Any:
-    """The class or function that a word such as "mine.ShiftedRF" names; other choices as they are."""
-    if not (isinstance(choice, str) and "." in choice):
-        return choice
-    made = imported(choice)
-    if group in PARTS and not PARTS[group].is_one(made):
-        raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
-    return made
+    """The class or function at a place such as "mine.ShiftedRF"; other choices as they are."""
+    return imported(choice) if isinstance(choice, str) and "." in choice and not is_known(group, choice) else choice
 
 
 def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
-    """A choice by its name, with other values for some of its keys, or an object; of a map a class too."""
-    if isinstance(choice, str):
+    """A choice by its name, with other values for some of its keys, by its place, or an object or class itself."""
+    made = by_place(group, choice)
+    if made is not choice and not PARTS[group].is_one(made):
+        raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
+    if isinstance(made, str):
         if not is_known(group, choice):
             raise unknown(group, choice, known(group))
         node = with_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
         return Choice(choice, node)
-    if is_map(choice):
-        check_options(group, choice, changes)
-        choice, changes = choice(**changes), {}
+    if is_map(made):
+        check_options(group, made, changes)
+        made, changes = made(**changes), {}
     if changes:
         raise ConfigError(f"{group}.{next(iter(changes))} is an option of a file: build the object with it")
-    if not (isinstance(choice, FeatureMap) if group == "features" else callable(choice)):
-        raise ConfigError(f"{group}={format_value(choice)}: expected a name of conf/{group} or the object itself")
-    return Choice(getattr(choice, "__name__", type(choice).__name__), choice)
+    if not (isinstance(made, FeatureMap) if group == "features" else callable(made)):
+        raise ConfigError(f"{group}={format_value(made)}: expected a name of conf/{group} or the object itself")
+    return Choice(getattr(made, "__name__", type(made).__name__), made)
 
 
 def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -434,10 +399,7 @@ def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> di
 
 
 def resolved(node: dict[str, Any]) -> dict[str, Any]:
-    """With the values that `${..key}` names, in the mappings of a node."""
-    def value_of(value: Any) -> Any:
-        named = isinstance(value, str) and value.startswith("${..") and value.endswith("}")
-        return node[value[4:-1]] if named else value
-
-    return {key: {name: value_of(inner) for name, inner in value.items()} if isinstance(value, dict) else value
-            for key, value in node.items()}
+    """With the values of the node that `${..key}` in its map means."""
+    phi = {key: node[value[4:-1]] if str(value).startswith("${..") else value
+           for key, value in node.get("phi", {}).items()}
+    return node | {"phi": phi} if phi else node

@@ -13,8 +13,8 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
-from typing import (Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints,
-                    is_typeddict)
+from typing import (Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar, Union, get_args, get_origin,
+                    get_type_hints, is_typeddict)
 
 import yaml
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
@@ -68,7 +68,8 @@ def fits(value: Any, hint: Any) -> bool:
 @functools.cache
 def adapter(hint: Any) -> TypeAdapter:
     """Of a tuple with one such value: strict, so "3" is no integer, and true and nan are no numbers."""
-    return TypeAdapter(tuple[hint], config=ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False))
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    return TypeAdapter(tuple[dict if is_typeddict(hint) else hint], config=config)
 
 
 def plain(value: Any, sequence: type = list) -> Any:
@@ -112,8 +113,6 @@ def describe(hint: Any) -> str:
 
 def format_value(value: Any) -> str:
     """A value for an error, in at most 100 characters."""
-    if isinstance(value, int) and value.bit_length() > 300:  # Python refuses to write out thousands of digits
-        return f"an integer of {value.bit_length()} bits"
     text = written(value[:100] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -122,7 +121,7 @@ def format_value(value: Any) -> str:
 
 
 class Values(yaml.SafeLoader):
-    """YAML whose words are null, true and false, whose numbers may be 1e-3, without aliases and repeated keys."""
+    """YAML whose words are null, true and false, whose numbers may be 1e-3, without aliases."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -130,11 +129,6 @@ class Values(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(problem="aliases are refused", problem_mark=self.peek_event().start_mark)
         return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        if len({key.value for key, _ in node.value}) < len(node.value):
-            raise yaml.constructor.ConstructorError(problem="a key comes twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 for _tag, _pattern, _first in (("null", "null|Null|NULL|~|", ["n", "N", "~", ""]),
@@ -184,18 +178,15 @@ def join_words(name: str, options: Mapping[str, Any]) -> str:
     return " ".join([name, *(f"{key}={written(value)}" for key, value in options.items())])
 
 
-Options = TypeVar("Options")
-
-
-def parse_arguments(kind: type[Options], words: Iterable[str]) -> Options:
+def parse_arguments(kind: type, words: Iterable[str]) -> Any:
     """The dataclass of options that key=value words give. Raises ConfigError."""
     wanted, values = parameters(kind), {}
     for word in words:
         key, sign, text = word.partition("=")
         if not sign or key in values:
             raise ConfigError(f"{word}: expected key=value, each key once")
-        takes_text = key in wanted and fits("", wanted[key].hint) and text != "null"
-        values[key] = text if takes_text else parse_value(text)
+        as_text = key in wanted and fits(text, wanted[key].hint) and text != "null"
+        values[key] = text if as_text else parse_value(text)
     check_options("", kind, values)
     return kind(**values)
 
@@ -216,38 +207,23 @@ def parameters(target: Any) -> dict[str, Parameter]:
     """What a class or function takes by name, or a TypedDict holds.
 
     A constructor with **options takes those of the next class that it inherits from too, and may give them itself:
-    they are not required. A parameter without annotation accepts values like its default.
+    they are not required.
     """
     if is_typeddict(target):
         hints = get_type_hints(target, include_extras=True)
-        return {name: Parameter(hint, name in target.__required_keys__) for name, hint in hints.items()}
+        return {name: Parameter(get_args(hint)[0] if get_origin(hint) is NotRequired else hint,
+                                name in target.__required_keys__) for name, hint in hints.items()}
+    owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
     found: dict[str, Parameter] = {}
-    for maker in makers(target):
-        hints = annotations(maker)
-        for p in signature(maker):
+    for maker in (target, *owners[1:-1]):  # the last is object
+        hints, signature = annotations(maker), inspect.signature(maker).parameters.values()
+        for p in signature:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 required = p.default is p.empty and maker is target
-                found.setdefault(p.name, Parameter(hints.get(p.name, like(p.default)), required, p.default))
-    return found
-
-
-def makers(target: Any) -> list[Any]:
-    """Itself, and the classes that it hands further options on to."""
-    owners = [cls for cls in getattr(target, "__mro__", (target,)) if "__init__" in vars(cls) and cls is not object]
-    found = [target]
-    for cls in owners[1:]:
-        if not any(p.kind is p.VAR_KEYWORD for p in signature(found[-1])):
+                found.setdefault(p.name, Parameter(hints.get(p.name, Any), required, p.default))
+        if all(p.kind is not p.VAR_KEYWORD for p in signature):
             break
-        found.append(cls)
     return found
-
-
-def signature(maker: Any) -> list[inspect.Parameter]:
-    """All parameters; none where C code does not state them."""
-    try:
-        return [*inspect.signature(maker).parameters.values()]
-    except ValueError:
-        return []
 
 
 def annotations(maker: Any) -> dict[str, Any]:
@@ -256,13 +232,6 @@ def annotations(maker: Any) -> dict[str, Any]:
         return get_type_hints(maker.__init__ if isinstance(maker, type) else maker, include_extras=True)
     except NameError:
         return {}
-
-
-def like(default: Any) -> Any:
-    """The annotation for values like a default."""
-    if isinstance(default, list | tuple):
-        return Sequence
-    return bool if isinstance(default, bool) else float if isinstance(default, int | float) else Any
 
 
 def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:

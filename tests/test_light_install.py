@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from crt_exp.config import CONF, read_conf
+from crt_exp.config import CONF, read_yaml
 
 LIGHT = {"torch", "numpy", "scipy", "scikit-learn", "safetensors", "pyyaml"}
 BLOCKED = """
@@ -93,7 +93,7 @@ FILES = [CONF / "config.yaml", *(path for group in ("attention", "features", "sa
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
 def test_files_are_read_as_omegaconf_reads_them(path):
-    found, expected = read_conf(path), OmegaConf.to_container(OmegaConf.load(path))
+    found, expected = read_yaml(path), OmegaConf.to_container(OmegaConf.load(path))
     if path.name == "config.yaml":  # of whose last part the library reads nothing
         del found["hydra"], expected["hydra"]
     assert found == expected
@@ -103,4 +103,4 @@ def test_files_are_read_as_omegaconf_reads_them(path):
 def test_what_is_no_plain_yaml_is_refused(text, tmp_path):
     (tmp_path / "x.yaml").write_text(text + "\n")
     with pytest.raises(ValueError, match="x.yaml: (.|\n)*line"):
-        read_conf(tmp_path / "x.yaml")
+        read_yaml(tmp_path / "x.yaml")

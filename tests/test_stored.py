@@ -7,10 +7,11 @@ from pathlib import Path
 import hostile
 import pytest
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, read_yaml
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task, task_classes
-from crt_exp.stored import json_file, json_object, yaml_object, read_json, read_yaml
+from crt_exp.stored import json_object
+from omegaconf import OmegaConf
 
 CHANGES = dict.fromkeys(name for name, _ in hostile.changes(Path("/")))
 
@@ -38,7 +39,7 @@ def test_what_is_saved_is_read(tmp_path):
 @pytest.mark.parametrize("given", [{"sampler": {"_target_": "os.getcwd"}}, {"sampler": 5}, {"features": [1]},
                                    {"features": {"_target_": "os.getcwd"}}], ids=str)
 def test_objects_are_samplers_and_maps(given):
-    with pytest.raises(ConfigError, match="it takes a name of conf/.* or the object itself"):
+    with pytest.raises(ConfigError, match="expected a name of conf/.* or the object itself"):
         Mechanism.of("favorpp", **given)
 
 
@@ -55,40 +56,33 @@ def test_json_that_no_run_writes(content, tmp_path):
     file = tmp_path / "config.json"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match="config.json") as caught:
-        json_file(file)
+        json_object(file)
     hostile.check_one_line(caught.value)
-    if isinstance(content, str) and content.startswith(("{", "[")):
-        with pytest.raises(ConfigError, match="metrics.jsonl, line 3: not"):
-            read_json(content, "metrics.jsonl", 3)
 
 
-YAML = {"bomb": (BOMB, "line 2: .a is an alias"), "merged": ("a: &a {b: 1}\nc:\n  <<: *a\n", "line 3: .a is an alias"),
-        "deep": ("[" * 10**5, "nesting depth"),
-        "deep keys": ("".join(" " * i + "a:\n" for i in range(2000)), "levels deep"),
-        "many": ("a: 1\n" * 10**5, "more than 65536 values"), "huge": ("#" * (2**26 + 1), "bytes, and no run"),
-        "python": ("a: !!python/object/apply:os.getcwd []\n", "not valid YAML"), "list": ("- 1\n", "holds no keys"),
-        "large": ("a: [" + "1," * 10**5 + "]", "more than 65536 values")}
+YAML = {"bomb": (BOMB, "aliases are refused.*line 2"), "merged": ("a: &a {b: 1}\nc:\n  <<: *a\n", "aliases are"),
+        "deep": ("[" * 10**5, "recursion"), "deep keys": ("".join(" " * i + "a:\n" for i in range(450)), "recursion"),
+        "huge": ("#" * (2**17 + 1), "at most 131072 characters"),
+        "python": ("a: !!python/object/apply:os.getcwd []\n", "not valid YAML"), "list": ("- 1\n", "expected keys")}
 
 
 @pytest.mark.parametrize("text, words", YAML.values(), ids=YAML)
 def test_yaml_that_no_run_writes(text, words, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    start = time.perf_counter()
-    with pytest.raises(ConfigError, match=f"config.yaml.*{words}") as caught:
+    with pytest.raises(ConfigError, match=f"config.yaml: .*{words}") as caught:
         read_yaml(file)
-    assert time.perf_counter() - start < 1
     hostile.check_one_line(caught.value)
 
 
 def test_interpolations_stay_strings(tmp_path):
     (tmp_path / "config.yaml").write_text("a: ${b}${b}\nb: ${oc.env:HOME}\n")
-    assert yaml_object(tmp_path / "config.yaml") == {"a": "${b}${b}", "b": "${oc.env:HOME}"}
+    assert read_yaml(tmp_path / "config.yaml") == {"a": "${b}${b}", "b": "${oc.env:HOME}"}
 
 
 def test_an_object_is_asked_for(tmp_path):
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="not a JSON object"):
+    with pytest.raises(ConfigError, match="expected a JSON object"):
         json_object(tmp_path / "config.json")
 
 
@@ -108,7 +102,6 @@ def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):
 
 def test_the_task_of_a_run_is_made_as_it_was_configured(tmp_path):
     from crt_exp.runner.command_line import compose
-    from omegaconf import OmegaConf
 
     cfg = compose(["task=recall"])
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg.task, resolve=True).join(["task:\n", ""]).replace(

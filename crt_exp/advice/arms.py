@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from crt_exp import mechanism_text
+from crt_exp.options import join_words
 from crt_exp.mechanism import Mechanism
 
 EXACT, FLOOR, NEAR_FAR = "exact", "uniform", "nearfar"
@@ -19,7 +19,7 @@ class Arm:
     @property
     def label(self) -> str:
         """What `Mechanism.parse` reads."""
-        return mechanism_text.write(self.name, self.options)
+        return join_words(self.name, self.options)
 
     def mechanism(self, seed: int = 0) -> Mechanism | None:
         """None for the model's own attention. Raises ConfigError for what conf/ does not have."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp import mechanism_text
+from crt_exp.options import split_words
 from crt_exp.advice.arms import EXACT, Arm, candidates
 from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import TOLERANCE, Advice
@@ -175,7 +175,7 @@ def arms_of(attentions: Sequence[str | type | tuple[str | type, dict]] | None, q
 def arm_of(given: str | type | tuple[str | type, dict]) -> Arm:
     """A class is named by where it lies."""
     if isinstance(given, str):
-        return Arm(*mechanism_text.read(given))
+        return Arm(*split_words(given))
     name, options = (given, {}) if isinstance(given, type) else given
     return Arm(place(name), options)
 

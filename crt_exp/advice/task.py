@@ -17,11 +17,10 @@ from crt_exp.advice.trial import Trial
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import DataError, images, speech, speech_table
 from crt_exp.data.speech_table import entries
-from crt_exp.hints import Count, Positive
+from crt_exp.options import Count, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
-from crt_exp.schema import checked
 from crt_exp.stored import json_object
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_shared
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 
 
 class AttentionLayer(nn.Module):

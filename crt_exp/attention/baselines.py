@@ -12,7 +12,7 @@ from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import check_inputs, repeat_heads
 from crt_exp.attention.padding import Shift, first_kept, from_first
 from crt_exp.features.base import can_ask, holds
-from crt_exp.hints import Count, Whole, checked
+from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
 
 VECTOR = 16     # fewer keys than a vector of floats holds: torch's kernel for CPUs gives 0 for queries that are NaN

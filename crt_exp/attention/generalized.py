@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from crt_exp.features.base import ONE, FeatureMap, Features, Projections
-from crt_exp.hints import NotNegative
+from crt_exp.options import NotNegative
 from crt_exp.samplers import at_least_float32
 
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]

@@ -30,7 +30,7 @@ from crt_exp.attention.running import Running
 from crt_exp.attention.statistics import for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
-from crt_exp.hints import Count, Whole, checked
+from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers.nested_tensors import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import transforming

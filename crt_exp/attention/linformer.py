@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from crt_exp.attention.checks import check_inputs, repeat_heads
 from crt_exp.attention.padding import from_first
 from crt_exp.attention.redrawn import Redrawn
-from crt_exp.hints import Count, Whole, checked
+from crt_exp.options import Count, Whole, checked
 
 
 @checked("attention")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, repeat_heads
 from crt_exp.attention.redrawn import Redrawn
-from crt_exp.hints import Count, Whole, checked
+from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
 
 SELF = -1e5  # the logit of a token to itself, so that it is seen where there is no other: the authors' value

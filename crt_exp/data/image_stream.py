@@ -14,7 +14,7 @@ from crt_exp.data import images as data
 from crt_exp.data.hub import Hub, hub_examples, reason_of
 from crt_exp.data.loading import Example
 from crt_exp.data.plan import Plan
-from crt_exp.hints import Count, Whole
+from crt_exp.options import Count, Whole
 
 WEBDATASET = "webdataset"                                    # of data_files that are tar shards
 

@@ -23,8 +23,7 @@ from crt_exp.data.cache import cached, key_of
 from crt_exp.data.endings import Sieve
 from crt_exp.data.image_values import squared
 from crt_exp.data.text import content, numbered_lines, official_file
-from crt_exp.hints import Parameter
-from crt_exp.schema import check_keys
+from crt_exp.options import Parameter, check_options
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
 SPLITS = ("train", "validation", "test")
@@ -93,7 +92,7 @@ def rules_of(dataset: str, preset: str, changes: dict[str, Any]) -> Any:
     """Those of a preset, with other values for some keys. Raises ConfigError."""
     module = GENERATED[dataset]
     hints = get_type_hints(type(module.PRESETS[preset]), include_extras=True)
-    check_keys("task.rules.", changes, {key: Parameter(hint, False) for key, hint in hints.items()})
+    check_options("task.rules", {key: Parameter(hint, False) for key, hint in hints.items()}, changes)
     return module.PRESETS[preset]._replace(**changes)
 
 

@@ -13,10 +13,11 @@ from statistics import median
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from crt_exp.data import DataError
 from crt_exp.data.text import numbered_lines
-from crt_exp.hints import Count, Whole, at_least
+from crt_exp.options import Count, Whole
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
@@ -36,7 +37,7 @@ class ListOpsRules(NamedTuple):
     shortest: Whole
     longest: Count
     depth: Count
-    arguments: Annotated[int, at_least(2)]
+    arguments: Annotated[int, Field(ge=2)]
 
 
 PRESETS = {"small": ListOpsRules(2000, 500, 500, 8, 64, 4, 5),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.hints import Count, NotNegative, Whole
+from crt_exp.options import Count, NotNegative, Whole
 
 LINE, DOT = 160, 255                                         # grey values
 TRIES, PICTURES = 200, 20                                    # of a curve, and of all curves of a picture

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from crt_exp.config import ConfigError
 from crt_exp.data.fasta import Index, hash_of
-from crt_exp.hints import Count, Whole, at_least, below
+from crt_exp.options import Count, Whole
 
 A = 20
 
@@ -29,7 +30,7 @@ class FamilyOptions(TypedDict):
     longest: Count
     nearest: Count
     farthest: Count
-    copied: Annotated[float, at_least(0), below(1)]
+    copied: Annotated[float, Field(ge=0, lt=1)]
     seed: Whole
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from crt_exp.data import DataError
 from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED, numbered_lines, official_file, text_path
-from crt_exp.hints import Count, Positive, Whole, at_least
+from crt_exp.options import Count, Positive, Whole
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 OFFICIAL = ("ptb", "wikitext2")
@@ -133,7 +134,7 @@ def lacking(text: WordText, word: str) -> DataError:
 class ChainOptions(TypedDict):
     """What is generated: a vocabulary, words of each part, and how much the next word depends on the one before."""
 
-    words: Annotated[int, at_least(2)]
+    words: Annotated[int, Field(ge=2)]
     train: Count
     validation: Count
     test: Count

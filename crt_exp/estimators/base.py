@@ -14,7 +14,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from crt_exp.estimators.random_features import FLOATS, RandomFeatures, blocks, validated
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 from crt_exp.estimators.batches import Batch, Blocks, block_rows
 from crt_exp.estimators.solve import Choice, Solution, solved
 from crt_exp.estimators.sums import Centred, Sums, check_memory

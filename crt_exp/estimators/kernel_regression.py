@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.estimators.random_features import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validated
 from crt_exp.features import Features
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 
 
 class _KernelRegression(RandomFeatureEstimator):

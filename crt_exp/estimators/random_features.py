@@ -23,7 +23,7 @@ from crt_exp.features import (GERF, ArcCosineRF, FeatureMap, GeomRFPlus, Laplace
 from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 from crt_exp.features.kernels import Kernel, check_kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import Noise

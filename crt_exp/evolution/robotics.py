@@ -12,11 +12,10 @@ from torch import Tensor
 from crt_exp.drawing import new_figure
 from crt_exp.environments.arms import Sweeping
 from crt_exp.environments.stones import SteppingStones
-from crt_exp.hints import Count, Positive, Whole, at_least, at_most
+from crt_exp.options import Count, Positive, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.evolution.strategy import Player, Search, evolve, prepared, restored
-from crt_exp.schema import checked
 from crt_exp.atomic_write import whole
 
 PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
@@ -28,7 +27,7 @@ class Policy(TypedDict):
     """What `ImplicitPolicy` has besides the sizes of its environment."""
 
     patch: Count
-    d: Annotated[int, at_least(2)]
+    d: Annotated[int, Field(ge=2)]
     heads: Count
     top: Count
 
@@ -110,7 +109,7 @@ class Sweep(Robotics):
 
     name = "sweep"
 
-    def __init__(self, particles: Annotated[int, at_least(2), at_most(PARTICLES)], strokes: Count, size: Count,
+    def __init__(self, particles: Annotated[int, Field(ge=2, le=PARTICLES)], strokes: Count, size: Count,
                  looks: Looks, policy: Policy, strategy: Strategy, workers: Count, film: bool = False):
         options = {"particles": particles, "strokes": strokes, "size": size}
         super().__init__(Sweeping, options, looks, policy, strategy, workers, film)

@@ -21,7 +21,7 @@ from crt_exp.features.complex_exponential import (CERF, Diagonal, Field, diagona
 from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import Count, Positive
+from crt_exp.options import Count, Positive
 from crt_exp.samplers.precision import as_given
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 

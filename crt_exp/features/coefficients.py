@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crt_exp.features.base import FeatureMap, Features, align, can_ask, check_finite, holds
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import Positive
+from crt_exp.options import Positive
 from crt_exp.features.kernels import angle
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 

@@ -16,12 +16,13 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import Positive, above, below
+from crt_exp.options import Positive
 from crt_exp.samplers.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
 from crt_exp.samplers.noise import precise, transforming
@@ -189,7 +190,7 @@ class PoisCoordRF(PoisRF):
 class GeomRF(DiscreteRF):
     """Geometric features (CRT (13), (14), Theorem 3.5): bounded, p fitted numerically. `p` fixes it."""
 
-    p: Annotated[float, above(0), below(1)] | None = None
+    p: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @property
     def fitted(self) -> bool:

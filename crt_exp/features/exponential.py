@@ -15,11 +15,12 @@ from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import Complex, below
+from crt_exp.options import Complex
 from crt_exp.features.kernels import log_0f1
 from crt_exp.samplers.precision import as_given
 from crt_exp.samplers import Noise, at_least_float32
@@ -230,7 +231,7 @@ class OPRF(PositiveExponential):
     for every A < 1/8 that does not depend on omega. `A` fixes it instead. `antithetic` adds omega -> -omega pairs.
     """
 
-    A: Annotated[float, below(1 / 8)] | None = None
+    A: Annotated[float, Field(lt=1 / 8)] | None = None
 
     until_fitted = "no parameters yet, so it takes A = 0"
 

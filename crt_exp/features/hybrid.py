@@ -20,7 +20,7 @@ from crt_exp.features.coefficients import (AngularCoefficient, BipolarCoefficien
                                            Coefficient, column)
 from crt_exp.features.exponential import SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import Count, Positive
+from crt_exp.options import Count, Positive
 from crt_exp.samplers.nested_tensors import Nested, mapped, shared
 from crt_exp.samplers.noise import DenseNoise, at_least_float32
 

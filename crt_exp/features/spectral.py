@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import Trigonometric
-from crt_exp.hints import Positive
+from crt_exp.options import Positive
 from crt_exp.features.kernels import angle
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import precise

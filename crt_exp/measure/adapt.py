@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from crt_exp.advice.bench import fitted, quiet
 from crt_exp.data import mnist
 from crt_exp.data.text import IGNORED, generator_of, official_file
-from crt_exp.hints import Count, Positive, Several, Whole
+from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import pretrained
 from crt_exp.measure.base import SwapMeasurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.adapters import Adapters
-from crt_exp.schema import checked
 from crt_exp.swap.calibration import learns
 from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
 from crt_exp.tasks.objectives import following

@@ -27,7 +27,7 @@ from crt_exp.bounds.coupling import couples
 from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
-from crt_exp.hints import Count, Positive, Several, Whole
+from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure.base import check_estimates, planned
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
 from crt_exp.measure.subject import Subject, relative_error
@@ -35,7 +35,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import cached
-from crt_exp.schema import checked
 
 DRAWS = 200      # of the projections, for sample variances
 PREDICTED = 256  # pairs of a head over which the closed forms of all maps are averaged

@@ -12,7 +12,7 @@ from crt_exp.attention import DenominatorCount, attention
 from crt_exp.attention.reference import softmax_attention
 from crt_exp.data.text import official_file
 from crt_exp.features import Statistics
-from crt_exp.hints import Count, Positive, Several
+from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.measure.approximation import Approximation, Synthetic
 from crt_exp.measure.base import Measurement, Series, check_estimates
 from crt_exp.measure.kernel import generator
@@ -20,7 +20,6 @@ from crt_exp.measure.subject import Subject
 from crt_exp.data.texts import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import measured_bias
-from crt_exp.schema import checked
 
 
 @checked("task")

@@ -20,11 +20,10 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, fasta
 from crt_exp.data.protein import BEGIN, LETTERS, STANDARD
 from crt_exp.data.sources import missing, task_folder
-from crt_exp.hints import Count
+from crt_exp.options import Count, checked
 from crt_exp.measure.base import SwapMeasurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.schema import checked
 from crt_exp.swap.matrices import attention_matrices
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # 190

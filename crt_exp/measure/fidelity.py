@@ -14,17 +14,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from crt_exp import mechanism_text
+from crt_exp.options import Count, Several, Whole, checked, join_words, split_words
 from crt_exp.advice.bench import medians
 from crt_exp.config import ConfigError
 from crt_exp.data.text import official_file
-from crt_exp.hints import Count, Several, Whole
 from crt_exp.measure.base import SwapMeasurement, planned
 from crt_exp.measure.subject import Subject
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import interval
 from crt_exp.runner.configuration import kept_task
-from crt_exp.schema import checked
 from crt_exp.atomic_write import whole, write_rows
 
 CONTROLS = ("exact", "uniform", "identity")  # never the best method
@@ -57,9 +55,9 @@ def methods_of(attentions: Sequence[str], ms: Sequence[int]) -> list[Candidate]:
     methods = []
     for text in attentions:
         random = Mechanism.parse(text, seed=0).draws
-        name, options = mechanism_text.read(text)
+        name, options = split_words(text)
         own = [options.pop("m")] if "m" in options else ms if random else [None]
-        methods += [Candidate(mechanism_text.write(name, options), m) for m in own]
+        methods += [Candidate(join_words(name, options), m) for m in own]
     if len(set(methods)) < len(methods):
         raise ConfigError(f"task.attentions or task.ms names something twice: {[each.label for each in methods]}")
     return methods

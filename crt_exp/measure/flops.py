@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,10 +21,9 @@ from crt_exp.attention.blocked import together
 from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
-from crt_exp.hints import Count, Positive, Several, at_least
+from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import column_sums
-from crt_exp.schema import checked
 from crt_exp.measure.base import Measurement, Series
 from crt_exp.measure.kernel import angles_of, at_angles, drawn, generator, log_relative_mse, squared_errors
 from crt_exp.measure.times import PROCESSOR, Watch, in_turns, threads
@@ -48,7 +48,7 @@ class Flops(Series):
     metric, lower_is_better, over = "error", True, "budget"
 
     def __init__(self, counted: Literal["features", "attention"], budgets: Several[Positive],
-                 d: Annotated[int, at_least(2)], length: Positive, angles: Annotated[int, at_least(2)], groups: Count,
+                 d: Annotated[int, Field(ge=2)], length: Positive, angles: Annotated[int, Field(ge=2)], groups: Count,
                  draws: Count):
         self.counted, self.values, self.d, self.length = counted, list(budgets), d, length
         self.angles, self.groups, self.draws = angles, groups, draws
@@ -122,7 +122,7 @@ class RankingCost(Measurement):
 
     metric = "flops"
 
-    def __init__(self, d: Annotated[int, at_least(2)], lengths: Several[Count], rounds: Count,
+    def __init__(self, d: Annotated[int, Field(ge=2)], lengths: Several[Count], rounds: Count,
                  methods: Several[str] | None = None):
         self.d, self.lengths, self.rounds = d, lengths, rounds
         self.mechanisms = {name: Mechanism.parse(name) for name in methods or ()}

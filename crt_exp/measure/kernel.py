@@ -13,17 +13,17 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from crt_exp.data.tabular import file_of, load
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
-from crt_exp.hints import Count, NotNegative, Positive, Several, at_least, at_most
+from crt_exp.options import Count, NotNegative, Positive, Several, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.nested_tensors import Nested
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
-from crt_exp.schema import checked
 from crt_exp.measure.base import Measurement, Series, check_estimates
 from crt_exp.tasks.uci import scaler
 
@@ -108,7 +108,7 @@ class Pointwise(Series):
 
     metric, lower_is_better, over = "largest_error", True, "length"
 
-    def __init__(self, d: Annotated[int, at_least(2)], lengths: Several[Positive], angles: Annotated[int, at_least(2)],
+    def __init__(self, d: Annotated[int, Field(ge=2)], lengths: Several[Positive], angles: Annotated[int, Field(ge=2)],
                  groups: Count, draws: Count):
         self.d, self.values, self.angles, self.groups, self.draws = d, list(lengths), angles, groups, draws
 
@@ -139,7 +139,7 @@ class QMC(Measurement):
     metric = "mse"
 
     def __init__(self, dataset: str, scaling: Literal["standard", "minmax", "none"], length: Positive,
-                 pairs: Annotated[int, at_least(2)], groups: Count, draws: Count, data_dir: str | None = None):
+                 pairs: Annotated[int, Field(ge=2)], groups: Count, draws: Count, data_dir: str | None = None):
         self.pairs, self.groups, self.draws = pairs, groups, draws
         self.file, table = file_of(dataset, data_dir), load(dataset, data_dir).encode("ordinal")
         rows = torch.from_numpy(scaler(table, scaling)(table)).double()
@@ -183,7 +183,7 @@ class Clusters(Series):
 
     metric, lower_is_better, over = "mse", True, "m"
 
-    def __init__(self, d: Count, agreeing: Annotated[NotNegative, at_most(1)], spread: NotNegative, length: Positive,
+    def __init__(self, d: Count, agreeing: Annotated[NotNegative, Field(le=1)], spread: NotNegative, length: Positive,
                  points: Count, ms: Several[Count], pairs: Count, repeats: Count):
         self.d, self.agreeing, self.spread, self.length, self.points = d, agreeing, spread, length, points
         self.values, self.pairs, self.repeats = list(ms), pairs, repeats

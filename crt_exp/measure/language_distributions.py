@@ -20,14 +20,13 @@ from crt_exp.data.text import IGNORED
 from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
-from crt_exp.hints import Count, Several
+from crt_exp.options import Count, Several, checked
 from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.samplers.nested_tensors import Nested
 from crt_exp.runner.configuration import kept_task
 from crt_exp.runner.run import read_records
-from crt_exp.schema import checked
 from crt_exp.tasks.base import Reader
 
 SPLIT, FITTED = "test", 16  # parameters are fitted to every sixteenth query

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crt_exp import mechanism_text
+from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
 from crt_exp.advice.bench import Layers, Swap, fitted
 from crt_exp.advice.bench_pieces import UNSURE, TextBench, following
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
@@ -25,7 +25,6 @@ from crt_exp.attention.checks import repeat_heads
 from crt_exp.config import unknown
 from crt_exp.data.byte_pairs import running_blocks
 from crt_exp.data.text import generator_of, official_file
-from crt_exp.hints import Count, Positive, Several, Whole
 from crt_exp.measure.base import Measurement, SwapMeasurement
 from crt_exp.data.texts import FOLDER
 from crt_exp.mechanism import Mechanism
@@ -33,7 +32,6 @@ from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.recall import rows_at
-from crt_exp.schema import checked
 from crt_exp.tasks.objectives import repeated
 from crt_exp.tasks.recall import drawn
 
@@ -71,7 +69,7 @@ class FarKey(Measurement):
             yield {"method": text, "error": float((self.output(text, heads) - exact).norm() / exact.norm())}
 
     def output(self, text: str, heads: Sequence[Tensor]) -> Tensor:
-        name, options = mechanism_text.read(text)
+        name, options = split_words(text)
         if name in BASELINES:
             return BASELINES[name](*heads, **options)
         if name not in OWN:
@@ -262,7 +260,7 @@ def attention_of(method: str | Mechanism, **given: Any) -> Swap | None:
     what is given."""
     if isinstance(method, Mechanism):
         return None if method.is_exact else method
-    name, options = mechanism_text.read(method)
+    name, options = split_words(method)
     if name in BASELINES:
         return Layers(partial(Baseline, partial(BASELINES[name], **options)), name)
     return None if method == "exact" else Mechanism.parse(method, **given)

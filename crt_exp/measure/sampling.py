@@ -10,17 +10,16 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp import mechanism_text
+from crt_exp.options import Count, Positive, Several, checked, join_words, split_words
 from crt_exp.config import unknown
 from crt_exp.features import OPRF
-from crt_exp.hints import Count, Positive, Several, at_least
 from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax import (ClassSampler, DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax,
                                      TreeFeatures, Uniform, Unigram)
-from crt_exp.schema import checked
 from crt_exp.measure.times import LONG, again, in_turns
 
 D, BATCH, NEGATIVES = 64, 700, 40
@@ -147,7 +146,7 @@ class SampledGradients(Measurement):
     metric = "variance"
 
     def __init__(self, methods: Several[str], classes: Count, length: Positive, queries: Count,
-                 repeats: Annotated[int, at_least(4)]):
+                 repeats: Annotated[int, Field(ge=4)]):
         self.methods, self.classes, self.length = list(methods), classes, length
         self.queries, self.repeats = queries, repeats
 
@@ -164,9 +163,9 @@ class SampledGradients(Measurement):
     def proposal(self, text: str, head: nn.Linear, seed: int) -> ClassSampler:
         if text in KNOWN:
             return KNOWN[text](head)
-        name, options = mechanism_text.read(text)
+        name, options = split_words(text)
         flatter = options.pop("flatter", 1)
-        made = Mechanism.parse(mechanism_text.write(name, options))
+        made = Mechanism.parse(join_words(name, options))
         return TreeFeatures(made.map(), *head.weight.shape, m=made.m, temperature=flatter / self.length, seed=seed)
 
 

@@ -14,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp import mechanism_text
+from crt_exp.options import Count, Several, checked, split_words
 from crt_exp.attention import (DenominatorCount, attention, exact_attention, identity_attention,
                                uniform_attention)
 from crt_exp.features import Statistics
-from crt_exp.hints import Count, Several
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers import orthogonal
-from crt_exp.schema import checked
 from crt_exp.measure.base import Measurement
 from crt_exp.measure.times import Call, Update, added, in_turns, milliseconds
 
@@ -62,7 +60,7 @@ def at_hand(what: str, length: int) -> Sequence[str]:
 def mechanism_of(method: str, what: str) -> Mechanism:
     """With the projections of `what`, where the text does not say how many."""
     made = Mechanism.parse(method)
-    return made if "m" in mechanism_text.read(method)[1] else made.projecting(M.get(what, OTHER_M))
+    return made if "m" in split_words(method)[1] else made.projecting(M.get(what, OTHER_M))
 
 
 def check_methods(texts: Sequence[str], what: str) -> None:

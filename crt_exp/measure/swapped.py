@@ -15,12 +15,11 @@ import torch
 from crt_exp.advice.bench import looked_at
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.features import SDERF
-from crt_exp.hints import Count, Several, Whole
+from crt_exp.options import Count, Several, Whole, checked
 from crt_exp.measure.base import Measurement, SwapMeasurement, check_estimates
 from crt_exp.measure.variance import predicted_errors
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task
-from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 Row = dict[str, Any]

@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
-from crt_exp.hints import Count, Positive, Several, at_least
+from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.features.kernels import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement, Series
-from crt_exp.schema import checked
 
 
 def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class Variance(Series):
 
     metric, lower_is_better, over = "log_variance", True, "sigma"
 
-    def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, at_least(2)], sigmas: Several[Positive],
+    def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, Field(ge=2)], sigmas: Several[Positive],
                  kernel: Kernel, fit: Literal[*FITS] = "pair", resize: dict[str, Any] | None = None):
         if resize and regime != "mnist":
             raise ValueError(f"task.resize is of the regime mnist, not of {regime}")

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchaudio.functional import rnnt_loss
@@ -21,7 +22,7 @@ from torchaudio.transforms import MelSpectrogram
 
 from crt_exp.attention.compiling import outside_graphs
 from crt_exp.config import ConfigError
-from crt_exp.hints import Count, NotNegative, below
+from crt_exp.options import Count, NotNegative
 from crt_exp.samplers.precision import as_given
 
 WINDOW, HOP = 0.025, 0.010  # seconds
@@ -43,7 +44,7 @@ class ConformerSizes(TypedDict):
     kernel: Count          # of the depthwise convolution, frames
     predictor: Count       # LSTM cells
     joiner: Count
-    dropout: Annotated[NotNegative, below(1)]
+    dropout: Annotated[NotNegative, Field(lt=1)]
     norm: Literal["frame", "batch"]
     ctc: NotNegative       # weight of a CTC loss of the encoder that is added in training; 0: none
 

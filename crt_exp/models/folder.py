@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, read_yaml
 from crt_exp.data import DataError
-from crt_exp.stored import json_object, yaml_object
+from crt_exp.stored import json_object
 
 MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-256 of each file of weights, by its name
 ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained
@@ -117,7 +117,7 @@ def block_of(folder: str | Path) -> int | None:
     folder = Path(folder)
     if folder.name != MODEL or not (folder.parent / "config.yaml").is_file():
         return None
-    task = yaml_object(folder.parent / "config.yaml").get("task")
+    task = read_yaml(folder.parent / "config.yaml").get("task")
     block = task.get("block") if isinstance(task, dict) else None
     return block if type(block) is int and block > 0 else None
 

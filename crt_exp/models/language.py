@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.hints import Count, Parameter, at_least, below, parameters
+from crt_exp.options import Count, Parameter, check_options, parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
                                    whole_folder)
 from crt_exp.models.transformer import Transformer
-from crt_exp.schema import check_keys
 from crt_exp.swap.swap import LayerMaker
 
 KIND, WEIGHTS = "language_model", "model.safetensors"
-Dropout = Annotated[float, at_least(0), below(1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 Positions = Literal["learned", "rotary", "none"]
 
 
@@ -50,7 +50,7 @@ PRESETS = {"tiny": (4, 2, 128, 64), "small": (4, 4, 512, 128),
 def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSizes:
     """The sizes of a preset with other values for some keys; `option` is where those were given. Raises ConfigError."""
     hints = {key: Parameter(hint, False) for key, (hint, *_) in parameters(TransformerSizes).items()}
-    check_keys(f"{option}.", changes, hints)
+    check_options(option, hints, changes)
     sizes = dict(zip(TransformerSizes.__annotations__, PRESETS[preset])) | dict(changes)
     if sizes["d"] % sizes["heads"]:
         raise ConfigError(f"{option}: d = {sizes['d']} is no multiple of heads = {sizes['heads']}")
@@ -198,7 +198,7 @@ def load(run: str | Path, option: str) -> KeptLanguageModel:
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), named)
-        check_keys("", config, parameters(LanguageDescription))
+        check_options("", LanguageDescription, config)
         kept = KeptLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         check_sizes(kept)
         return kept

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data import DataError
 from crt_exp.data.text import IGNORED
-from crt_exp.hints import Count, at_least, below, parameters
+from crt_exp.options import Count, check_options
 from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
                                    whole_folder)
-from crt_exp.schema import check_keys
 
 KIND, WEIGHTS = "word_lstm", "model.safetensors"
 SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model
@@ -29,7 +29,7 @@ SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of
 class WordLSTM(nn.Module):
     """Reads words and goes on where it stopped: its state is an argument and a result."""
 
-    def __init__(self, words: Count, width: Count, layers: Count, dropout: Annotated[float, at_least(0), below(1)]):
+    def __init__(self, words: Count, width: Count, layers: Count, dropout: Annotated[float, Field(ge=0, lt=1)]):
         super().__init__()
         self.embedding, self.dropout = nn.Embedding(words, width), nn.Dropout(dropout)
         self.lstm = nn.LSTM(width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
@@ -141,7 +141,7 @@ def load(run: str | Path, option: str) -> KeptLSTM:
             raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no language model "
                             "of words. Give a run of task=ptb.")
         sizes, tensors = {"words": len(config["words"]), **config["sizes"]}, load_file(folder / WEIGHTS)
-        check_keys("", sizes, parameters(WordLSTM))
+        check_options("", WordLSTM, sizes)
         check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option} = {run}")
         body = WordLSTM(**sizes)
         body.load_state_dict(tensors)

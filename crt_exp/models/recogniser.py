@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.symbols import Symbols
-from crt_exp.hints import Count, at_most, parameters
+from crt_exp.options import Count, check, check_options
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import (
     ConformerSizes,
@@ -29,7 +30,6 @@ from crt_exp.models.conformer_transducer import (
 from crt_exp.models.conformer_transducer import check_sizes as check_model_sizes
 from crt_exp.models.folder import (CONFIG, check_numbers, check_shapes, description_in, folder_of, save_tensors,
                                    whole_folder)
-from crt_exp.schema import check, check_keys
 
 KIND = "conformer_transducer"
 WEIGHTS, PIECES = "model.safetensors", "pieces.model"
@@ -75,13 +75,13 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
             raise DataError(f"{option} = {run} is a run of another task: {folder / CONFIG} describes no speech "
                             "recogniser. Give a run of task=librispeech.")
         symbols = config["symbols"]
-        check_keys("symbols.", symbols, parameters(KeptSymbols))
+        check_options("symbols", KeptSymbols, symbols)
         symbols = (Symbols.of_pieces((folder / PIECES).read_bytes()) if symbols["kind"] == "pieces"
                    else Symbols(symbols["kind"], tuple(symbols["entries"])))
         mechanism = Mechanism.of_saved(config["attention"], f"{option} = {run}")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), f"{option} = {run}")
-        check("rate", config["rate"], Annotated[Count, at_most(10**6)])
+        check("rate", config["rate"], Annotated[Count, Field(le=10**6)])
         check_sizes(config["sizes"], len(symbols) + 1, tensors, f"{option} = {run}")
         return Recogniser(symbols, config["rate"], config["sizes"], mechanism), tensors
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -92,7 +92,7 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
 
 def check_sizes(sizes: ConformerSizes, symbols: int, tensors: dict[str, Tensor], named: str) -> None:
     """Raises ConfigError and DataError for sizes that are not those of the weights, before a model takes memory."""
-    check_keys("sizes.", sizes, parameters(ConformerSizes))
+    check_options("sizes", ConformerSizes, sizes)
     check_model_sizes(sizes)
     dim, cells = sizes["dim"], sizes["predictor"]
     check_shapes(lambda: nn.ModuleDict({

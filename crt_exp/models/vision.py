@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.hints import shown
+from crt_exp.options import check, format_value
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
 from crt_exp.pretrained.published import fetched
-from crt_exp.stored import check_option, json_object
+from crt_exp.stored import SavedValue, json_object
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said
@@ -140,13 +140,13 @@ def check_written(model: Any, config: dict[str, Any], options: dict[str, Any]) -
     import timm
 
     if not isinstance(model, str) or not timm.is_model(model.partition(".")[0]):
-        raise ConfigError(f"architecture = {shown(model)}: timm has no such model")
+        raise ConfigError(f"architecture = {format_value(model)}: timm has no such model")
     sizes = {"num_classes": config["num_classes"] or 0, "input_size": list(config["input_size"])}
     for key, value in (options | sizes).items():
-        check_option(key, value)
+        check(f"options.{key}", value, SavedValue)
     if not 0 < options.get("depth", 1) <= DEEPEST or max(config["input_size"]) > LARGEST:
-        raise ConfigError(f"depth = {shown(options.get('depth'))}, input_size = {shown(config['input_size'])}: it "
-                          f"takes up to {DEEPEST} layers and {LARGEST} pixels")
+        raise ConfigError(f"depth={format_value(options.get('depth'))}, input_size={format_value(config['input_size'])}"
+                          f": expected at most {DEEPEST} layers and {LARGEST} pixels")
 
 
 def known(model: str) -> VisionDescription:
@@ -201,7 +201,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
             content = json_object(folder / "config.json")
             own = content.get("crt_exp", {})
             if not isinstance(own, dict):
-                raise ConfigError(f"{folder / 'config.json'}: crt_exp = {shown(own)} is not what a run writes there")
+                raise ConfigError(f"{folder / 'config.json'}: crt_exp={format_value(own)}: expected keys with values")
             return Checkpoint(f"task.init = {init}", folder, VisionDescription.read(content, folder / "config.json"),
                               {} if own.get("described") == EXACT or "described" not in own else own)
     refuse_adapters(path, f"task.init = {init}")

@@ -20,7 +20,7 @@ from crt_exp.attention.checks import transformed
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.features.statistics import Statistics
-from crt_exp.hints import Count, Whole, checked
+from crt_exp.options import Count, Whole, checked
 from crt_exp.nearfar.call import Result, by_rows, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.past import RecallState

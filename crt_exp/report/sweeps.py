@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from crt_exp import mechanism_text
+from crt_exp.options import split_words, written
 from crt_exp.config import CONF, ConfigError, own_folders
 from crt_exp.data.texts import prepare
 from crt_exp.report.rows import ORIGIN
@@ -66,7 +66,7 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
         elif isinstance(values, Mapping):
             choices.append([(value, shlex.split(text)) for value, text in values.items()])
         else:
-            choices.append([(value, [f"{key}={value if isinstance(value, str) else mechanism_text.written(value)}"])
+            choices.append([(value, [f"{key}={value if isinstance(value, str) else written(value)}"])
                             for value in values])
     runs = []
     for chosen in itertools.product(*choices):
@@ -78,10 +78,10 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
 
 def _method(group: str, text: str) -> list[str]:
     """Overrides of a method in text: "favorpp m=256" as attention, "pos m=64 sampler=iid" as features."""
-    name, options = mechanism_text.read(text)
+    name, options = split_words(text)
     places = {"m": "features.m", "sampler": "sampler", "features": "features"}
     return [f"{group}={name}", *(f"{places.get(key, key if '.' in key else f'{group}.{key}')}="
-                                 f"{mechanism_text.written(value)}" for key, value in options.items())]
+                                 f"{written(value)}" for key, value in options.items())]
 
 
 # ---- running

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.config import ConfigError, unknown
-from crt_exp.hints import Count, Positive, at_least, below
+from crt_exp.options import Count, Positive
 from crt_exp.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
 from crt_exp.swap import families
 
@@ -29,7 +30,7 @@ class Lora(TypedDict):
 
     rank: Count
     alpha: Positive
-    dropout: Annotated[float, at_least(0), below(1)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
     targets: Sequence[str] | None
     also: Sequence[str]
     merge: bool

@@ -19,7 +19,7 @@ from crt_exp.attention.fitted_once import make_room
 from crt_exp.runner.run import free_name
 from crt_exp.data.ranks import whole
 from crt_exp.runner.sharding import sharded_like
-from crt_exp.stored import json_of
+from crt_exp.stored import read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -83,7 +83,7 @@ def steps(root: Path) -> list[int]:
 def damage(path: Path, only: str | None = None) -> str | None:
     """What is wrong with a checkpoint directory, or with the file `only` of it; None where all is as it was written."""
     try:
-        manifest = json_of((path / MANIFEST).read_bytes(), MANIFEST)
+        manifest = read_json((path / MANIFEST).read_bytes(), MANIFEST)
         for name, entry in manifest["files"].items() if only is None else [(only, manifest["files"][only])]:
             size = (path / name).stat().st_size
             if size != entry["bytes"]:
@@ -158,7 +158,7 @@ def remaining(root: Path) -> str:
 def load_state(path: Path) -> dict[str, Any]:
     """What `save` was given as `state`. Raises CheckpointError."""
     try:
-        return json_of((path / "state.json").read_bytes(), "state.json")
+        return read_json((path / "state.json").read_bytes(), "state.json")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path / 'state.json'}: {error}") from None
 
@@ -195,7 +195,7 @@ def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", device=device) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            aliases = json_of((file.metadata() or {}).get("aliases", "{}"), "aliases")
+            aliases = read_json((file.metadata() or {}).get("aliases", "{}"), "aliases")
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     return tensors | {name: tensors[first] for name, first in aliases.items()}

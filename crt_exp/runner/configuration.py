@@ -17,8 +17,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import Field
 
 from crt_exp.annotations import annotations_in_source
-from crt_exp.config import (ATTENTION, CONF, FEATURES, HYDRA_KEYS, SAMPLER, ConfigError, Group, check_node, choices,
-                            construct, read_yaml, uses)
+from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
+                            own_options, read_yaml, uses)
 from crt_exp.options import Count, Parameter, check_options, format_value, unknown
 
 # ---- what Hydra was asked for
@@ -142,8 +142,7 @@ def check_source(path: str, node: Any, group: Group) -> None:
         for key in group.parts.keys() & node.keys():
             check_source(f"{path}.{key}", node[key], group.parts[key])
         wanted = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
-        given = {key: value for key, value in node.items() if key not in (*HYDRA_KEYS, *group.parts)}
-        check_options(path, wanted, given)
+        check_options(path, wanted, {key: own for key, own in own_options(node).items() if key not in group.parts})
 
 
 def check_composed(cfg: DictConfig) -> None:

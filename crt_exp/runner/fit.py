@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from crt_exp.config import ConfigError, instantiate, located
+from crt_exp.config import ConfigError, imported, instantiate
 from crt_exp.data.ranks import inside_torchrun, world_size
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import (check_composed, choice, folders, in_sweep, key_of, output_directory, override,
@@ -81,7 +81,7 @@ def check_sweeper(cfg) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     if in_sweep():
-        kind = located("task", cfg.task._target_)
+        kind = imported(cfg.task._target_)
         check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
 
 
@@ -101,7 +101,7 @@ def check_probe(cfg, task, mechanism) -> None:
 
 def measures_whole(cfg, mechanism) -> bool:
     """Whether the probe also measures this attention, which has no feature map."""
-    measures = getattr(located("task", cfg.task._target_), "measures_whole", None)
+    measures = getattr(imported(cfg.task._target_), "measures_whole", None)
     return measures is not None and measures(mechanism)
 
 

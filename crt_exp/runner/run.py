@@ -24,13 +24,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
-from crt_exp.config import ConfigError, instantiate
+from crt_exp.config import ConfigError, instantiate, read_yaml
 from crt_exp.runner.configuration import overrides
 from crt_exp.runner.inputs import NAME as INPUTS
 from crt_exp.runner.inputs import check_inputs
 from crt_exp.runner.mirror import NoMirror
 from crt_exp.runner.processes import SWEEP
-from crt_exp.stored import read_json, read_yaml
+from crt_exp.stored import read_json
 from crt_exp.atomic_write import whole
 
 # may differ between a run and its continuation
@@ -90,7 +90,8 @@ class Run:
         if not old.is_file():
             raise ConfigError(f"{self.directory} holds files but no config.yaml: not a run of crt_exp; choose "
                               "another hydra.run.dir")
-        changed = {key: pair for key, pair in differences(read_yaml(old), cfg).items() if not free(key)}
+        kept = OmegaConf.create(read_yaml(old))
+        changed = {key: pair for key, pair in differences(kept, cfg).items() if not free(key)}
         if changed:
             pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
             raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {pairs}")

@@ -67,6 +67,8 @@ def finished_runs(directory: Path, sweep: str) -> "DataFrame":
             rows.append({"run": str(path.parent.relative_to(directory)), **{key: text for key, _, text in settings},
                          "value": last[last["metric"]],
                          **{key: last[key] for key in RECORD if key in last}})
+    if not rows:
+        return DataFrame()
     runs = DataFrame(sorted(rows, key=lambda row: (len(row["run"]), row["run"])))
     keys = [key for key in runs if key not in ("run", *RECORD)]
     runs[keys] = runs[keys].fillna("")

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 
 from crt_exp.config import ConfigError
-from crt_exp.hints import Count, NotNegative, Positive, Whole, at_least, below
+from crt_exp.options import Count, NotNegative, Positive, Whole, checked
 from crt_exp.data.ranks import inside_torchrun, world_size
 from crt_exp.runner.adapters import Lora, check_installed
 from crt_exp.runner.optim import OPTIMIZERS, SCHEDULES
 from crt_exp.runner.processes import World
-from crt_exp.schema import checked
 
-Beta = Annotated[float, at_least(0), below(1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @checked("trainer")

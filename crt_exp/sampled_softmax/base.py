@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 from crt_exp.features.nonfinite import NotFinite
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import ClassSampler, check_queries
 from crt_exp.sampled_softmax.tree_features import TreeFeatures

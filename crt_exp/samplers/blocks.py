@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crt_exp.hints import Count, Whole, whole_number
+from crt_exp.options import Count, Whole, whole_number
 from crt_exp.samplers.draws import check, normal, randint, row_lengths, signs, uniform
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 from crt_exp.samplers.points import iid

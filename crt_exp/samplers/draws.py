@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from crt_exp.hints import whole_number
+from crt_exp.options import whole_number
 
 ALWAYS = 2**28   # bytes below which the free memory is not looked up
 U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4

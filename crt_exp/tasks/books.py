@@ -6,7 +6,7 @@ beyond the length of a training row, with what the attention remembers. Legend: 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import nn
 
 from crt_exp.config import ConfigError
@@ -26,10 +27,9 @@ from crt_exp.data.hub import Hub
 from crt_exp.data.rows import masked, padded
 from crt_exp.data.sentence_pieces import sentence_pieces
 from crt_exp.data.text import IGNORED, Masking, fast_tokenizer, official_file, table
-from crt_exp.hints import Count, Whole, above, at_least, below
+from crt_exp.options import Count, Whole, checked
 from crt_exp.models import encoders
 from crt_exp.models.carried import carried_losses
-from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import Share, SymbolTask, exp
 
@@ -39,7 +39,7 @@ NAMES = {"train": "train", "validation": "valid", "test": "test"}
 class BooksHub(Hub):
     """The first `documents` of its splits are read."""
 
-    splits: list[str]
+    splits: Sequence[str]
     column: str
     documents: Count
 
@@ -66,13 +66,13 @@ class Books(SymbolTask):
     data_dir: str | None
     hub: BooksHub
     rows: Literal["packed", "apart"]
-    held_out: Annotated[float, above(0), below(0.5)]
+    held_out: Annotated[float, Field(gt=0, lt=0.5)]
     tokenizer: str | None
     vocabulary: Literal["byte_pairs", "sentencepiece"]
     vocabulary_size: Count
     lowercase: bool
     evaluated: Count | None
-    max_length: Annotated[int, at_least(2)]
+    max_length: Annotated[int, Field(ge=2)]
     carried: Carried
     cache_dir: str | None
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
@@ -12,7 +13,6 @@ from crt_exp.data import images as data
 from crt_exp.data.image_stream import ImageHub, Streamed
 from crt_exp.data.loading import Draw, Folders, Loader, Micro, fitting_workers
 from crt_exp.data.sources import task_folder
-from crt_exp.hints import at_least, at_most, below
 from crt_exp.tasks.base import Batch, Plan, Task
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
@@ -25,9 +25,9 @@ class ImageTask(Task):
     dataset: str
     data_dir: str | None
     hub: ImageHub
-    held_out: Annotated[float, at_least(0), below(1)]
+    held_out: Annotated[float, Field(ge=0, lt=1)]
     unreadable: Literal["error", "skip"]
-    workers: Annotated[int, at_least(0), at_most(128)] | None
+    workers: Annotated[int, Field(ge=0, le=128)] | None
 
     validation, test = "val", "val"
 

@@ -11,22 +11,22 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
 from crt_exp.data import check_classes
 from crt_exp.data.loading import Draw, drawing
-from crt_exp.hints import Count, NotNegative, above, at_least, at_most, below
+from crt_exp.options import Count, NotNegative, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 
-Share = Annotated[float, at_least(0), at_most(1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 NAMED_CLASSES = 5                                            # top-5 accuracy is ImageNet's
 
 
@@ -42,7 +42,7 @@ class VisionSizes(TypedDict):
 class ImageAugment(TypedDict):
     """What timm does to a training image, and to pairs of them."""
 
-    scale: tuple[Annotated[float, above(0), at_most(1)], Annotated[float, above(0), at_most(1)]]
+    scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]]
     flip: Share
     color: NotNegative | None
     policy: str | None
@@ -69,13 +69,13 @@ class ImageNet(ImageTask):
     pool: Literal["token", "avg"] | None
     init: str
     new_head: bool
-    crop: Annotated[float, above(0), at_most(1)]
+    crop: Annotated[float, Field(gt=0, le=1)]
     interpolation: Literal["bilinear", "bicubic"]
     augment: ImageAugment
-    smoothing: Annotated[float, at_least(0), below(1)]
-    drop_path: Annotated[float, at_least(0), below(1)]
-    layer_decay: Annotated[float, above(0), at_most(1)]
-    ema: Annotated[float, above(0), below(1)] | None
+    smoothing: Annotated[float, Field(ge=0, lt=1)]
+    drop_path: Annotated[float, Field(ge=0, lt=1)]
+    layer_decay: Annotated[float, Field(gt=0, le=1)]
+    ema: Annotated[float, Field(gt=0, lt=1)] | None
 
     metric = "accuracy"
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
@@ -23,7 +24,7 @@ from crt_exp.data import DataError, speech, speech_table
 from crt_exp.data.sources import no_folder
 from crt_exp.data.plan import packed
 from crt_exp.data.symbols import ALPHABET, Symbols, UnknownSymbol
-from crt_exp.hints import Count, Positive, Several, Whole, at_least, at_most, parameters
+from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import error_rates
 from crt_exp.models import recogniser
@@ -38,11 +39,10 @@ from crt_exp.models.conformer_transducer import (
 )
 from crt_exp.models.recogniser import Recogniser
 from crt_exp.data.ranks import rank
-from crt_exp.schema import check_keys, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.atomic_write import whole
 
-Share = Annotated[float, at_least(0), at_most(1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model
 SPLITS = ("train", "validation", "test")
 WINDOW = 16  # micro-batches of a stream that are sorted by length at once
@@ -111,13 +111,13 @@ class LibriSpeech(Task):
     strings: Strings
     held_out_speaker: str | None
     hub: SplitsHub
-    rate: Annotated[int, at_least(4000)] | None
+    rate: Annotated[int, Field(ge=4000)] | None
     max_seconds: Positive
     bad: Literal["error", "skip"]
     symbols: Literal["characters", "words", "pieces"] | None
     pieces: Count
     batch_seconds: Positive
-    speeds: Several[Annotated[float, at_least(0.5), at_most(2)]]
+    speeds: Several[Annotated[float, Field(ge=0.5, le=2)]]
     augment: SpeechAugment
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
@@ -142,7 +142,7 @@ class LibriSpeech(Task):
 
     def check_options(self, digits: bool) -> None:
         self.sizes = PRESETS[self.preset] | self.sizes
-        check_keys("task.sizes.", self.sizes, parameters(ConformerSizes))
+        check_options("task.sizes", ConformerSizes, self.sizes)
         check_sizes(self.sizes)
         if self.corpus != "librispeech" and self.source == "hub":
             raise ConfigError(f"task.corpus={self.corpus} reads files: leave task.source=hub out")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,10 +19,9 @@ from crt_exp.data import check_classes, labelled
 from crt_exp.data.glue import by_length
 from crt_exp.data.labelled import LONGEST, SPLITS, Dataset, Labelled
 from crt_exp.data.rows import few, masked, padded
-from crt_exp.hints import Count, Whole, above, below
+from crt_exp.options import Count, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
-from crt_exp.schema import checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask
 
@@ -39,7 +39,7 @@ class LRA(SequenceTask):
     scale: Literal["small", "full"]
     rules: dict[str, Any]
     data_seed: Whole
-    held_out: Annotated[float, above(0), below(1)]
+    held_out: Annotated[float, Field(gt=0, lt=1)]
     evaluated: Count | None
     max_length: Count | None
     bucketed: bool

@@ -10,22 +10,22 @@ from typing import Annotated, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data.loading import Draw
-from crt_exp.hints import Count, above, at_most, below
+from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 from crt_exp.tasks.imagenet import Share
 
-Part = Annotated[float, above(0), at_most(1)]
+Part = Annotated[float, Field(gt=0, le=1)]
 DRAWN = 6                                                    # images in the picture of reconstructions
 
 
@@ -60,7 +60,7 @@ class MAE(ImageTask):
     sizes: MAESizes
     size: Count | None
     init: str
-    mask_share: Annotated[float, above(0), below(1)]
+    mask_share: Annotated[float, Field(gt=0, lt=1)]
     normalised: bool
     augment: MAEAugment
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,10 +24,9 @@ from crt_exp.data import DataError
 from crt_exp.data import text as data
 from crt_exp.data.hub import Hub
 from crt_exp.data.sources import no_folder
-from crt_exp.hints import Count, NotNegative, Parameter, Whole, above, at_least, at_most, below, parameters
+from crt_exp.options import Count, NotNegative, Parameter, Whole, check_options, checked, parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.schema import check_keys, checked
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.objectives import objective_of
@@ -85,13 +85,13 @@ class MLM(Task):
     vocabulary: str | None
     vocabulary_size: Count
     lowercase: bool
-    block: Annotated[int, at_least(2)]
-    share: Annotated[float, above(0), below(1)]
+    block: Annotated[int, Field(ge=2)]
+    share: Annotated[float, Field(gt=0, lt=1)]
     whole_words: bool
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
-    repeat: Annotated[float, at_least(0), at_most(1)] = 0.0
+    repeat: Annotated[float, Field(ge=0, le=1)] = 0.0
 
     metric, lower_is_better = "perplexity", True
 
@@ -210,7 +210,7 @@ class MLM(Task):
 
         kind, names = getattr(transformers, self.objective.config_class), self.objective.names
         wanted = {key: size(kind, key, hint) for key, (hint, *_) in parameters(kind).items()}
-        check_keys("task.sizes.", self.sizes, wanted | {ours: wanted[theirs] for ours, theirs in names.items()})
+        check_options("task.sizes", wanted | {ours: wanted[theirs] for ours, theirs in names.items()}, self.sizes)
         given = {"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer), **self.sizes}
         marks = {f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id") for mark in ("pad", "bos", "eos")}
         known = {mark: number for mark, number in marks.items() if number is not None}

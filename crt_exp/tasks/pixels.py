@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import nn
 
 from crt_exp.data import images
@@ -19,8 +20,7 @@ from crt_exp.data.images import DIGITS
 from crt_exp.data.image_values import VALUES, squared
 from crt_exp.data.rows import few
 from crt_exp.data.sources import task_folder
-from crt_exp.hints import Count, above, at_least, at_most, below
-from crt_exp.schema import checked
+from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SymbolTask
 
@@ -39,9 +39,9 @@ class Pixels(SymbolTask):
 
     dataset: str
     data_dir: str | None
-    size: Annotated[int, at_least(8), at_most(64)] | None
+    size: Annotated[int, Field(ge=8, le=64)] | None
     channels: Literal[1, 3] | None
-    held_out: Annotated[float, above(0), below(1)]
+    held_out: Annotated[float, Field(gt=0, lt=1)]
     evaluated: Count | None
 
     metric, counted, ours = "bits_per_dim", "dimensions", "a run of task=pixels of the same size and channels"

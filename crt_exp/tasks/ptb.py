@@ -16,13 +16,14 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import words as data
 from crt_exp.data.sources import no_folder
 from crt_exp.data.text import IGNORED
-from crt_exp.hints import Count, NotNegative, Positive, at_least, below
+from crt_exp.options import Count, NotNegative, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.data.ranks import whole
@@ -36,7 +37,6 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.schema import checked
 from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
@@ -76,7 +76,7 @@ class PTB(Task):
     generated: data.ChainOptions
     width: Count
     layers: Count
-    dropout: Annotated[float, at_least(0), below(1)]
+    dropout: Annotated[float, Field(ge=0, lt=1)]
     bptt: Count
     softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
     sampling: Sampling

@@ -12,11 +12,11 @@ from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from crt_exp.config import ConfigError
 from crt_exp.data.text import IGNORED
-from crt_exp.hints import Count, at_least
-from crt_exp.schema import checked
+from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan
 from crt_exp.tasks.sequences import SymbolTask
 
@@ -30,7 +30,7 @@ WIDTH = 128                        # of a new model, where nothing is said
 class Recall(SymbolTask):
     """See `conf/task/recall.yaml` for the options. Raises ConfigError for options that do not go together."""
 
-    block: Annotated[int, at_least(8)]
+    block: Annotated[int, Field(ge=8)]
     pairs: Count
     queries: Count | None
     symbols: Count

@@ -11,19 +11,20 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
 from crt_exp.data.text import IGNORED
-from crt_exp.hints import Whole, above, below
+from crt_exp.options import Whole
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import PRESETS, LanguageDescription, Dropout, LanguageModel, Positions
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
-Share = Annotated[float, above(0), below(1)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, vision
-from crt_exp.schema import checked
+from crt_exp.options import checked
 from crt_exp.swap.transfer import Transferring, calibrate
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.imagenet import ImageNet

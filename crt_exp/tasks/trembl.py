@@ -20,8 +20,7 @@ from crt_exp.data.sources import no_folder, task_folder
 from crt_exp.data.protein_families import Families, FamilyOptions
 from crt_exp.data.glue import by_length
 from crt_exp.data.protein import LETTERS, Chains, ProteinRows, Singles
-from crt_exp.hints import Count
-from crt_exp.schema import checked
+from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import Share, SymbolTask, exp
 

@@ -11,27 +11,26 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.impute import SimpleImputer
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from tqdm import tqdm
 
-from crt_exp import mechanism_text
+from crt_exp.options import Count, Positive, Several, checked, split_words
 from crt_exp.config import unknown
 from crt_exp.data import own_table
 from crt_exp.data.own_table import Kind
 from crt_exp.data.tabular import file_of, load
 from crt_exp.features import Statistics
-from crt_exp.hints import Count, Positive, Several, above, below
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import interval
 from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import Noise
-from crt_exp.schema import checked
 
 CONSTANT = "constant"  # the key of records for the score without a fit
-Sigma = Annotated[float, above(0), below(1e150)]  # its square is a number too
+Sigma = Annotated[float, Field(gt=0, lt=1e150)]  # its square is a number too
 
 
 class Split(NamedTuple):
@@ -74,7 +73,7 @@ class UCI:
         self.sigmas = list(sigmas)
         self.drawn = DrawnOnce()
         self.metric = "accuracy" if self.table.classes is not None else "r2"
-        self.baseline, options = mechanism_text.read(baseline) if baseline else (None, {})
+        self.baseline, options = split_words(baseline) if baseline else (None, {})
         self.columns = options.get("m")
         if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
             raise unknown("task.baseline, of a table with classes,", self.baseline, [*BASELINES])

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from small_bert import write_model
 from small_speech import write_librispeech
 
-from crt_exp.config import CONF, ConfigError, located
+from crt_exp.config import CONF, ConfigError, imported
 from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.runner import inputs
 from crt_exp.runner.inputs import DATA, NAME, OPTIONS, check_inputs, states
@@ -58,7 +58,7 @@ def test_every_option_that_may_name_a_file_is_known(target, given):
              or (isinstance(value, list) and any(isinstance(each, str) for each in value))}
     assert not texts - set(OPTIONS) - NO_FILES - BY_THE_TASK
     if texts & {"data_dir", "corpus"}:
-        kind = located("task", target)
+        kind = imported(target)
         assert any("inputs" in vars(base) for base in kind.__mro__ if base.__name__ != "Task"), kind
 
 

@@ -1,1 +1,0 @@
-from crt_exp.options import parse_arguments as read  # noqa: F401

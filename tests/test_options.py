@@ -1,0 +1,115 @@
+"""Values that do not fit an annotation: one line with the key, the value and what is expected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from pydantic import Field
+
+from crt_exp.attention import Window
+from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.config import ConfigError
+from crt_exp.features import OPRF, GeomRF, PosRF
+from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar.layer import NearFar
+from crt_exp.options import (Complex, Count, Positive, Several, Whole, check, check_options, checked, describe, fits,
+                             parse_arguments)
+from crt_exp.samplers import givens, iid
+
+
+class Sizes(TypedDict):
+    rank: Count
+
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+WRONG = [
+    (1.5, Count, "key=1.5: expected an integer >= 1"),
+    ("3", Count | None, 'key="3": expected an integer >= 1 or null'),
+    (True, Whole, "key=true: expected an integer >= 0"),
+    (1, bool, "key=1: expected true or false"),
+    (float("nan"), float, "key=nan: expected a number"),
+    (float("inf"), Positive, "key=inf: expected a number > 0"),
+    (1, Share, "key=1: expected a number > 0 and < 1"),
+    ([8, -2], Several[Count], "key=[8,-2]: expected a list of length >= 1 (each an integer >= 1)"),
+    ("ab", Sequence[str], "key=ab: expected a list (each a string)"),
+    ([0.9], tuple[Share, Share], "key=[0.9]: expected a list of 2 entries (each a number > 0 and < 1)"),
+    ("standart", Literal["standard", "none"], "key=standart: expected standard or none; did you mean standard?"),
+    (3, Annotated[int, Field(ge=2, multiple_of=2)], "key=3: expected an integer >= 2 and that is a multiple of 2"),
+    ("a", Complex | None, "key=a: expected a number such as 0.1+0.2j or null"),
+    ({"rank": 0}, Sizes, "key.rank=0: expected an integer >= 1"),
+    ({"rnk": 1}, Sizes, "unknown key 'key.rnk'; did you mean key.rank?"),
+    ({}, Sizes, "key.rank: missing, expected an integer >= 1"),
+    (5, Sizes, "key=5: expected keys with values"),
+    ("???", str, 'key="???": expected a string'),
+]
+
+
+@pytest.mark.parametrize("value, hint, words", WRONG, ids=lambda each: str(each)[:20])
+def test_what_does_not_fit_is_one_line(value, hint, words):
+    with pytest.raises(ConfigError) as error:
+        check("key", value, hint)
+    assert str(error.value).splitlines()[0] == words
+
+
+@pytest.mark.parametrize("value, hint", [
+    (1, float), (np.int64(3), Count), (np.float32(0.5), Share), ([1, 2], tuple[int, int]), ((1, 2), Sequence[int]),
+    (OmegaConf.create([1, 2]), Several[Count]), (OmegaConf.create({"rank": 1}), dict[str, Any]), (None, Count | None),
+    ("0.1+0.2j", Complex | None), (PosRF(), PosRF), (torch.float32, torch.dtype)], ids=str)
+def test_what_fits(value, hint):
+    assert fits(value, hint)
+
+
+def test_options_of_inherited_constructors():
+    class Base:
+        def __init__(self, size: Count, *, kind: Literal["a", "b"] = "a"):
+            self.size = size
+
+    @checked("task")
+    class Own(Base):
+        def __init__(self, more: bool, **options):
+            super().__init__(**options)
+
+    check_options("task", Own, {"more": True, "size": 3})
+    with pytest.raises(ConfigError, match="task.more=1: expected true or false"):
+        Own(1, size=3)
+    with pytest.raises(ConfigError, match="unknown key 'task.knd'; did you mean task.kind"):
+        check_options("task", Own, {"more": True, "knd": "a"})
+
+
+def test_arguments_of_a_command():
+    @dataclass
+    class Options:
+        run: str
+        n: Count = 1
+        top: Share | None = None
+
+    assert parse_arguments(Options, ["run=1e3", "n=3", "top=1e-1"]) == Options("1e3", 3, 0.1)
+    for words, message in [(["n=3"], "run: missing, expected a string"), (["run=a", "n=x"], "n=x: expected an integer"),
+                           (["run=a", "run=b"], "run=b: expected key=value, each key once"),
+                           (["run"], "run: expected key=value"), (["rum=a"], "unknown key 'rum'; did you mean run")]:
+        with pytest.raises(ConfigError, match=message):
+            parse_arguments(Options, words)
+    assert describe(Share | None) == "a number > 0 and < 1 or null"
+
+
+ARGUMENTS = {
+    "A=0.125: expected a number < 0.125 or null": lambda: OPRF(A=0.125),
+    "p=1.0: expected a number > 0 and < 1 or null": lambda: GeomRF(p=1.0),
+    "m=0: expected an integer >= 1": lambda: iid(0, 4, torch.Generator()),
+    "rotations=-1: expected an integer >= 0": lambda: givens(2, 4, torch.Generator(), rotations=-1),
+    "attention.fit_steps=0: expected an integer >= 1":
+        lambda: RandomFeatureAttention(PosRF(), iid, 2, 1, 4, fit_steps=0),
+    "attention.block=0: expected an integer >= 1": lambda: Window(1, 4, block=0),
+    "attention.heavy=-1: expected an integer >= 0 or null": lambda: NearFar(1, 4, heavy=-1),
+    "features.A=0.125: expected a number < 0.125": lambda: Mechanism.of("oprf", **{"features.A": 0.125}),
+}
+
+
+@pytest.mark.parametrize("words", ARGUMENTS)
+def test_maps_samplers_and_layers_check_their_arguments(words):
+    with pytest.raises(ConfigError, match=words):
+        ARGUMENTS[words]()
