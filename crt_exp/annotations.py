@@ -34,7 +34,8 @@ def annotations_in_source(target: str) -> dict[str, Any]:
 
 
 def is_typed_dict(node: Any) -> bool:
-    return isinstance(node, ast.ClassDef) and all(isinstance(part, ast.AnnAssign | ast.Expr) for part in node.body)
+    return (isinstance(node, ast.ClassDef) and all(isinstance(base, ast.Name) for base in node.bases)
+            and all(isinstance(part, ast.AnnAssign | ast.Expr) for part in node.body))
 
 
 def definition(module: str, name: str) -> tuple[str, Any]:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from typing import Any
+from typing import Any, is_typeddict
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -67,6 +67,9 @@ def test_the_source_states_what_the_class_states(configurations):
         assert source.keys() - {"self"} == real.keys(), target
         found = {key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"}
         assert found == {key: describe(real[key].hint) for key in found}, target
+        for key in found:
+            if is_typeddict(source[key]):
+                assert parameters(source[key]).keys() == parameters(real[key].hint).keys(), (target, key)
         known, read = known + len(real), read + len(found)
     assert read > 0.95 * known > 300
 
