@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from crt_exp.annotations import annotations_in_source
 from crt_exp.options import ConfigError, Parameter, Values, check_options, format_value, parameters, unknown  # noqa: F401
 
 _PACKAGED = Path(__file__).with_name("conf")
@@ -160,6 +161,16 @@ def check_node(path: str, node: Any, group: Group) -> None:
         check_node(f"{path}.{key}", given.pop(key), group.parts[key])
     has_parts = group.parts.keys() <= node.keys()
     check_options(path, group.options(target) | (group.extra if has_parts else {}), given)
+
+
+def uses(attention: dict[str, Any]) -> frozenset[str]:
+    """Which of features, sampler and m the attention of a file makes use of."""
+    target = attention["_target_"]
+    if "phi" not in (annotations_in_source(place(target)) or parameters(imported(target))):
+        return frozenset()
+    if "phi" not in attention:
+        return frozenset({"features", "sampler", "m"})
+    return frozenset({"sampler", "m"} if attention["phi"].get("projection", True) else ())
 
 
 def takes(*names: str) -> Callable[[Any], bool]:

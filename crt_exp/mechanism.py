@@ -15,9 +15,9 @@ from torch import nn
 
 from crt_exp.attention import Exact
 from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct, file_of,
-                            imported, is_known, is_map, known, own_options, place, read_yaml)
+                            imported, is_known, is_map, known, own_options, place, read_yaml, uses)
 from crt_exp.features.base import FeatureMap
-from crt_exp.options import (check_options, format_value, join_words, parameters, plain, split_words, unknown,
+from crt_exp.options import (check_options, format_value, join_words, plain, split_words, unknown,
                              whole_number)
 from crt_exp.samplers import Noise
 from crt_exp.stored import check_saved
@@ -345,15 +345,6 @@ def default_choice(group: str) -> Any:
     config = read_yaml(CONF / "config.yaml")
     entries = [entry for entry in config["defaults"] if isinstance(entry, dict)]
     return config["features"]["m"] if group == "m" else next(entry[group] for entry in entries if group in entry)
-
-
-def uses(options: Any) -> frozenset[str]:
-    """Which of features, sampler and m the attention of a file makes use of."""
-    if "phi" not in parameters(imported(options["_target_"])):
-        return frozenset()
-    if "phi" not in options:
-        return frozenset({"features", "sampler", "m"})
-    return frozenset({"sampler", "m"} if options["phi"].get("projection", True) else ())
 
 
 def by_place(group: str, choice: Any) -> Any:

@@ -35,7 +35,9 @@ class ConfigError(ValueError):
 
 def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
     """The error for a name that does not exist, with the nearest one that does."""
-    return ConfigError(f"unknown {what} {name!r}{did_you_mean(name, known)}\n  known: {' '.join(known) or 'none'}")
+    known = list(known)
+    near = did_you_mean(name, known) or f"; known: {' '.join(known) or 'none'}"
+    return ConfigError(f"unknown {what} {name!r}{near}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

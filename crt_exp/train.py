@@ -25,8 +25,8 @@ import signal
 
 from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.data.ranks import world_size
-from crt_exp.runner.command_line import Shown, check_command_line, with_file_names
-from crt_exp.runner.configuration import folders, local
+from crt_exp.runner.command_line import check_command_line, with_file_names
+from crt_exp.runner.configuration import folders
 from crt_exp.runner.ending import Stopped, fail, mistakes_said
 from crt_exp.runner.fit import build, fit, fit_on_processes, starts_processes
 from crt_exp.runner.processes import agree_on_start, leave
@@ -40,10 +40,9 @@ def main() -> None:
     agree_on_start()
     try:
         sys.argv[1:] = with_file_names(sys.argv[1:])
-        check_command_line(sys.argv[1:])
-    except Shown as said:
-        print(said, end="")
-        return
+        if text := check_command_line(sys.argv[1:]):
+            print(text, end="")
+            return
     except ConfigError as error:
         fail(error)
     try:
@@ -58,7 +57,7 @@ def main() -> None:
 
 def run(cfg) -> float | None:
     """One run of the composed configuration; returns the task's metric for sweeps (None on processes but the first)."""
-    with mistakes_said(), own_names(local(folders())):
+    with mistakes_said(), own_names(folders()):
         task, mechanism = build(cfg)
         if starts_processes(cfg):
             del task, mechanism  # each process builds its own

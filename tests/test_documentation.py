@@ -26,7 +26,7 @@ from crt_exp.features import Statistics
 from crt_exp.options import parameters
 from crt_exp.report import __main__ as report_command
 from crt_exp.report import pages
-from crt_exp.runner.command_line import Shown, check_command_line
+from crt_exp.runner.command_line import check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}
 # of add-your-own.md by the recipes' tests below
@@ -252,8 +252,7 @@ def test_command_exists(words, recipes):
         case ("python", "-m", "crt_exp.report", name, *arguments):
             check_report(name, arguments)
         case ("python", "-m", "crt_exp", "--help"):
-            with pytest.raises(Shown):
-                check_run(["--help"])
+            assert "usage" in check_command_line(["--help"])
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", "--nproc_per_node=8", "-m", "crt_exp", *arguments):
             check_run(arguments)
         case ("python", "-m", module):

@@ -123,14 +123,12 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
     from hydra.core.plugins import Plugins
     from hydra.types import HydraContext, RunMode
 
-    from crt_exp.runner.sweep import adjust_plugins
     from crt_exp.train import run as task_function
 
-    adjust_plugins()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve()), job_name="crt_exp"):
         hydra = GlobalHydra.instance().hydra
         given = ["hydra.mode=MULTIRUN", f"hydra/launcher={launcher}", f"hydra.sweep.dir={folder.absolute()}",
-                 *with_folders([f"file://{each}" for each in own_folders()])]
+                 *with_folders(own_folders())]
         config = hydra.compose_config("config", given, run_mode=RunMode.MULTIRUN)
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
         launch = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task_function,
@@ -154,7 +152,7 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
 
 def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
     """One at a time, each in a process that has done nothing else."""
-    own = with_folders([f"file://{each}" for each in own_folders()])
+    own = with_folders(own_folders())
     for run, overrides in jobs:
         place = override("hydra.run.dir", folder / run.name)
         if subprocess.run([sys.executable, "-m", "crt_exp", *overrides, *own, place]).returncode:

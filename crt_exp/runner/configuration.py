@@ -1,7 +1,6 @@
-"""The configuration of a run: what Hydra was asked for and made of it, and its keys and groups, checked.
+"""The configuration of a run: what Hydra composed, and the check of its keys and values.
 
-Nothing is listed twice: keys, types and bounds of a group are the parameters of its `_target_` (schema.py), so a new
-task, map or sampler is checked without a line here.
+The table of keys, types and bounds of a group is the constructor that its `_target_` names (options.py).
 """
 
 import re
@@ -9,63 +8,49 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
 from pydantic import Field
 
+from crt_exp.annotations import annotations_in_source
 from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
-                            read_yaml, unknown)
-from crt_exp.options import Count, Parameter, check_options, format_value
+                            own_options, read_yaml, uses)
+from crt_exp.options import Count, Parameter, check_options, format_value, unknown
 
-# ---- what Hydra was asked for ----------------------------------------------------------------------------------------
+# ---- what Hydra was asked for
 
 
 def choice(group: str) -> str | None:
     """The name that was chosen of a group."""
-    from hydra.core.hydra_config import HydraConfig
-
     return HydraConfig.get().runtime.choices.get(group)
 
 
 def overrides() -> list[str]:
-    """What this run was asked for, also where a sweep or a torchrun asked and not the command line;
-    nothing outside a run."""
-    from hydra.core.hydra_config import HydraConfig
-
+    """The overrides of this run; none outside a run."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def folders() -> list[str]:
-    """Folders of configuration files that the user added to Hydra's search path."""
-    from hydra.core.hydra_config import HydraConfig
-
+    """Local folders of configuration files that the user added to Hydra's search path."""
     sources = HydraConfig.get().runtime.config_sources
-    return [f"{source.schema}://{source.path}" for source in sources if source.provider.endswith("command-line")]
-
-
-def local(folders: list[str]) -> list[str]:
-    """Those of them that lie on this machine, as paths."""
-    return [folder.removeprefix("file://") for folder in folders if folder.startswith("file://")]
+    return [source.path for source in sources if source.provider.endswith("command-line") and source.schema == "file"]
 
 
 def output_directory() -> Path:
     """The run directory."""
-    from hydra.core.hydra_config import HydraConfig
-
     return Path(HydraConfig.get().runtime.output_dir)
 
 
 def in_sweep() -> bool:
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def place() -> tuple[str, Path]:
     """The key and value that name this run's directory again, or that of its sweep."""
-    from hydra.core.hydra_config import HydraConfig
-
     if in_sweep():
         return "hydra.sweep.dir", Path(HydraConfig.get().sweep.dir).absolute()
     return "hydra.run.dir", output_directory()
@@ -85,8 +70,6 @@ def part_of(override: str) -> str | None:
 
 def override(key: str, value: Any) -> str:
     """key=value in Hydra's grammar, for values of any characters."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
     text = str(value)
     if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
         return f"{key}={text}"
@@ -94,7 +77,7 @@ def override(key: str, value: Any) -> str:
     return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
 
 
-# ---- keys and groups -------------------------------------------------------------------------------------------------
+# ---- keys and groups
 
 TOP = {"seed": Parameter(Annotated[int, Field(ge=0, le=2**32 - 1)], True),  # what NumPy's generators take
        "resume": Parameter(Literal["never", "auto"], True)}
@@ -125,11 +108,6 @@ GROUPS = {
 }
 
 
-def check_composed(cfg: DictConfig) -> None:
-    """Raises ConfigError for the first key that is unknown, missing or of the wrong kind; everything is looked at."""
-    check_plain(plain(cfg))
-
-
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """The configuration without Hydra's own part, interpolations resolved. Raises ConfigError where one cannot be."""
     try:
@@ -142,28 +120,66 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 def explained(error: OmegaConfBaseException) -> ConfigError:
     """The key, and what is wrong, in one line."""
     if isinstance(error, MissingMandatoryValue):
-        return ConfigError(f"{error.full_key} = ???: it must be given, {error.full_key}=...")
+        return ConfigError(f"{error.full_key}=???: missing, expected {error.full_key}=...")
     text = str(error.msg or error).splitlines()[0]
     text = re.sub("^[A-Za-z]*Error raised while resolving interpolation: ", "", text).strip('"')
     return ConfigError(f"{error.full_key}: {text}" if error.full_key else text)
 
 
+def check_early(cfg: DictConfig) -> None:
+    """Checks what the sources of classes state about keys and values, before torch is imported. Raises ConfigError."""
+    given = plain(cfg)
+    check_top(given)
+    for name, group in GROUPS.items():
+        check_source(name, given.get(name), group)
+    check_unused(given.get("attention"), cfg.hydra.overrides.task, cfg.hydra.runtime.choices.get("attention"))
+
+
+def check_source(path: str, node: Any, group: Group) -> None:
+    """Checks keys and values by what the source of a class of this package states."""
+    hints = annotations_in_source(node["_target_"]) if isinstance(node, dict) and "_target_" in node else {}
+    if hints:
+        for key in group.parts.keys() & node.keys():
+            check_source(f"{path}.{key}", node[key], group.parts[key])
+        wanted = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
+        check_options(path, wanted, {key: own for key, own in own_options(node).items() if key not in group.parts})
+
+
+def check_composed(cfg: DictConfig) -> None:
+    """Raises ConfigError for the first key that is unknown, missing or of the wrong kind, and for unused choices."""
+    given = plain(cfg)
+    check_plain(given)
+    if overrides():
+        check_unused(given.get("attention"), overrides(), choice("attention"))
+
+
 def check_plain(given: dict[str, Any]) -> None:
-    """The same of plain dictionaries."""
-    for key in given:
-        if key not in TOP and key not in GROUPS:
-            raise unknown("key", key, [*TOP, *GROUPS])
-    check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
+    """Checks keys and values with the imported classes. Raises ConfigError."""
+    check_top(given)
     for name, group in GROUPS.items():
         node = given.get(name)
         unchosen = isinstance(node, dict) and node.keys() <= group.extra.keys()  # what config.yaml holds
         if node is not None and not unchosen:
             check_node(name, node, group)
         elif not group.optional:
-            raise ConfigError(f"{name} is missing: a run needs one, {name}=... (known: {' '.join(choices(name))})")
+            raise ConfigError(f"{name}: missing, expected {name}=... (known: {' '.join(choices(name))})")
 
 
-# ---- the configuration that lies in a run directory ------------------------------------------------------------------
+def check_top(given: dict[str, Any]) -> None:
+    for key in given:
+        if key not in TOP and key not in GROUPS:
+            raise unknown("key", key, [*TOP, *GROUPS])
+    check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
+
+
+def check_unused(attention: dict[str, Any] | None, asked: list[str], name: str | None) -> None:
+    """Raises ConfigError for choices that the attention does not use."""
+    unused = [each for each in asked if attention and part_of(each) in {"features", "sampler", "m"} - uses(attention)]
+    if unused:
+        raise ConfigError(f"attention={name} does not use {' '.join(unused)}: leave it out (a sweep: two commands)")
+
+
+# ---- the configuration that lies in a run directory
 
 
 def kept_task(run: str | Path, **changes: Any) -> Any:

@@ -27,7 +27,6 @@ from crt_exp.runner.sweep import check_direction, direction
 def build(cfg: DictConfig) -> tuple[Any, Any]:
     """The task and the Mechanism of a composed configuration. Raises ConfigError for whatever cannot be run."""
     check_composed(cfg)
-    check_attention(cfg)
     check_sweeper(cfg)
     task = instantiate(cfg.task)
     mechanism = mechanism_of(cfg, task)
@@ -63,18 +62,6 @@ def named(group: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ConfigError(f"{group}={choice(group)}: {error}") from None
-
-
-def check_attention(cfg) -> None:
-    """Choices that the attention does not use."""
-    from crt_exp.mechanism import uses
-
-    if cfg.get("attention") is None:
-        return
-    used = uses(cfg.attention)
-    unused = [o for o in overrides() if part_of(o) in {"features", "sampler", "m"} - used]
-    if unused:
-        raise ConfigError(f"attention={choice('attention')} does not use {' '.join(unused)}: leave that out")
 
 
 def given(node: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sweeps: their table, a run that fails among others, Hydra's plugins and the presets for them, torchrun children."""
+"""Sweeps: their table, a run that fails among others, Hydra's plugins, torchrun children."""
 
 import csv
 import json
@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from pandas import DataFrame
 
 from crt_exp.config import ConfigError
-from crt_exp.runner import sweep
-from crt_exp.runner.sweep import Done, check_direction, check_plugin, finished_runs, table, write_csv
+from crt_exp.runner.sweep import check_direction, finished_runs, table
 from crt_exp.measure.attention_errors import ProjectionErrors
 from crt_exp.tasks.uci import UCI
 
@@ -51,7 +51,6 @@ def test_a_sweep_ends_with_its_table(typed, tmp_path):
     best = max(means, key=means.get)
     assert f"best: features={best}, accuracy {means[best]:.4f} +-" in out
     rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
-    assert (tmp_path / "s" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert [(r["run"], r["features"], r["seed"], float(r["value"])) for r in rows] == [
         (str(2 * i + seed), feature, str(seed), values[feature][seed])
         for i, feature in enumerate(values) for seed in (0, 1)]
@@ -69,41 +68,13 @@ def test_one_run_of_a_sweep_fails(typed, tmp_path):
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["2", "3"]
 
 
-@pytest.mark.parametrize("swept, runs", [
-    (["attention=exact,favorpp", "features.m=4,8"], ["exact", "favorpp 4", "favorpp 8"]),
-    (["sampler=iid,givens", "attention=exact,favorpp", "features.m=4"], ["exact", "iid favorpp 4", "givens favorpp 4"]),
-    (["attention=exact,favorpp", "features=trig,pos"], ["exact", "favorpp trig", "favorpp pos"]),
-    (["attention=exact", "features.m=4,8"], [""]),
-    (["attention=exact,favorpp", "attention.redraw_every=0,2"], ["exact", "favorpp 0", "favorpp 2"]),
-], ids=lambda value: "-".join(value))
-def test_a_natural_sweep_keeps_its_baseline(swept, runs, typed, tmp_path):
-    """What an attention does not use is left out of its runs, and those that are then the same are made once."""
-    code, _, err = typed(*WINE, *swept, f"hydra.sweep.dir={tmp_path}/s", "hydra.sweep.subdir=${hydra.job.id}")
-    assert code == 0 and "attention=exact does not use " in err and "would repeat another one and are skipped" in err
-    keys, found = [o.split("=")[0] for o in swept if len(runs) > 1], []
-    for number in range(len(runs)):
-        final(tmp_path / "s" / str(number))
-        given = json.loads((tmp_path / "s" / str(number) / "versions.json").read_text())["overrides"]
-        found.append(" ".join(o.split("=")[1] for key in keys for o in given if o.startswith(f"{key}=")))
-    assert found == runs and not (tmp_path / "s" / str(len(runs))).exists()
-
-
-@pytest.mark.parametrize("args, message", [
-    (["attention=exact", "features.m=4", "seed=0,1"], "does not use features.m=4: leave that out"),
-    (["attention=exact,favorpp", "attention.redrawevery=1,2"], "unknown key 'attention.redrawevery'"),
-], ids=str)
-def test_a_choice_that_no_run_of_a_sweep_uses_is_refused(args, message, typed, tmp_path):
-    code, _, err = typed(*WINE, *args, f"hydra.sweep.dir={tmp_path}/s")
-    assert code and message in err and "Traceback" not in err
-
-
 @pytest.mark.parametrize("args, message", [
     (["features.m=4,0,8"], "features.m=0: expected an integer >= 1"),
-    (["task.repeats=1.5", "seed=0,1,2"], "task.repeats = 1.5: it takes"),
-    (["seed=range(-1,2)"], "seed = -1: it takes"),
-    (["task=uci,variance", "task.sigmas=[a]"], "task.sigmas[0] = a: it takes"),
-    (["features=glob(*)", "features.m=8,1e3"],
-     "features.m=1000.0: expected an integer >= 1"),
+    (["task.repeats=1.5", "seed=0,1,2"], "task.repeats=1.5: expected an integer"),
+    (["seed=range(-1,2)"], "seed=-1: expected an integer >= 0"),
+    (["features=glob(*)", "features.m=8,1e3"], "features.m=1000.0: expected an integer"),
+    (["task=uci,mlmm"], "unknown task 'mlmm'; did you mean mlm?"),
+    (["attention=exact,favorpp", "features.m=4,8"], "attention=exact does not use features.m=4"),
 ], ids=str)
 def test_a_mistake_in_a_sweep_is_told_once_and_before_it_begins(args, message, typed, tmp_path):
     code, _, err = typed("-m", "logger=none", *args, f"hydra.sweep.dir={tmp_path}/s")
@@ -115,7 +86,7 @@ def test_a_broken_file_in_a_sweep_is_named(typed, tmp_path):
     assert typed(*WINE, "features.m=4,8", f"hydra.sweep.dir={tmp_path}/s")[0] == 0
     path = tmp_path / "s" / "0" / "versions.json"
     path.write_text('{"command": "x",\n"overrides": [}\n')
-    with pytest.raises(ConfigError, match=f"{path}, line 2: not valid JSON"):
+    with pytest.raises(ConfigError, match=f"{path}.*: not valid JSON"):
         finished_runs(tmp_path / "s", "any")
 
 
@@ -130,71 +101,46 @@ def test_the_table_holds_the_runs_of_this_sweep_alone(typed, tmp_path):
     assert code == 1 and "sweep of" not in out and "add resume=auto" in err
 
 
-def done(name, settings, value, metric="loss", direction="minimize"):
-    return Done(name, settings, {"metric": metric, "direction": direction, metric: value})
+def done(settings, value, metric="loss", direction="minimize"):
+    return {"run": "0", **settings, "metric": metric, "value": value, "direction": direction}
 
 
-def test_table_of_losses(tmp_path):
-    runs = [done(str(i), {"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])]
+def test_table_of_losses():
+    runs = DataFrame([done({"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])])
     lines = table(runs).splitlines()
     # the smallest first, what is no number last
     assert [line.split()[0] for line in lines[2:6]] == ["2", "3", "0", "1"]
-    assert "minimized" in lines[0] and lines[5].endswith("not a number") and lines[-1] == "best: lr=2, loss 0.1000"
-    write_csv(tmp_path / "sweep.csv", runs)
-    assert (tmp_path / "sweep.csv").read_text().splitlines()[2] == "1,1,loss,,,"
-    many = table([done(str(i), {"lr": str(i)}, float(i)) for i in range(30)])
-    assert "... and 10 more" in many
-    mixed = table([done("0", {"task": "a"}, 0.5), done("1", {"task": "b"}, 0.5, "accuracy", "maximize")])
+    assert "minimized" in lines[0] and lines[5].endswith("nan") and lines[-1] == "best: lr=2, loss 0.1000"
+    assert "... and 10 more" in table(DataFrame([done({"lr": str(i)}, float(i)) for i in range(30)]))
+    mixed = table(DataFrame([done({"task": "a"}, 0.5), done({"task": "b"}, 0.5, "accuracy", "maximize")]))
     assert "best" not in mixed and "accuracy" in mixed and "loss" in mixed
-    assert "best" not in table([done(str(i), {"task.dataset": f"{i}"}, 0.5) for i in range(2)])
-    assert "best" not in table([done(str(i), {"seed": str(i)}, 0.5) for i in range(2)])  # no choice between seeds
+    for key in ("task.dataset", "seed"):  # no choice between data sets or seeds
+        assert "best" not in table(DataFrame([done({key: f"{i}"}, 0.5) for i in range(2)]))
 
 
 def test_the_best_of_each_data_set():
     """One data set is not better than another; settings are compared where data and metric are the same."""
     values = {("wifi", "trig"): 0.9, ("wifi", "oprf"): 0.95, ("wine", "trig"): 0.6, ("wine", "oprf"): 0.5}
-    runs = [done(str(i), {"task.dataset": data, "features": features, "seed": "0"}, value, "accuracy", "maximize")
-            for i, ((data, features), value) in enumerate(values.items())]
-    lines = table(runs).splitlines()
+    runs = [done({"task.dataset": data, "features": features, "seed": "0"}, value, "accuracy", "maximize")
+            for (data, features), value in values.items()]
+    lines = table(DataFrame(runs)).splitlines()
     assert [line.split()[:2] for line in lines[2:6]] == [["wifi", "oprf"], ["wifi", "trig"], ["wine", "trig"],
                                                          ["wine", "oprf"]]
     assert lines[6:] == ["best of task.dataset=wifi: features=oprf, accuracy 0.9500",
                          "best of task.dataset=wine: features=trig, accuracy 0.6000"]
-    tasks = [*runs[:2], *(done(f"{i}", {"task": "mlm", "features": f"{i}"}, float(i)) for i in (2, 3))]
-    assert table(tasks).splitlines()[-1] == "best of task=mlm: features=2, loss 2.0000"
 
 
 def test_a_sweeper_must_look_for_the_best():
     check_direction(UCI, None, "maximize")
     check_direction(ProjectionErrors, "mse", "minimize")
     check_direction(ProjectionErrors, "mse", None)  # sweepers that optimise nothing
-    message = r"this task \(mse\) is to be minimized: add hydra.sweeper.direction=minimize"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="hydra.sweeper.direction=maximize: expected minimize"):
         check_direction(ProjectionErrors, ProjectionErrors.metric, "maximize")
 
 
-@pytest.mark.parametrize("option", ["hydra/launcher=joblib", "hydra/launcher=submitit_local", "hydra/launcher=slurm",
-                                    "hydra/launcher=submitit_slurm", "hydra/sweeper=optuna"])
-def test_presets_without_their_plugin(option, typed, monkeypatch):
-    monkeypatch.setattr(sweep, "PLUGINS", {name: f"{package}_absent" for name, package in sweep.PLUGINS.items()})
-    code, _, err = typed("-m", option, "seed=0,1")
-    assert code == 2 and f"{option} needs hydra-" in err and "pip install 'crt_exp[sweep]'" in err
-    assert len(err.splitlines()) == 1
-    check_plugin("hydra/launcher", "basic")
-
-
-@needs_plugins
-def test_plugins_get_their_presets(typed):
-    presets = {"hydra/launcher=joblib": "n_jobs: 2", "hydra/launcher=submitit_local": "timeout_min: 1440",
-               "hydra/launcher=submitit_slurm": "max_num_timeout: 20", "hydra/sweeper=optuna": "direction: maximize",
-               "hydra/launcher=slurm": "max_num_timeout: 20"}
-    for option, expected in presets.items():
-        code, out, err = typed(option, "--cfg", "hydra")
-        assert code == 0 and expected in out, err
-
-
 PLUGGED = {"hydra/launcher=joblib": ("features.m=4,8",), "hydra/launcher=submitit_local": ("features.m=4,8",),
-           "hydra/sweeper=optuna": ("features.m=int(interval(4,8))", "hydra.sweeper.n_trials=2")}
+           "hydra/sweeper=optuna": ("features.m=int(interval(4,8))", "hydra.sweeper.n_trials=2",
+                                    "hydra.sweeper.direction=maximize")}
 
 
 @needs_plugins

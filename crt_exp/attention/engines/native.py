@@ -40,9 +40,12 @@ def applies(*tensors: Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and _available()
 
 
-@torch.compiler.assume_constant_result
 def _available() -> bool:
     return library() is not None
+
+
+# what torch.compiler.assume_constant_result sets; that function imports the compiler, which takes longer than torch
+_available._dynamo_marked_constant = True
 
 
 class Engine:
