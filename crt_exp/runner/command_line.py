@@ -15,7 +15,7 @@ from crt_exp.config import ALIASES, CONF, ConfigError, canonical, groups, known,
 from crt_exp.data.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import GROUPS, check_plain, explained, key_of, part_of, plain
 from crt_exp.runner.help import help_text
-from crt_exp.runner.processes import take_away
+from crt_exp.runner.exit_handling import remove_empty
 from crt_exp.runner.sweep import adjust_plugins, check_plugin
 from crt_exp.runner.written import check_values
 from crt_exp.schema import names_code
@@ -45,8 +45,8 @@ def check_command_line(args: list[str]) -> None:
         raise ConfigError("--experimental-rerun would run what a file says: repeat the run's command, it stands in "
                           "versions.json")
     if flags.multirun and inside_torchrun():
-        raise ConfigError("a sweep (-m) cannot run inside torchrun: leave torchrun out and add trainer.processes=N, "
-                          "which starts one for each run")
+        raise ConfigError("a sweep (-m) cannot run inside torchrun: start one torchrun for each run, or leave torchrun "
+                          "out and choose a launcher, hydra/launcher=...")
     overrides = parse_overrides(flags.overrides)
     if any(o.key_or_group in ("hydra/launcher", "hydra/sweeper") for o in overrides):
         adjust_plugins()
@@ -377,6 +377,6 @@ def check_writable(directory: Path) -> None:
         probe.touch()
         probe.unlink(missing_ok=True)
     except OSError as error:
-        take_away(reversed(made))
+        remove_empty(reversed(made))
         raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another hydra.run.dir") from None
-    take_away(made[-1:])
+    remove_empty(made[-1:])

@@ -13,7 +13,7 @@ from pathlib import Path
 from hydra.experimental.callback import Callback
 
 from crt_exp.config import CONF, ConfigError
-from crt_exp.runner.processes import SWEEP, raise_interrupts
+from crt_exp.runner.run import SWEEP
 from crt_exp.stored import json_object, read_json
 
 PLUGINS = {"joblib": "hydra_joblib_launcher", "submitit_local": "hydra_submitit_launcher",
@@ -78,7 +78,6 @@ class Begun(Callback):
     that its runs note."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
-        raise_interrupts()  # launchers put their workers in order
         _started.append(Path(str(config.hydra.sweep.dir)))
         os.environ[SWEEP] = f"{_started[-1].name}/{uuid.uuid4().hex}"
 

@@ -27,7 +27,7 @@ from crt_exp.data.plan import Plan
 from crt_exp.data.speech import Faults, official, recordings
 from crt_exp.data.speech_table import audio_files
 from crt_exp.data.text import text_files
-from crt_exp.runner.progress import read_ahead
+from crt_exp.runner.trainer import read_ahead
 
 real_data = pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: official files are needed")
 

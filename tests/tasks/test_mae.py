@@ -135,15 +135,6 @@ def test_a_stopped_run_continues_to_the_same_numbers(attention, typed, tmp_path,
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(typed, tmp_path):
-    args = ["trainer.steps=4", "task.workers=1"]
-    assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", directory="two")
-    assert code == 0, err
-    assert records(tmp_path / "two")[-1]["loss"] == pytest.approx(records(tmp_path / "run")[-1]["loss"], rel=1e-4)
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_with_its_noise(typed, tmp_path):
     assert typed("attention=favorpp", "features.m=8")[0] == 0
     code, _, err = typed("attention=favorpp", "features.m=8", f"task.init={tmp_path / 'run'}", "task.size=null",
