@@ -55,7 +55,7 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     # torch's attention reads the weights of its layers and does not call them
     linear = {path: part for path, part in parents.items() if not isinstance(part, nn.MultiheadAttention)}
     if targets is not None:
-        return [name for name in linear if name in named(linear, targets, "trainer.lora.targets")]
+        return named(linear, targets, "trainer.lora.targets")
     found = [name for name, part in linear.items()
              if families.family(part) or any(isinstance(child, AttentionLayer) for child in part.children())]
     if not found:
@@ -77,21 +77,20 @@ class Adapters:
         anew = [f"{path}.{name}".lstrip(".") for path, part in model.named_modules()
                 for name in part.__dict__.get("made_anew", ())]  # such as the head of another task
         whole = [*anew, *named(parameters, lora["also"], "trainer.lora.also")]
+        targets = linear_layers(model, lora["targets"])
         self.model, self.config = model, LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"],
-                                                    lora_dropout=lora["dropout"],
-                                                    target_modules=linear_layers(model, lora["targets"]))
+                                                    lora_dropout=lora["dropout"], target_modules=targets)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # of Conv1D; peft sets it right
             inject_adapter_in_model(self.config, model)
         for name in parameters.keys() & whole:
             parameters[name].requires_grad_(True)
-        state = model.state_dict(keep_vars=True)
-        self.stay = {name for name, t in state.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+        stay = {name: t.detach() for name, t in sorted(model.state_dict(keep_vars=True).items())
+                if isinstance(t, nn.Parameter) and not t.requires_grad}
         digest = hashlib.sha256()
-        for name in sorted(self.stay):
-            digest.update(name.encode())
-            digest.update(state[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        self.digest = digest.hexdigest()
+        for name, t in stay.items():
+            digest.update(name.encode() + t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        self.stay, self.digest = {*stay}, digest.hexdigest()
 
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
         """Write `<directory>/adapter` in peft's format, for the library's model, and what else was trained."""

@@ -120,7 +120,9 @@ def end_run(error: Exception, code: int) -> None:
     if "SUBMITIT_EXECUTOR" not in os.environ:  # what a job prints goes to a file of its own
         print(f"crt_exp: {message}", file=sys.stderr, flush=True)
         message = "a run of this sweep failed; its error stands above"
-    raise CompactHydraException(message) from None  # Hydra prints it in the end, without a traceback
+    failed = CompactHydraException(message)  # Hydra prints it in the end, without a traceback
+    failed.code = code
+    raise failed from None
 
 
 def fail(error: Exception, code: int = ERROR_CODE) -> None:

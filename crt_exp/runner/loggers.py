@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from crt_exp.atomic_write import whole
 from crt_exp.config import ConfigError
 from crt_exp.runner.run import sweep_name
 
@@ -42,7 +41,7 @@ class WandbLogger:
     def start(self, directory: Path, config: dict) -> None:
         import wandb
 
-        self.directory, known = directory, directory / "wandb_id"
+        known = directory / "wandb_id"
         settings = wandb.setup(wandb.Settings(silent=True)).settings
         self.options["group"] = self.options["group"] or settings.run_group or sweep_name()
         if self.mode is None and "mode" not in settings.model_fields_set:
@@ -55,21 +54,16 @@ class WandbLogger:
             raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
-        with whole(known) as temporary:
-            temporary.write_text(self.run.id + "\n")
+        known.write_text(self.run.id + "\n")
 
     def log(self, record: dict) -> None:
         self.run.log({key if key in ("step", "epoch") else f"{record.get('split', '')}/{key}": value
                       for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
 
     def finish(self, failed: bool) -> None:
-        """Send the pictures that the run leaves; print how an offline run gets to the server."""
-        import wandb
-
-        if pictures := {file.stem: wandb.Image(str(file)) for file in sorted(self.directory.glob("*.png"))}:
-            self.run.log(pictures)
+        """Print how an offline run gets to the server."""
         self.run.finish(exit_code=int(failed))
-        if self.run.offline and (self.directory / "metrics.jsonl").exists():
+        if self.run.offline:
             print(f"W&B keeps this run offline: `wandb sync {Path(self.run.dir).parent}` sends it", file=sys.stderr)
 
 

@@ -57,11 +57,10 @@ class Run:
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 self.lock.acquire()
+                self._open()
             except Timeout:
                 raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run; wait until it has ended, or "
                                   "choose another directory") from None
-            try:
-                self._open()
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -92,13 +91,15 @@ class Run:
         if self.cfg.resume != "auto":
             raise ConfigError(f"hydra.run.dir={self.directory}: not empty; add resume=auto to continue, or choose "
                               "another directory")
-        old = self.directory / "config.yaml"
-        if not old.is_file():
+        if not (self.directory / "config.yaml").is_file():
             raise ConfigError(f"hydra.run.dir={self.directory}: no run of crt_exp; choose another directory")
-        changed = {key: pair for key, pair in differences(read_yaml(old), self.cfg).items() if not free(key)}
-        if changed:
-            pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
-            raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {pairs}")
+        # what was absent and is null is the same; nothing that a file names is resolved
+        old = dict(leaves(OmegaConf.to_container(read_yaml(self.directory / "config.yaml"))))
+        new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
+        if changed := [f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
+                       for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not free(key)]:
+            raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: "
+                              f"{', '.join(changed)}")
         return True
 
     def log(self, **record: Any) -> None:
@@ -171,19 +172,13 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 # ---- what a run and its continuation must share
 
 
-def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted names of the leaves that differ, with both values ("absent" where there is none)."""
-    a, b = (dict(leaves(OmegaConf.to_container(config, resolve=config is new))) for config in (old, new))
-    return {key: (a.get(key, "absent"), b.get(key, "absent")) for key in sorted(a.keys() | b.keys())
-            if a.get(key) != b.get(key)}  # what was absent and is null is the same
-
-
 def free(key: str) -> bool:
     """Whether a continued run may have another value of it."""
     return any(f"{key}.".startswith(f"{name}.") for name in FREE_KEYS)
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class Trainer:
         self.adapters = Adapters(self.module, config.lora) if config.adapt else None
         freeze(self.module, config.freeze)
         self.sharded = config.strategy == "fsdp" and self.distributed.size > 1
+        self.autocast = nullcontext if self.sharded else self.accelerator.autocast  # sharded layers cast by themselves
         self.module.to(self.distributed.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
@@ -177,7 +179,7 @@ class Trainer:
             self.reading.close()
             self.feed = self.reading.enter_context(closing(read_ahead(
                 (send_to_device(b, world.device, non_blocking=True) for b in batches), config.prefetch)))
-        batches = [batch for _, batch in zip(range(config.accumulate), self.feed)]
+        batches = list(islice(self.feed, config.accumulate))
         if len(batches) == config.accumulate:
             return batches
         if p.position == 0:
@@ -214,11 +216,8 @@ class Trainer:
         return [w / total for w in weights]
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
-        with self._autocast():
+        with self.autocast():
             return self.task.loss(model, batch)
-
-    def _autocast(self):
-        return nullcontext() if self.sharded else self.accelerator.autocast()  # sharded layers cast
 
     def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
         """Loss over all processes and gradient norm as numbers, from the device in one go.
@@ -230,8 +229,8 @@ class Trainer:
         late = minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
         noted = torch.tensor([self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device)
         summed = self.distributed.sum(torch.cat([loss.reshape(1), noted]))
-        loss, stopping, overdue, norm = torch.cat([summed, norm.detach().float().reshape(1)]).tolist()
-        self.stopping, self.overdue, scaler = stopping > 0, overdue > 0, self.accelerator.scaler
+        loss, *noted, norm = torch.cat([summed, norm.detach().float().reshape(1)]).tolist()
+        (self.stopping, self.overdue), scaler = map(bool, noted), self.accelerator.scaler
         if not math.isfinite(loss) or not (math.isfinite(norm) or (scaler and scaler.get_scale() > 1)):
             first = self._first_named(self._first_nonfinite(batches, before))
             raise self._diverged(f"loss {loss:.6g}, gradient norm {norm:.6g}",
@@ -304,7 +303,7 @@ class Trainer:
         self._check_parameters(f"evaluation on {split}")
         self.module.eval()
         try:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), self.autocast():
                 reader = Reader(self.task, batch, self.seed, world.device, *ranks, self.line.evaluating,
                                 config.evaluate)
                 result = self.task.evaluate(self.scored, split, reader)

@@ -4,7 +4,11 @@ import errno
 import os
 
 from crt_exp.runner import fit
+from crt_exp.runner.trainer import Trainer
 from crt_exp.runner.loggers import draw_curves
+
+
+fit_whole = Trainer.fit
 
 
 def record(step, split, **values):
@@ -24,7 +28,7 @@ def test_a_run_is_not_done_without_its_picture(typed, tmp_path, monkeypatch, one
     run = ["task=recall", "attention=exact", "trainer.steps=2", "task.evaluated=8", "logger=none",
            f"hydra.run.dir={tmp_path / 'run'}"]
     with monkeypatch.context() as patch:
-        patch.setattr(fit, "finished", lambda records: refuse() if records else False)
+        patch.setattr(Trainer, "fit", lambda self: fit_whole(self) and patch.setattr(fit, "draw_curves", refuse))
         code, out, err = typed(*run)
     assert code == 2 and f"{tmp_path / 'run'} cannot be written: No space left on device" in err, err
     code, out, err = typed(*run, "resume=auto")

@@ -242,7 +242,7 @@ def test_damaged_newest_checkpoint(typed, whole, tmp_path, monkeypatch):
     newest = tmp_path / "run" / "checkpoints" / "step-13"
     os.truncate(newest / "optimizer.safetensors", 100)
     code, out, _ = typed(*ARGS, "resume=auto")
-    assert code == 0 and "step-13 is damaged (optimizer.safetensors differs from its checksum" in out and "step-12" in out
+    assert code == 0 and "step-13 is damaged (optimizer.safetensors differs" in out and "step-12" in out
     assert records(tmp_path / "run") == records(whole)
 
 
