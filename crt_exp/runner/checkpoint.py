@@ -44,7 +44,6 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
     """
     temporary, final = root / f".step-{step}.{os.getpid()}", root / f"step-{step}"
     try:
-        clear_temporary(root)
         temporary.mkdir(parents=True)
         files = {f"{name}.safetensors": encode(part) for name, part in tensors.items()}
         files["state.json"] = json.dumps(state).encode()
@@ -53,7 +52,6 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         files[MANIFEST] = json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1).encode()
         for name, content in files.items():
             write_atomic(temporary / name, content)
-        shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -78,16 +76,15 @@ def damage(path: Path) -> str | None:
             with (path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     return f"{name} differs from its checksum"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
+        return f"it cannot be read: {error}"
     return None
 
 
 def newest(root: Path) -> Path | None:
     """The newest intact checkpoint, None where there is none; damaged ones are named and become damaged-step-N."""
-    clear_temporary(root)
+    for path in root.glob(".step-*"):  # what a killed process left half-written or half-removed
+        shutil.rmtree(path, ignore_errors=True)
     for step in reversed(steps(root)):
         path, aside = root / f"step-{step}", root / f"damaged-step-{step}"
         if not (reason := damage(path)):
@@ -104,12 +101,6 @@ def prune(root: Path, keep: int, best: int | None = None) -> None:
         target = root / f".step-{step}.old"  # a half-removed directory must not look like a checkpoint
         (root / f"step-{step}").rename(target)
         shutil.rmtree(target, ignore_errors=True)
-
-
-def clear_temporary(root: Path) -> None:
-    """Remove what a killed process left half-written or half-removed."""
-    for path in root.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def load_state(path: Path) -> dict[str, Any]:

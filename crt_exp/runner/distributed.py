@@ -62,11 +62,6 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def stream_seed(seed: int, rank: int) -> int:
-    """A different seed for each process of a run."""
-    return int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
-
-
 def rng_state() -> dict[str, Any]:
     """States of the generators of Python, NumPy and torch (GPU: the current device), as plain JSON."""
     kind, keys, *rest = np.random.get_state()

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -108,15 +107,15 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
 
     None on processes but the first. Raises Stopped after a signal or a divergence.
     """
-    records, directory = (measured if measures(task) else trained)(cfg, task, mechanism)
+    records = (measured if measures(task) else trained)(cfg, task, mechanism)
     if not records:
         return None
     part = f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
-    print(f"{task.summary(records)}{part}  [{directory}]")
+    print(f"{task.summary(records)}{part}  [{output_directory()}]")
     return records[-1][task.metric]
 
 
-def measured(cfg: DictConfig, task: Any, mechanism: Any) -> tuple[list[dict], Path]:
+def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """The records of a task that only measures."""
     from crt_exp.runner.distributed import seed_everything
 
@@ -124,7 +123,7 @@ def measured(cfg: DictConfig, task: Any, mechanism: Any) -> tuple[list[dict], Pa
         seed_everything(cfg.seed)
         if not finished(run.records):
             log_records(cfg, task, mechanism, run)
-    return run.records, run.directory
+    return run.records
 
 
 def log_records(cfg: DictConfig, task: Any, mechanism: Any, run: Run) -> None:
@@ -142,7 +141,7 @@ def log_records(cfg: DictConfig, task: Any, mechanism: Any, run: Run) -> None:
             print(f"measuring: {len(run.records)} records", file=sys.stderr, flush=True)
 
 
-def trained(cfg: DictConfig, task: Any, mechanism: Any) -> tuple[list[dict], Path]:
+def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """The records of a task that trains; none on processes but the first."""
     from crt_exp.runner.distributed import Distributed, seed_everything
     from crt_exp.runner.trainer import Trainer
@@ -155,7 +154,7 @@ def trained(cfg: DictConfig, task: Any, mechanism: Any) -> tuple[list[dict], Pat
             Trainer(config, task, mechanism, run, distributed, cfg.seed).fit()
         if distributed.main and not (run.directory / CURVES).is_file():
             draw_curves(run.records, task.metric, run.directory)
-    return run.records, run.directory
+    return run.records
 
 
 def finished(records: list[dict]) -> bool:

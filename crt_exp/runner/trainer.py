@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, nullcontext
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
 from crt_exp.runner.adapters import Adapters, freeze
 from crt_exp.runner.checkpoint import TrainingState
-from crt_exp.runner.distributed import Distributed, rng_state, seed_everything, set_rng_state, shard, stream_seed
+from crt_exp.runner.distributed import Distributed, rng_state, seed_everything, set_rng_state, shard
 from crt_exp.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stopped_by
 from crt_exp.runner.loggers import ProgressLine
 from crt_exp.runner.run import PARTIAL, Run
@@ -110,7 +111,7 @@ class Trainer:
         self.scored = self.module
         if config.compile:  # besides the plain module, in which a diverged run looks for the layer
             self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
-        seed_everything(stream_seed(self.seed, self.distributed.rank))
+        seed_everything(int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0]))
 
     # ---- the loop
 
@@ -118,9 +119,8 @@ class Trainer:
         """Continue from where the run directory stands, to the end; returns the records, the last of them final."""
         self.state.restore()
         self.progress = self.state.progress
-        rows, batch = self.task.length("train"), self.config.batch
-        if rows and self.per_epoch not in (None, rows // batch):
-            batch = rows / self.per_epoch  # on average, where the task reads by cost
+        rows = self.task.length("train")
+        batch = rows / self.per_epoch if rows and self.per_epoch else self.config.batch
         line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main, self.run.note)
         with self.signals, line as self.line, ExitStack() as self.reading:
             self.module.train()
@@ -284,16 +284,11 @@ class Trainer:
         p.evaluated, value = p.step, metrics[self.task.metric]
         self._record(self.task.validation, **metrics)
         self.line.metric(self.task.metric, value)
-        if self._better(value):
+        old, sign = p.best and p.best["metrics"][self.task.metric], -1 if self.task.lower_is_better else 1
+        if p.best is None or value is not None and (old is None or sign * value > sign * old):
             p.best, p.worse = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}, 0
         else:
             p.worse += 1
-
-    def _better(self, value: float | None) -> bool:
-        old = self.progress.best and self.progress.best["metrics"][self.task.metric]
-        if value is None or old is None:
-            return value is not None or self.progress.best is None
-        return value < old if self.task.lower_is_better else value > old
 
     def evaluate(self, split: str) -> dict[str, float | None]:
         """The task's metrics of a split (null: not finite); leaves the generators as they were."""

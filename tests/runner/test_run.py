@@ -239,7 +239,7 @@ def test_malformed_file_writes_nothing(typed, tmp_path):
     (["task=speed", "trainer.adapt=lora"], ["task=speed", "trainer.adapt=lora"]),
     (["task=sweep", "attention=exact", "trainer.lr=1"], ["task=sweep", "does not use trainer.lr=1"]),
     (["task=imagenet", "attention=exact", "trainer.steps=1", "trainer.lora.rank=4"],
-     ["does not use trainer.lora.rank=4", "give trainer.adapt=lora"])])
+     ["does not use trainer.lora.rank=4", "add trainer.adapt=lora"])])
 def test_choices_of_a_trainer_that_are_not_used_are_refused(options, words, typed, tmp_path):
     check_refused(typed(*options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words, tmp_path / "run")
 
@@ -264,7 +264,7 @@ def test_version_is_the_products_and_quick():
 
 def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
     """Until the process that holds the lock ends, here by kill -9, whose file is no obstacle."""
-    hold = "import sys, filelock; filelock.FileLock(sys.argv[1]).acquire(); print('held', flush=True); input()"
+    hold = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True); input()"
     (tmp_path / "run").mkdir()
     holder = subprocess.Popen([sys.executable, "-c", hold, tmp_path / "run" / LOCK], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE)
