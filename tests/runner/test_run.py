@@ -264,7 +264,8 @@ def test_version_is_the_products_and_quick():
 
 def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
     """Until the process that holds the lock ends, here by kill -9, whose file is no obstacle."""
-    hold = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print('held', flush=True); input()"
+    hold = ("import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire()\n"
+            "print('held', flush=True); input()")
     (tmp_path / "run").mkdir()
     holder = subprocess.Popen([sys.executable, "-c", hold, tmp_path / "run" / LOCK], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE)
