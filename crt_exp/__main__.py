@@ -7,13 +7,6 @@ RUNNER = ("hydra", "omegaconf", "yaml")  # of the extra `run`
 
 
 def main() -> None:
-    try:
-        from crt_exp.runner.processes import catch_interrupts
-
-        catch_interrupts()
-    except KeyboardInterrupt:
-        sys.stderr.write("crt_exp: stopped by SIGINT before the run began\n")
-        sys.exit(130)
     if os.getcwd() not in map(os.path.realpath, sys.path):  # of the script, which Python looks beside
         sys.path.append(os.getcwd())                          # what names of one's own stand for, as with -m
     if "--version" in sys.argv[1:]:
@@ -26,6 +19,8 @@ def main() -> None:
             raise
         sys.stderr.write(f"crt_exp: error: the command line needs {error.name}: pip install 'crt_exp[run]'\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     main()
 
 

@@ -27,9 +27,9 @@ from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.data.ranks import world_size
 from crt_exp.runner.command_line import check_command_line, with_file_names
 from crt_exp.runner.configuration import folders
-from crt_exp.runner.ending import Stopped, fail, mistakes_said
-from crt_exp.runner.fit import build, fit, fit_on_processes, starts_processes
-from crt_exp.runner.processes import agree_on_start, leave
+from crt_exp.runner.exit_handling import Stopped, errors_reported, fail, leave
+from crt_exp.runner.fit import build, fit
+from crt_exp.runner.run import agree_on_start
 from crt_exp.runner.sweep import show
 
 
@@ -57,11 +57,8 @@ def main() -> None:
 
 def run(cfg) -> float | None:
     """One run of the composed configuration; returns the task's metric for sweeps (None on processes but the first)."""
-    with mistakes_said(), own_names(folders()):
+    with errors_reported(), own_names(folders()):
         task, mechanism = build(cfg)
-        if starts_processes(cfg):
-            del task, mechanism  # each process builds its own
-            return fit_on_processes(cfg)
         return fit(cfg, task, mechanism)
 
 

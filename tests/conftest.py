@@ -9,6 +9,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch starts its threads
 
 import pytest
 import torch
+from torchrun import torchrun
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -49,19 +50,21 @@ def interruptible():
 
 @pytest.fixture
 def typed(monkeypatch, capsys, tmp_path):
-    """Runs a command line in this process, in an empty folder: (exit code, stdout, stderr). Its curves.png is empty,
-    and where there is no GPU its end does not look through all objects for memory to give back: these cost more than
-    all steps of a short run. test_curves.py draws curves, and runs in processes of their own do both."""
-    def run(*args):
+    """Runs a command line in this process, or by torchrun, in an empty folder: (exit code, stdout, stderr). In this
+    process its curves.png is empty, and where there is no GPU its end does not look through all objects for memory to
+    give back: these cost more than all steps of a short run. test_curves.py draws curves."""
+    def run(*args, processes=1):
+        if processes > 1:
+            done = torchrun(*args, cwd=tmp_path)
+            return done.returncode, done.stdout, done.stderr
         from accelerate.utils import memory
-        from matplotlib.figure import Figure
 
-        from crt_exp.runner import curves
+        from crt_exp.runner import fit
         from crt_exp.train import main
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
-        monkeypatch.setattr(curves, "figure", lambda *_: Figure((1, 1)))
+        monkeypatch.setattr(fit, "draw_curves", lambda records, metric, directory: (directory / "curves.png").touch())
         if not torch.cuda.is_available():
             monkeypatch.setattr(memory, "clear_device_cache", lambda *_, **__: None)
         code, _ = 0, capsys.readouterr()
@@ -83,12 +86,13 @@ def run_task(typed, tmp_path, monkeypatch):
     Arguments take the place of options, and leave those out that they give no meaning to: projections of attention
     that has none, sizes of a model that is loaded.
     """
-    def run(task, options, args, directory="run"):
+    def run(task, options, args, directory="run", processes=1):
         monkeypatch.delenv("CRT_DATA", raising=False)
         own = [o for o in options if not any(a.split("=")[0] == o.split("=")[0] for a in args)]
         if WITHOUT_PROJECTIONS & set(args):
             own.remove("features.m=8")
         if any(a.startswith("task.init=") for a in args):
             own = [o for o in own if ".sizes." not in o]
-        return typed(f"task={task}", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
+        return typed(f"task={task}", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args,
+                     processes=processes)
     return run

@@ -13,7 +13,7 @@ import torch
 from crt_exp.data import images
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.models.folder import MODEL, save_tensors, whole_folder
-from crt_exp.runner.run import append_line, write_atomic
+from crt_exp.runner.run import write_atomic
 from crt_exp.tasks import pictures
 from crt_exp.atomic_write import whole, write_rows
 
@@ -52,7 +52,6 @@ def save_a_model(path):
 WRITERS = {"picture.png": save_a_figure, "image.png": lambda path: images.save_grid([NOISE], path),
            "film.gif": save_an_animation, "rows.csv": lambda path: write_rows(path, [[i] for i in range(5000)]),
            "text.md": lambda path: write_atomic(path, "text " * 2000), MODEL: save_a_model,
-           "run.log": lambda path: append_line(path, "line " * 2000, sync=False),
            "confusion.png": lambda path: pictures.confusion(NOISE[:2, :2, 0].astype(int), "ab", path.parent),
            "confusion.csv": lambda path: pictures.confusion(NOISE[..., 0].astype(int), ["a" * 50] * 100, path.parent)}
 
@@ -83,7 +82,7 @@ def test_other_errors_leave_nothing_either(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", sorted(set(WRITERS) - {MODEL, "run.log"}))
+@pytest.mark.parametrize("name", sorted(set(WRITERS) - {MODEL}))
 def test_only_a_regular_file_is_replaced_with_its_mode_and_nothing_beside_it(name, tmp_path):
     path, beside, elsewhere = tmp_path / name, tmp_path / f"{name}.tmp", tmp_path / "elsewhere"
     WRITERS[name](path)

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torchrun import torchrun
 
 from crt_exp import train
 
 FILE = Path(train.__file__)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 MODULE = (sys.executable, "-m", "crt_exp")
 DOORS = [(sys.executable, str(FILE)), (sys.executable, "-m", "crt_exp.train")]
 SHORT = ["task=uci", "task.repeats=1", "task.sigmas=[0.3]", "logger=none"]
@@ -99,20 +99,7 @@ def test_a_run(door, tmp_path, typed):
 @pytest.mark.slow
 def test_two_processes_by_the_file(tmp_path):
     """One run directory, one of them speaks. By the module: trainer/test_processes.py."""
-    tests, door = Path(__file__).parent, (*TORCHRUN, str(FILE))
-    out = enter(door, "--config-dir", str(tests / "toy_conf"), "task=toy", "logger=none", "trainer.epochs=1",
-                path=f"{tests.parent}:{tests}", cwd=tmp_path, OMP_NUM_THREADS="1")
+    out = torchrun("--config-dir", str(Path(__file__).parent / "toy_conf"), "task=toy", "logger=none",
+                   "trainer.epochs=1", door=[str(FILE)], cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert out.stdout.count("toy: accuracy") == 1 and len(list((tmp_path / "outputs" / "toy").iterdir())) == 1
-    out = enter(door, "nonsense=1", cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert out.returncode != 0 and "unknown key 'nonsense'" in out.stderr
-
-
-@pytest.mark.slow
-def test_a_sweep_starts_its_processes_from_the_file(tmp_path):
-    tests = Path(__file__).parent
-    out = enter(DOORS[0], "--config-dir", str(tests / "toy_conf"), "-m", "task=toy", "logger=none", "trainer.epochs=1",
-                "trainer.processes=2", "trainer.lr=0.01,0.02", f"hydra.sweep.dir={tmp_path}/s", path=tests,
-                cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.count("toy: accuracy") == 2 and "best: trainer.lr=0.0" in out.stdout

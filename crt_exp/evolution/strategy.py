@@ -31,7 +31,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.measure.kernel import generator
 from crt_exp.runner import checkpoint
-from crt_exp.runner.ending import Stopped
+from crt_exp.runner.exit_handling import Stopped
 from crt_exp.samplers import orthogonal
 from crt_exp.measure.times import threads, without_interrupts
 

@@ -12,17 +12,6 @@ class NotFinite(ValueError):
     """What a computation that needs finite numbers raises where it meets others, before they reach a loss."""
 
 
-class Diverged(RuntimeError):
-    """A loss or gradient that is not finite; the message names step, loss and the first offending layer.
-
-    alone: raised without asking the other processes of the run, which may wait for this one.
-    """
-
-    def __init__(self, message: str, alone: bool = False):
-        super().__init__(message)
-        self.alone = alone
-
-
 def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
     """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed again;
     None if all are.

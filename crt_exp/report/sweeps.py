@@ -22,7 +22,7 @@ from crt_exp.data.texts import prepare
 from crt_exp.report.rows import ORIGIN
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import override
-from crt_exp.runner.ending import DIVERGED_CODE
+from crt_exp.runner.exit_handling import DIVERGED_CODE
 from crt_exp.runner.run import PARTIAL, read_records, versions, write_atomic
 from crt_exp.stored import json_object
 

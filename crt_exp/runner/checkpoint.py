@@ -1,77 +1,63 @@
-"""Checkpoints that are whole or absent: `<root>/step-N/`, written under a temporary name, checksummed, renamed.
+"""Checkpoints that are whole or absent, `<root>/step-N/`, and the state of a run in them.
 
 A directory holds tensors as safetensors (`model`, `optimizer`), everything else as JSON (`state`), and `manifest.json`
-with the size and SHA-256 of each file. Nothing is pickled, so a checkpoint from elsewhere can be read without running
-its code.
+with the size and SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
 """
 
 import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from crt_exp.attention.fitted_once import make_room
-from crt_exp.runner.run import free_name
 from crt_exp.data.ranks import whole
-from crt_exp.runner.sharding import sharded_like
-from crt_exp.stored import read_json
+from crt_exp.runner.adapters import Adapters
+from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, sharded_like
+from crt_exp.runner.run import Run, write_atomic
+from crt_exp.tasks.base import Task
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # within the run directory
 
 
 class CheckpointError(OSError):
-    """A checkpoint that cannot be written, read or used; the message says what is left and what to do."""
+    """A checkpoint that cannot be written, read or used; the message states what remains and what to do."""
+
+
+# ---- directories
 
 
 def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
-    """Writes `<root>/step-<step>` with `<name>.safetensors` for each entry of `tensors` and `state.json`;
-    returns its path.
+    """Write `<root>/step-<step>` with `<name>.safetensors` for each entry of `tensors` and `state.json`.
 
-    Raises CheckpointError where the disk is full or not writable; what was there before stays as it was.
+    Raises CheckpointError where the disk is full or not writable; what was there before stays.
     """
     temporary, final = root / f".step-{step}.{os.getpid()}", root / f"step-{step}"
     try:
-        clear_temporary(root)
         temporary.mkdir(parents=True)
         files = {f"{name}.safetensors": encode(part) for name, part in tensors.items()}
         files["state.json"] = json.dumps(state).encode()
-        manifest = {name: write_file(temporary / name, content) for name, content in files.items()}
-        content = json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1)
-        write_file(temporary / MANIFEST, content.encode())
-        sync_directory(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # one that `newest` found damaged and could not set aside
+        manifest = {name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+                    for name, content in files.items()}
+        files[MANIFEST] = json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1).encode()
+        for name, content in files.items():
+            write_atomic(temporary / name, content)
         temporary.rename(final)
-        sync_directory(root)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = error.strerror or error
-        raise CheckpointError(f"cannot write the checkpoint of step {step} to {root}: {reason}; "
-                              f"{remaining(root)}") from None
+        remains = [f"step {left} remains" for left in steps(root)] or ["there is none before it"]
+        raise CheckpointError(f"cannot write the checkpoint of step {step}: {error}; {remains[-1]}") from None
     return final
-
-
-def write_file(path: Path, content: bytes) -> dict[str, Any]:
-    """Writes and syncs a file; returns its entry in the manifest."""
-    with open(path, "wb", buffering=0) as file:
-        view = memoryview(content)
-        while view:
-            view = view[file.write(view):]
-        os.fsync(file.fileno())
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def steps(root: Path) -> list[int]:
@@ -80,142 +66,81 @@ def steps(root: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def damage(path: Path, only: str | None = None) -> str | None:
-    """What is wrong with a checkpoint directory, or with the file `only` of it; None where all is as it was written."""
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory; None where all is as it was written."""
     try:
-        manifest = read_json((path / MANIFEST).read_bytes(), MANIFEST)
-        for name, entry in manifest["files"].items() if only is None else [(only, manifest["files"][only])]:
-            size = (path / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size} bytes where {entry['bytes']} were written"
-            if checksum(path / name) != entry["sha256"]:
-                return f"{name} differs from its checksum"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+        for name, entry in manifest["files"].items():
+            with (path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    return f"{name} differs from its checksum"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    kind = manifest.get("format")
-    return None if kind == FORMAT else f"its format is {kind}, this version reads {FORMAT}"
-
-
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def newest(root: Path, say=print) -> Path | None:
-    """The newest intact checkpoint; None where there is none.
-
-    Damaged ones on the way to it are set aside as damaged-step-N, so that no later run meets them,
-    and named through `say`.
-    """
-    clear_temporary(root)
-    for step in reversed(steps(root)):
-        path = root / f"step-{step}"
-        reason = damage(path)
-        if reason is None:
-            return path
-        say(f"checkpoint {path} is damaged ({reason}): going back to the one before; "
-            f"it is kept as {set_aside(path).name}")
+        return f"it cannot be read: {error}"
     return None
 
 
-def set_aside(path: Path) -> Path:
-    """Gives a damaged checkpoint a name under which nothing looks for it; the same where the disk refuses that."""
-    aside = free_name(lambda i: path.with_name(f"damaged-{path.name}" + (f".{i}" if i > 1 else "")))
-    try:
+def newest(root: Path) -> Path | None:
+    """The newest intact checkpoint, None where there is none; damaged ones are named and become damaged-step-N."""
+    for path in root.glob(".step-*"):  # what a killed process left half-written or half-removed
+        shutil.rmtree(path, ignore_errors=True)
+    for step in reversed(steps(root)):
+        path, aside = root / f"step-{step}", root / f"damaged-step-{step}"
+        if not (reason := damage(path)):
+            return path
+        print(f"checkpoint {path} is damaged ({reason}): going back to the one before; it is kept as {aside.name}")
+        shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-    except OSError:
-        return path
-    return aside
+    return None
 
 
 def prune(root: Path, keep: int, best: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, the best, and those that intact ones of the
-    newest call the best."""
-    newest_steps = steps(root)[-keep:]
-    intact = [path for path in (root / f"step-{step}" for step in newest_steps) if damage(path, "state.json") is None]
-    bests = {(load_state(path).get("best") or {}).get("step") for path in intact}
-    for step in set(steps(root)) - {*newest_steps, best} - bests:
+    """Remove all but the newest `keep` checkpoints and the best."""
+    for step in {*steps(root)[:-keep]} - {best}:
         target = root / f".step-{step}.old"  # a half-removed directory must not look like a checkpoint
         (root / f"step-{step}").rename(target)
         shutil.rmtree(target, ignore_errors=True)
 
 
-def clear_temporary(root: Path) -> None:
-    """Removes what a killed process left half-written or half-removed."""
-    for path in root.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remaining(root: Path) -> str:
-    """What a failed write leaves to continue from."""
-    left = steps(root)
-    return (f"that of step {left[-1]} remains: free space and continue with resume=auto" if left
-            else "there is none before it")
-
-
 def load_state(path: Path) -> dict[str, Any]:
-    """What `save` was given as `state`. Raises CheckpointError."""
-    try:
-        return read_json((path / "state.json").read_bytes(), "state.json")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path / 'state.json'}: {error}") from None
+    """The `state` that `save` was given."""
+    return json.loads((path / "state.json").read_bytes())
 
 
-# ---- tensors ---------------------------------------------------------------------------------------------------------
+# ---- tensors
 
 
 def encode(tensors: dict[str, Tensor]) -> bytes:
-    """Safetensors; a tensor that several names share (tied weights) is written once,
-    the other names in the metadata."""
-    from safetensors.torch import save as serialise
-
-    kept, first, aliases, storages = {}, {}, {}, set()
+    """Safetensors; a tensor with several names (tied weights) is written once, other names are metadata."""
+    kept, first, aliases = {}, {}, {}
     for name, tensor in tensors.items():
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride(),
-               tensor.dtype)
-        if tensor.numel() and key in first:
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(key, name) != name:
             aliases[name] = first[key]
-            continue
-        first[key] = name
-        own = tensor.detach().to("cpu").contiguous()
-        kept[name] = own.clone() if own.untyped_storage().data_ptr() in storages else own
-        storages.add(kept[name].untyped_storage().data_ptr())
+        else:
+            kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
     return serialise(kept, metadata={"aliases": json.dumps(aliases)})
 
 
-def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of one `.safetensors` file by name, such as `<run>/checkpoints/step-40/model.safetensors`.
-
-    Raises CheckpointError where the file is not there or not readable.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt", device=device) as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            aliases = read_json((file.metadata() or {}).get("aliases", "{}"), "aliases")
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from None
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one `.safetensors` file by name."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
     return tensors | {name: tensors[first] for name, first in aliases.items()}
 
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str,
                absent: Collection[str] = ()) -> None:
-    """Loads weights by name, but for those that are left out (`absent`). Raises CheckpointError naming what is missing,
-    superfluous or of another shape."""
+    """Load weights by name, except those of `absent`. Raises CheckpointError naming what does not fit."""
     make_room(model, tensors)
     own = model.state_dict()
-    problems = [f"{name} is missing" for name in own if name not in tensors and name not in absent]
-    problems += [f"{name} is not in this model" for name in tensors if name not in own]
-    problems += [f"{name} has shape {tuple(tensors[name].shape)}, the model's has {tuple(tensor.shape)}"
-                 for name, tensor in own.items() if name in tensors and tensors[name].shape != tensor.shape]
-    if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{source} does not fit this model: {'; '.join(problems[:3])}{more}")
-    model.load_state_dict({name: sharded_like(own[name], tensor) for name, tensor in tensors.items()},
-                          strict=not absent)
+    here, there = ({name: tuple(t.shape) for name, t in each.items() if name not in absent} for each in (own, tensors))
+    if odd := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+        raise CheckpointError(f"{source} does not fit this model: {odd[0]} has shape {there.get(odd[0], 'none')}, the "
+                              f"model's has {here.get(odd[0], 'none')}; tensors that differ: {len(odd)}")
+    model.load_state_dict({name: sharded_like(own[name], t) for name, t in tensors.items()}, strict=not absent)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -225,13 +150,118 @@ def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
-    """The reverse of optimizer_tensors."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    states: dict[str, dict[str, Tensor]] = {}
+    """Reverse of optimizer_tensors."""
+    parameters, states = dict(model.named_parameters()), {}
+    order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for name, tensor in tensors.items():
         parameter, _, key = name.rpartition(".")
-        states.setdefault(parameter, {})[key] = tensor
-    state_dict, trained = optimizer.state_dict(), [p for group in optimizer.param_groups for p in group["params"]]
-    state_dict["state"] = {i: {key: t if key == "step" else sharded_like(p, t) for key, t in states[names[p]].items()}
-                           for i, p in enumerate(trained) if names[p] in states}
-    optimizer.load_state_dict(state_dict)
+        own = parameters[parameter]
+        states.setdefault(order[own], {})[key] = tensor if key == "step" else sharded_like(own, tensor)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+
+
+# ---- the state of a run
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with each checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0                  # steps of this epoch that are done
+    evaluated: int = 0                 # the step of the last evaluation
+    worse: int = 0                     # evaluations since the best
+    best: dict[str, Any] | None = None      # step, and metrics of the validation split
+    loss: float = 0.0                  # summed since the last record of the training split
+    losses: int = 0
+
+
+class TrainingState:
+    """Weights, optimiser, generators, the task's own state, and where the run stands, of one process.
+
+    keep: checkpoints that are kept besides the best. Attributes: `progress`; `saved` and `saved_at`, step and time of
+    the last checkpoint. All processes call each method together.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, task: Task, run: Run, distributed: Distributed, keep: int,
+                 per_epoch: int | None, adapters: Adapters | None = None):
+        self.module, self.optimizer, self.task, self.run, self.distributed = module, optimizer, task, run, distributed
+        self.keep, self.per_epoch, self.scaler = keep, per_epoch, distributed.accelerator.scaler
+        self.stay, self.digest = (adapters.stay, adapters.digest) if adapters else (set(), None)
+        self.root, self.progress = run.directory / CHECKPOINTS, Progress()
+        self.saved, self.saved_at = 0, time.monotonic()
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that are done."""
+        return round(self.progress.epoch + (self.progress.position / self.per_epoch if self.per_epoch else 0), 4)
+
+    def save(self) -> None:
+        """The first process writes a checkpoint and removes old ones."""
+        tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items() if name not in self.stay},
+                   "optimizer": optimizer_tensors(self.module, self.optimizer)}
+        plain = self.distributed.gather({name: value.detach().cpu() if isinstance(value, Tensor) else value
+                                         for name, value in self.task.state_dict().items()})
+        if of_task := {f"{rank}.{name}": plain[rank].pop(name) for rank, state in enumerate(plain)
+                       for name, value in [*state.items()] if isinstance(value, Tensor)}:
+            tensors["task"] = of_task
+        state = asdict(self.progress) | {
+            "rng": self.distributed.gather(rng_state()), "records": len(self.run.records), "task": plain,
+            "scaler": self.scaler.state_dict() if self.scaler else None, "stay": self.digest}
+        if self.distributed.main:
+            save(self.root, self.progress.step, tensors, state)
+            prune(self.root, self.keep, (self.progress.best or {}).get("step"))
+        self.saved, self.saved_at = self.progress.step, time.monotonic()
+
+    def restore(self) -> None:
+        """Load the newest intact checkpoint and take back later records; without one the run starts over."""
+        path = self.distributed.broadcast(newest(self.root) if self.distributed.main else None)
+        if path is None:
+            self.run.rewind(0)
+            return
+        state, left = load_state(path), self.distributed.broadcast(len(self.run.records))
+        if left < state["records"]:
+            raise CheckpointError(f"{self.run.metrics} holds {left} records, and {path} was written after "
+                                  f"{state['records']}; put the file back, or move {self.root} away to start over")
+        self._load_weights(path, state)
+        load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
+        self.saved = self.progress.step
+        self.run.rewind(state["records"])
+        same = len(state["rng"]) == self.distributed.size
+        if same:
+            set_rng_state(state["rng"][self.distributed.rank])
+        if self.distributed.main:
+            print(f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', random generators start afresh'})")
+
+    def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
+        """Weights and what the task kept with them. Raises CheckpointError where they belong to another run."""
+        if state.get("stay") != self.digest:
+            raise CheckpointError(f"{path} holds adapters of other weights than those that this run starts from")
+        load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
+        tasks, file = [dict(plain) for plain in state.get("task", [{}])], path / "task.safetensors"
+        for key, tensor in (load_tensors(file) if file.exists() else {}).items():
+            rank, _, name = key.partition(".")
+            tasks[int(rank)][name] = tensor
+        same = len(tasks) == self.distributed.size
+        if not same and not all(same_state(each, tasks[0]) for each in tasks):
+            raise CheckpointError(f"{path} was written by {len(tasks)} processes, each with its own state of this "
+                                  "task; continue with as many")
+        self.task.load_state_dict(tasks[self.distributed.rank if same else 0])
+
+    def load_best(self) -> None:
+        """Weights and task state of the best evaluation; the last ones where its checkpoint is damaged."""
+        path = self.root / f"step-{self.progress.best['step']}"
+        if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
+            print(f"the best checkpoint {path} is damaged ({reason}): the last weights are tested in its place")
+        else:
+            self._load_weights(path, load_state(path))
+
+
+def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two processes kept the same of a task."""
+    return one.keys() == other.keys() and all(
+        value.equal(other[name]) if isinstance(value, Tensor) else value == other[name] for name, value in one.items())

@@ -1,340 +1,243 @@
-"""One run directory: what was asked for (config.yaml), with what (versions.json), and what came out (metrics.jsonl).
+"""One run directory: what was asked for (config.yaml), with what (versions.json, inputs.json), and what came out.
 
-metrics.jsonl is the record: one JSON object a line, appended and flushed to disk; W&B only mirrors it.
+metrics.jsonl is the record: one JSON object a line, flushed to disk; loggers only mirror it.
 """
 
-import errno
-import fcntl
-import itertools
+import hashlib
 import json
-import logging
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
-from crt_exp.config import ConfigError, instantiate, read_yaml
-from crt_exp.runner.configuration import overrides
-from crt_exp.runner.inputs import NAME as INPUTS
-from crt_exp.runner.inputs import check_inputs
-from crt_exp.runner.mirror import NoMirror
-from crt_exp.runner.processes import SWEEP
-from crt_exp.stored import read_json
 from crt_exp.atomic_write import whole
+from crt_exp.config import ConfigError, instantiate, read_yaml
+from crt_exp.data.ranks import world_size
+from crt_exp.runner.configuration import overrides
+from crt_exp.stored import read_json
 
 # may differ between a run and its continuation
-FREE_KEYS = ("resume", "logger", "trainer.processes", "trainer.prefetch", "trainer.keep",
-             "trainer.cpu", "trainer.save_minutes", "task.cache_dir", "task.workers")
+FREE_KEYS = ("resume", "logger", "trainer.prefetch", "trainer.keep", "trainer.cpu", "trainer.save_minutes",
+             "task.cache_dir", "task.workers")
 PARTIAL = "evaluated_batches"  # in records of evaluations that trainer.evaluate has cut short
-LOG = "run.log"
-LOCK = ".lock"  # within the run directory
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_held: set[tuple[int, int]] = set()  # files by device and inode: a record lock does not keep its own process out
+LOG, LOCK, INPUTS = "run.log", ".lock", "inputs.json"  # within the run directory
+STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, one for all processes
+SWEEP = "CRT_EXP_SWEEP"  # the sweep that a run belongs to: the name of its directory, and a unique one
 
 
 class Run:
     """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
 
-    Of several processes only the one with `main` reads and writes; the others' `records` stay empty. It locks the
-    directory, so that a second run in it is refused (ConfigError) while this one lives. A run that goes on must have
-    the configuration and the inputs (runner/inputs.py) that it began with: ConfigError where it has others.
+    Only the process with `main` reads and writes; the `records` of others stay empty. It locks the directory: a second
+    run there is refused. A run that continues needs the configuration and the input files that it began with. Raises
+    ConfigError.
 
-    Attributes: `records`, the lines of metrics.jsonl: those of the earlier run that is continued,
-    then those of this one.
+    Attributes: `records`, the lines of metrics.jsonl: those of the continued run, then those of this one.
     """
 
     def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
-        self.directory, self.main, self.cfg, self.mirror = Path(directory), main, cfg, None
-        self.metrics = self.directory / "metrics.jsonl"
-        self.existed, self.records = True, []
-        self.lock = Lock(self.directory) if main else None
-        try:
-            if main:
-                self._open(cfg, task)
-        except BaseException:
-            self.lock.release()
-            raise
+        self.cfg, self.task, self.directory, self.main = cfg, task, Path(directory), main
+        self.metrics, self.lock = self.directory / "metrics.jsonl", FileLock(self.directory / LOCK, blocking=False)
+        self.existed, self.records, self.logger = True, [], None
+
+    def __enter__(self) -> "Run":
+        if self.main:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self.lock.acquire()
+                self._open()
+            except Timeout:
+                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run; wait until it has ended, or "
+                                  "choose another directory") from None
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         self.started = time.monotonic() - (self.records[-1].get("time_s", 0.0) if self.records else 0.0)
-        from crt_exp.runner.generators import seed_everything  # with torch, which nothing else here needs
+        return self
 
-        seed_everything(cfg.seed)
-
-    def _open(self, cfg: DictConfig, task: Any) -> None:
-        """Reads what an earlier run left, and writes what this one is."""
-        self.existed = self._refuse_used(cfg)
-        read = check_inputs(self.directory, OmegaConf.to_container(cfg.task, resolve=True), task, self.existed)
+    def _open(self) -> None:
+        """Read what an earlier run left, and write what this one is."""
+        self.existed = self._continues()
+        config, path = OmegaConf.to_container(self.cfg, resolve=True), self.directory / INPUTS
+        inputs = input_states(config["task"], self.task)
+        before = read_json(path.read_text(encoding="utf-8"), path) if self.existed and path.is_file() else inputs
+        if changed := [key for key in sorted({*before, *inputs}) if before.get(key) != inputs.get(key)]:
+            raise ConfigError(f"{', '.join(changed)}: files have changed since {self.directory} began; expected the "
+                              f"same ones; delete {path} where only their times differ")
         self.records = read_records(self.metrics)
-        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        write_atomic(self.directory / INPUTS, read)
-        write_atomic(self.directory / "versions.json", json.dumps(versions(cfg.seed), indent=1) + "\n")
+        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
+        write_atomic(path, json.dumps(inputs, indent=1) + "\n")
+        write_atomic(self.directory / "versions.json", json.dumps(versions(self.cfg.seed), indent=1) + "\n")
+        logger = instantiate(self.cfg.logger)
+        logger.start(self.directory, config)
+        self.logger = logger
 
-    def _refuse_used(self, cfg: DictConfig) -> bool:
+    def _continues(self) -> bool:
         """True if an earlier run lies there and may be continued."""
         if all(path.suffix == ".tmp" or path.name in (LOCK, LOG) for path in self.directory.iterdir()):
             return False  # a run killed in its first moments leaves a .tmp
-        if cfg.resume != "auto":
-            raise ConfigError(f"{self.directory} is not empty: add resume=auto to continue what lies there, or choose "
-                              "another hydra.run.dir")
-        old = self.directory / "config.yaml"
-        if not old.is_file():
-            raise ConfigError(f"{self.directory} holds files but no config.yaml: not a run of crt_exp; choose "
-                              "another hydra.run.dir")
-        kept = OmegaConf.create(read_yaml(old))
-        changed = {key: pair for key, pair in differences(kept, cfg).items() if not free(key)}
-        if changed:
-            pairs = ", ".join(f"{key} (it was {a}, now {b})" for key, (a, b) in changed.items())
-            raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: {pairs}")
+        if self.cfg.resume != "auto":
+            raise ConfigError(f"hydra.run.dir={self.directory}: not empty; add resume=auto to continue, or choose "
+                              "another directory")
+        if not (self.directory / "config.yaml").is_file():
+            raise ConfigError(f"hydra.run.dir={self.directory}: no run of crt_exp; choose another directory")
+        # what was absent and is null is the same; nothing that a file names is resolved
+        old = dict(leaves(read_yaml(self.directory / "config.yaml")))
+        new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
+        if changed := [f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
+                       for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not free(key)]:
+            raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: "
+                              f"{', '.join(changed)}")
         return True
 
-    def __enter__(self) -> "Run":
-        mirror = instantiate(self.cfg.logger) if self.main else NoMirror()
-        try:
-            mirror.start(self.directory, OmegaConf.to_container(self.cfg, resolve=True))
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        self.mirror = mirror
-        return self
-
     def log(self, **record: Any) -> None:
-        """Appends a line: step, epoch, split and metrics as fractions; time_s is added.
-        Raises OSError where it cannot."""
+        """Append a line: step, epoch, split and metrics as fractions; time_s is added."""
         if not self.main:
             return
         record["time_s"] = round(time.monotonic() - self.started, 3)
         append_line(self.metrics, json.dumps(record))
-        plain = {key: value for key, value in record.items() if not isinstance(value, (list, dict))}
-        self.note(", ".join(f"{key} {shown(value)}" for key, value in plain.items()))
+        self.note(", ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}"
+                            for key, value in record.items() if not isinstance(value, (list, dict))))
         self.records.append(record)
-        self.mirror.log(record)
+        self.logger.log(record)
 
     def note(self, line: str) -> None:
-        """Appends a line with the time of day to run.log, which is for reading alone."""
+        """Append a line with the time to run.log, which is for reading alone."""
         if self.main:
             append_line(self.directory / LOG, f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", sync=False)
 
     def rewind(self, count: int) -> None:
-        """Takes back all but the first `count` records: what an interrupted run wrote after the
-        checkpoint that is continued."""
-        if not self.main or count >= len(self.records):
-            return
-        del self.records[count:]
-        write_atomic(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
-
-    def begin_anew(self) -> Path | None:
-        """Sets all records aside; returns the file that keeps them, None where there are none."""
-        if not self.records:
-            return None
-        kept = free_name(lambda i: self.metrics.with_name(f"metrics.{i}.jsonl"))
-        os.replace(self.metrics, kept)
-        self.records.clear()
-        return kept
+        """Take back all but the first `count` records: those after the checkpoint that is continued."""
+        if count < len(self.records):
+            del self.records[count:]
+            write_atomic(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
 
     def __exit__(self, kind, error, trace) -> None:
+        if not self.main:
+            return
         try:
-            if kind is not None and self.directory.is_dir():
+            if self.logger is not None:
                 with suppress(OSError):  # the disk may be what ended it
-                    self.note(f"ended by {kind.__name__}: {error}")
-            if self.mirror is not None:
-                self.mirror.pictures(sorted(self.directory.glob("*.png")))
-                self.mirror.finish(failed=kind is not None)
-            used = self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
-            if kind is not None and not used:
+                    self.note(f"ended by {kind.__name__}: {error}" if kind else "done")
+                self.logger.finish(failed=kind is not None)
+            if kind and not (self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()):
                 shutil.rmtree(self.directory, ignore_errors=True)
         finally:
-            if self.lock is not None:
-                self.lock.release()
+            (self.directory / LOCK).unlink(missing_ok=True)
+            self.lock.release()
 
 
-# ---- one run in a directory ------------------------------------------------------------------------------------------
-
-
-class Lock:
-    """Holds `directory`, which it makes, until `release`.
-    Raises ConfigError, naming the holder, where another process does.
-
-    A record lock (POSIX): network file systems know it, the kernel frees it when its holder ends, however it ends, and
-    forked workers of a killed run do not hold on to it. The file names the holder and goes away with the lock; one that
-    a killed process left is no obstacle.
-    """
-
-    def __init__(self, directory: Path):
-        self.path, self.handle = directory / LOCK, None
-        while self.handle is None:
-            directory.mkdir(parents=True, exist_ok=True)
-            self.handle = self._taken()
-
-    def _taken(self) -> int | None:
-        """The locked file; None where another holder removed the file, or the directory, before it could be locked."""
-        if self._identity() in _held:
-            # opened a second time, and closed, it would be lost
-            raise self._refused(f"this process ({os.getpid()}) itself")
-        try:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
-            return None
-        try:
-            self._lock(handle)
-            self._sign(handle)
-        except BaseException:
-            os.close(handle)
-            raise
-        if self._identity() == self._identity(handle):
-            _held.add(self._identity(handle))
-            return handle
-        os.close(handle)
-        return None
-
-    def _lock(self, handle: int) -> None:
-        try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                logging.getLogger(__name__).warning(
-                    "the file system of %s has no locks: mind that no two runs use it at once", self.path.parent)
-            elif error.errno in (errno.EAGAIN, errno.EACCES):
-                raise self._refused(os.pread(handle, 1000, 0).decode(errors="replace")) from None
-            else:
-                raise
-
-    def _refused(self, holder: str) -> ConfigError:
-        return ConfigError(f"{self.path.parent} is in use by {holder.strip() or 'another process'}: wait until it "
-                           "has ended, or choose another hydra.run.dir")
-
-    def _sign(self, handle: int) -> None:
-        os.ftruncate(handle, 0)
-        signature = f"process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
-        os.pwrite(handle, signature.encode(), 0)
-
-    def _identity(self, handle: int | None = None) -> tuple[int, int] | None:
-        """Device and inode of an open file, or of the one that has the name now."""
-        try:
-            status = os.stat(self.path if handle is None else handle)
-        except FileNotFoundError:
-            return None
-        return status.st_dev, status.st_ino
-
-    def release(self) -> None:
-        """Takes the file away, and then lets go of it. Nothing where that was done before."""
-        if self.handle is None:
-            return
-        identity = self._identity(self.handle)
-        if self._identity() == identity:
-            self.path.unlink(missing_ok=True)
-        _held.discard(identity)
-        os.close(self.handle)
-        self.handle = None
-
-
-def shown(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def free_name(name: Callable[[int], Path]) -> Path:
-    """The first of name(1), name(2), ... that does not exist."""
-    return next(path for path in map(name, itertools.count(1)) if not path.exists())
+# ---- files
 
 
 def append_line(path: Path, line: str, sync: bool = True) -> None:
-    """Appends and syncs a line; where the disk refuses it, takes back the part that was written."""
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
-        content = line.encode() + b"\n"
-        try:
-            if file.write(content) != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if sync:
-                os.fsync(file.fileno())
-        except OSError as error:
-            os.truncate(path, size)
-            raise OSError(f"cannot write to {path}: {error.strerror}; "
-                          "free space and continue with resume=auto") from None
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_records(path: Path) -> list[dict]:
-    """The complete lines of a metrics.jsonl; a last line cut off by a crash is removed from the file.
-
-    Raises ConfigError for a line that is no JSON object.
-    """
+    """The lines of a metrics.jsonl; a last line cut off by a crash is removed from the file. Raises ConfigError."""
     if not path.is_file():
         return []
-    whole = path.read_bytes()
-    kept = whole[:whole.rfind(b"\n") + 1]
-    try:
-        text = kept.decode()
-    except UnicodeDecodeError as error:
-        line = kept[:error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: not UTF-8 text") from None
-    records = [read_json(line, path, i) for i, line in enumerate(text.split("\n")[:-1], 1)]
-    if kept != whole:
-        write_atomic(path, kept)
+    *lines, rest = path.read_bytes().split(b"\n")
+    records = [read_json(line.decode(errors="replace"), path, i) for i, line in enumerate(lines, 1)]
+    if rest:
+        write_atomic(path, b"".join(line + b"\n" for line in lines))
     return records
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file so that a reader sees the old content or the new, never a part."""
+    """Write a file so that a reader sees the old content or the new, never a part."""
     with whole(path) as temporary, temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted names of the leaves that differ, with both values ("absent" where there is none)."""
-    a, b = ({k: v for k, v in _leaves(OmegaConf.to_container(c, resolve=c is new))} for c in (old, new))
-    pairs = {k: (a.get(k, "absent"), b.get(k, "absent")) for k in sorted(a.keys() | b.keys())}
-    return {k: pair for k, pair in pairs.items() if a.get(k) != b.get(k)}  # what was absent and is null is the same
+# ---- what a run and its continuation must share
 
 
 def free(key: str) -> bool:
     """Whether a continued run may have another value of it."""
-    return any(key == name or key.startswith(name + ".") for name in FREE_KEYS)
+    return any(f"{key}.".startswith(f"{name}.") for name in FREE_KEYS)
 
 
-def _leaves(node: Any, prefix: str = ""):
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, node
 
 
+def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
+    """What is known of the files that each option of a task names, and of the task's own data (`inputs`)."""
+    places = {f"task.{key}": [Path(text).expanduser() for text in (value if isinstance(value, list) else [value])
+                              if isinstance(text, str)]
+              for key, value in leaves(options) if key not in ("cache_dir", "data_dir")}
+    places["data"] = [path for path in getattr(task, "inputs", tuple)() if path is not None]
+    return {key: state_of(paths) for key, paths in places.items() if any(map(os.path.exists, paths))}
+
+
+def state_of(paths: list[Path]) -> str:
+    """Number and size of the files in these places, and a digest of their names, sizes and modification times."""
+    files = []
+    for path in paths:
+        if (path / "config.yaml").is_file():  # a run: its log and figures may change
+            path = path / "model" if (path / "model").is_dir() else path / "adapter"
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file() and not file.name.startswith("."):
+                status = file.stat()
+                files.append((str(file.relative_to(path.parent)), status.st_size, status.st_mtime_ns))
+    digest = hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()
+    return f"{len(files)} files, {sum(size for _, size, _ in files)} bytes, {digest[:16]}"
+
+
+# ---- what a run was made with
+
+
+def agree_on_start() -> None:
+    """Give all processes the clock of the first one, so that a time-stamped run directory has one name."""
+    if world_size() > 1:
+        from torch.distributed import rendezvous
+
+        store, own, _ = next(iter(rendezvous("env://")))
+        if own == 0:
+            store.set(STARTED, f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
+        os.environ[STARTED] = store.get(STARTED).decode()
+
+
+def sweep_name() -> str | None:
+    """The name of the directory of the sweep that this run belongs to."""
+    return os.environ.get(SWEEP, "").rpartition("/")[0] or None
+
+
 def versions(seed: int) -> dict[str, Any]:
-    names = ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate",
-             "datasets", "timm")
     packages = {}
-    for name in names:
-        try:
+    for name in ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate",
+                 "datasets", "timm"):
+        with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = None
-    return {"command": command(), "overrides": overrides(), "seed": seed, "sweep": os.environ.get(SWEEP),
-            "commit": commit(), "python": platform.python_version(), "machine": machine(), "packages": packages}
-
-
-def command() -> str:
-    """What was typed, with `python -m` in place of the path of a module's __main__."""
-    name = "python -m crt_exp" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
-    return " ".join([name, *sys.argv[1:]])
-
-
-def machine() -> str:
-    """Processor, cores and system, such as '2 cores of x86_64, Linux'."""
-    return f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}"
+    program = "python -m crt_exp" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
+    return {"command": " ".join([program, *sys.argv[1:]]), "overrides": overrides(), "seed": seed,
+            "sweep": os.environ.get(SWEEP), "commit": commit(), "python": platform.python_version(),
+            "machine": f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}", "packages": packages}
 
 
 def commit() -> str | None:
@@ -342,10 +245,5 @@ def commit() -> str | None:
     root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    # reports are no code
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!outputs")
-    return _git(root, "rev-parse", "HEAD") + ("+changes" if changed else "")
-
-
-def _git(root: Path, *args: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.experimental.callback import Callback
 
 from crt_exp.config import ConfigError
-from crt_exp.runner.processes import SWEEP, raise_interrupts
-from crt_exp.runner.run import PARTIAL, read_records
+from crt_exp.runner.run import PARTIAL, SWEEP, read_records
 from crt_exp.stored import json_object
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ class Begun(Callback):
     """Hydra calls it when a sweep begins: the sweep gets a name, which its runs note."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
-        raise_interrupts()  # launchers put their workers in order
         _started.append(Path(str(config.hydra.sweep.dir)))
         os.environ[SWEEP] = f"{_started[-1].name}/{uuid.uuid4().hex}"
 

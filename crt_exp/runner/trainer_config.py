@@ -1,27 +1,28 @@
-"""The keys of `conf/trainer/`, checked before anything is read or written."""
+"""The keys of `conf/trainer/`, and the optimiser and learning rates that they name."""
 
+import importlib.util
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
+from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.options import Count, NotNegative, Positive, Whole, checked
-from crt_exp.data.ranks import inside_torchrun, world_size
-from crt_exp.runner.adapters import Lora, check_installed
-from crt_exp.runner.optim import OPTIMIZERS, SCHEDULES
-from crt_exp.runner.processes import World
+from crt_exp.runner.adapters import Lora
 
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @checked("trainer")
 @dataclass(frozen=True)
 class TrainerConfig:
-    """How to train; `conf/trainer/default.yaml` explains each key. Raises ConfigError for values that make no sense."""
+    """How to train; `conf/trainer/default.yaml` explains each key. Raises ConfigError."""
 
     batch: Count
     epochs: Positive
@@ -33,7 +34,7 @@ class TrainerConfig:
     betas: tuple[Beta, Beta]
     eps: Positive
     weight_decay: NotNegative
-    schedule: Literal[*SCHEDULES]
+    schedule: Literal["linear", "cosine", "constant", "inverse_sqrt"]
     warmup: NotNegative
     clip: Positive | None
     precision: Literal["no", "bf16", "fp16"]
@@ -41,7 +42,6 @@ class TrainerConfig:
     strategy: Literal["ddp", "fsdp"]
     find_unused_parameters: bool
     cpu: bool
-    processes: Count | None
     eval_every: Count | None
     evaluate: Count | None
     log_every: Count
@@ -57,39 +57,58 @@ class TrainerConfig:
 
     def __post_init__(self):
         if self.strategy == "fsdp" and self.precision == "fp16":
-            raise ConfigError("trainer.precision = fp16 does not go with trainer=fsdp: use bf16")
-        if self.adapt:
-            check_installed()
-            if self.strategy == "fsdp":
-                raise ConfigError("trainer.adapt = lora trains few parameters, which every process holds whole: leave "
-                                  "trainer=fsdp out")
+            raise ConfigError("trainer.precision=fp16: does not go with trainer=fsdp; use bf16")
+        if self.strategy == "fsdp" and self.adapt:
+            raise ConfigError("trainer.adapt=lora: every process holds its few weights whole; leave trainer=fsdp out")
+        if self.adapt and importlib.util.find_spec("peft") is None:
+            raise ConfigError("trainer.adapt=lora: needs the package peft; pip install 'crt_exp[adapt]'")
+
+    def check_processes(self, processes: int) -> None:
+        """Raises ConfigError where batch, precision and GPUs do not suffice for this number of processes."""
+        if self.batch % (parts := processes * self.accumulate):
+            raise ConfigError(f"trainer.batch={self.batch}: does not divide over {processes} processes x "
+                              f"{self.accumulate} micro-batches; expected a multiple of {parts}")
+        gpus = 0 if self.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
+        if self.precision == "fp16" and not gpus:
+            raise ConfigError("trainer.precision=fp16: needs a GPU; use bf16 or no")
+        if gpus and (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > gpus:
+            raise ConfigError(f"torchrun --nproc_per_node={here}: this machine has {gpus} GPUs, one for each process; "
+                              f"a trainer.accumulate {-(-here // gpus)} times as large keeps the micro-batches")
 
 
-def check_processes(config: TrainerConfig, processes: int) -> None:
-    """Raises ConfigError where batch, precision and GPUs do not suffice for so many processes."""
-    parts = processes * config.accumulate
-    if config.batch % parts:
-        raise ConfigError(f"trainer.batch = {config.batch} does not divide over {processes} processes x "
-                          f"{config.accumulate} micro-batches: choose a multiple of {parts}")
-    gpus = 0 if config.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
-    if config.precision == "fp16" and not gpus:
-        raise ConfigError("trainer.precision = fp16 needs a GPU: use bf16 or no")
-    if gpus and (here := local_world_size(config.processes)) > gpus:
-        one = "torchrun --nproc_per_node" if inside_torchrun() else "trainer.processes"
-        fewer = f"{one}={gpus} with trainer.accumulate={config.accumulate * -(-here // gpus)} keeps the micro-batches"
-        raise ConfigError(f"{one} = {here}: this machine has {gpus} GPUs, one for each process: {fewer}; "
-                          "trainer.cpu=true uses none")
+def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str], float],
+                   decays: Callable[[str, nn.Parameter], bool]) -> torch.optim.Optimizer:
+    """Adam or AdamW over groups of equal `scale(parameter name)`, with weight decay where `decays`.
+
+    A scale of 0 freezes the parameter. Each group keeps its own highest learning rate as `peak`.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for key, parameter in model.named_parameters():
+        factor = scale(key)
+        if factor == 0:
+            parameter.requires_grad_(False)
+        if parameter.requires_grad:
+            groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
+    if not groups:
+        raise ConfigError("no parameter to train: all are frozen or fitted without gradients; expected "
+                          "attention.learn=parameters, or trainer.steps=0 to evaluate only")
+    described = [{"params": params, "lr": config.lr * factor, "peak": config.lr * factor,
+                  "weight_decay": config.weight_decay * decayed} for (factor, decayed), params in groups.items()]
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for group in groups.values() for p in group)
+    return OPTIMIZERS[config.optimizer](described, betas=tuple(config.betas), eps=config.eps, fused=fused)
 
 
-def local_world_size(asked: int | None) -> int:
-    """Processes on this machine: those of the torchrun around this one, whatever is asked, which it overrules."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if inside_torchrun() else asked or 1
+def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
+    """Factor on the learning rate of step `step` (0 is the first): linear warm-up, then `kind` down to 0 after `total`.
 
-
-def start_world(config: TrainerConfig) -> World:
-    """Sets up the processes. Raises ConfigError where batch, precision and processes do not go together."""
-    check_processes(config, world_size())
-    try:
-        return World(config.precision, config.cpu, config.find_unused_parameters)
-    except ValueError as error:  # accelerate's words for a precision that the device lacks
-        raise ConfigError(f"trainer.precision = {config.precision}: {error}") from None
+    inverse_sqrt: as 1 / sqrt(step), after the warm-up (Vaswani et al., 2017). warmup: steps, or below 1 a fraction.
+    """
+    first = warmup if warmup >= 1 else math.ceil(warmup * (total or 0))
+    if step < first:
+        return (step + 1) / (first + 1)
+    if kind == "constant":
+        return 1.0
+    if kind == "inverse_sqrt":
+        return math.sqrt((first + 1) / (step + 1))
+    left = max(0.0, (total - step) / max(1, total - first))  # 1 at the end of the warm-up
+    return left if kind == "linear" else (1 - math.cos(math.pi * left)) / 2

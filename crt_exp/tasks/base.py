@@ -57,7 +57,7 @@ class Task(Protocol):
 
     def inputs(self) -> Iterable[Path | None]:
         """Files and folders of data that it reads: those of task.data_dir and of $CRT_DATA. What options such as
-        task.text and task.init name is known without (runner/inputs.py). A run that goes on must read the same."""
+        task.text and task.init name is known without (runner/run.py). A run that goes on must read the same."""
         return ()
 
     def check_shards(self) -> None:

@@ -17,7 +17,7 @@ from crt_exp.data.endings import IMAGES, SYSTEM, files_ending
 from crt_exp.data.loading import Micro, Streamed, listed
 from crt_exp.data.plan import Plan
 from crt_exp.data.text import text_files
-from crt_exp.runner.progress import read_ahead
+from crt_exp.runner.trainer import read_ahead
 
 # ---- folders -------------------------------------------------------------------------------------------------------
 

@@ -59,12 +59,12 @@ def test_a_sweep_ends_with_its_table(typed, tmp_path):
 
 
 def test_one_run_of_a_sweep_fails(typed, tmp_path):
-    """The others run, its error is told once and without a traceback, and the sweep as a whole has failed."""
+    """The others run, its error is told without a traceback, and the sweep as a whole has failed."""
     code, out, err = typed(*WINE, "features=gerf", "features.A=0.1,null", "features.m=4,8",
                            f"hydra.sweep.dir={tmp_path}/s")
     assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
     assert f"the run in {tmp_path}/s/0 failed: features=gerf: a fixed A needs a fixed s" in err
-    assert err.count("a fixed A") == 1 and f"the run in {tmp_path}/s/1 failed: as one before it" in err
+    assert f"the run in {tmp_path}/s/1 failed: features=gerf: a fixed A" in err
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["2", "3"]
 
 
@@ -190,12 +190,12 @@ for i in 0 1; do echo "7_$i|RUNNING|here|"; done
 @needs_plugins
 @pytest.mark.slow
 def test_slurm_gets_a_job_for_each_run(fake_slurm, tmp_path):
-    """Of one node with 8 GPUs, told before its time is over; the sweep waits for all and ends with its table."""
+    """Of one GPU, told before its time is over; the sweep waits for all and ends with its table."""
     out = crt_exp(*WINE, "hydra/launcher=slurm", "hydra.launcher.partition=gpu", "features.m=4,8",
                   f"hydra.sweep.dir={tmp_path}/s")
     assert out.returncode == 0 and "sweep of 2 runs" in out.stdout, out.stderr + out.stdout
     job = (fake_slurm / "job.sh").read_text()
-    for line in ("--array=0-1", "--gpus-per-node=8", "--nodes=1", "--ntasks-per-node=1", "--partition=gpu",
+    for line in ("--array=0-1", "--gpus-per-node=1", "--nodes=1", "--ntasks-per-node=1", "--partition=gpu",
                  "--signal=USR2@300", "--time=1440", "--job-name=crt_exp"):
         assert f"#SBATCH {line}" in job, job
     assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2
@@ -220,12 +220,3 @@ def test_submitit_queues_a_stopped_run_again(tmp_path):
     log = (tmp_path / "s" / ".submitit" / controller / f"{controller}_0_log.out").read_text()
     assert process.returncode == 0, err
     assert "Requeued job" in log and "continuing from" in log and final(tmp_path / "s" / "0")["step"] == 12
-
-
-@pytest.mark.slow
-def test_a_sweep_of_torchrun_children(tmp_path):
-    out = crt_exp(*TOY, "trainer.processes=2", "trainer.lr=0.01,0.02", f"hydra.sweep.dir={tmp_path}/a b")
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.count("toy: accuracy") == 2 and "best: trainer.lr=0.0" in out.stdout
-    state = json.loads((tmp_path / "a b" / "1" / "checkpoints" / "step-12" / "state.json").read_text())
-    assert len(state["rng"]) == 2

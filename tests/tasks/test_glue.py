@@ -169,15 +169,6 @@ def test_subsample_is_stated(typed, tmp_path):
     assert (last["train_examples"], last["train_examples_available"], last["step"]) == (16, 48, 2)
 
 
-@pytest.mark.slow
-def test_the_same_on_two_processes_as_on_one(typed, tmp_path):
-    args = ["task.dataset=stsb", "attention=favorpp", "trainer.steps=3", "task.model=" + str(tmp_path / "still")]
-    write_model(tmp_path / "still", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", directory="two")
-    assert code == 0, err
-    one, two = final(tmp_path / "run"), final(tmp_path / "two")
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
 @pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")

@@ -325,7 +325,6 @@ def test_experiments_fit_their_models(name, tmp_path):
     (["task.augment.policy=nonsense"], ["task.augment.policy=nonsense", "rand-m9-mstd0.5-inc1"]),
     (["task.held_out=0.001"], ["leaves none to hold out"]),
     (["task.hub.name=webdataset"], ["expected no task.data_dir"]),
-    (["task.ema=0.9", "trainer=fsdp", "trainer.processes=2"], ["averages whole weights, and trainer=fsdp splits them"]),
     (["trainer.prefetch=2"], ["trainer.prefetch=0, or task.workers=1"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):

@@ -1,9 +1,6 @@
 """task=librispeech as a user types it: training, evaluation, resume, several processes, and what it leaves behind."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jiwer
@@ -168,30 +165,6 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(run, tmp_path):
     assert records(tmp_path / "whole")[-1] == records(tmp_path / "parts")[-1]
     weights = [checkpoint.load_tensors(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "parts")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-@pytest.mark.slow
-def test_two_processes_make_the_steps_of_one(digits, tmp_path):
-    """Weights after some steps, with batches of different lengths and numbers: the mean runs over utterances."""
-    base = ["task=librispeech", "attention=favorpp", "features.m=8", "logger=none", "task.corpus=fsdd",
-            f"task.data_dir={digits}", "task.strings.train=24", "task.strings.validation=6", "task.strings.test=9",
-            "task.batch_seconds=12", "trainer.epochs=1", "trainer.log_every=1",
-            *[f"+task.sizes.{key}={value}" for key, value in (SIZES | {"dropout": 0.0}).items()]]
-    env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    for name, extra in {"one": ["trainer.accumulate=2"], "two": ["trainer.processes=2"],
-                        "sharded": ["trainer.processes=2", "trainer=fsdp", "task.beam=2"]}.items():
-        command = [sys.executable, "-m", "crt_exp", *base, *extra, f"hydra.run.dir={tmp_path / name}"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    one, two = (records(tmp_path / name) for name in ("one", "two"))
-    assert [line["split"] for line in one] == [line["split"] for line in two]
-    for a, b in zip(one, two):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
-    weights = [checkpoint.load_tensors(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")]
-    for name in weights[0]:
-        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
-    text = [(tmp_path / name / "transcripts.tsv").read_text().count("\n") for name in ("one", "two", "sharded")]
-    assert text == [10, 10, 10] and "wer_beam" in records(tmp_path / "sharded")[-1]
 
 
 def test_seconds_of_a_batch_bound_its_audio(books):

@@ -153,18 +153,6 @@ def test_logits_of_the_masked_tokens_alone(kind):
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(typed, tmp_path, files):
-    """The number of masked tokens differs between processes: the mean runs over all of them."""
-    args = [f"task.model={files / 'bert'}", "attention=favorpp", "trainer.steps=4", "trainer.save_every=2"]
-    assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", directory="two")
-    assert code == 0, err
-    one, two = records(tmp_path / "run"), records(tmp_path / "two")
-    assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], rel=1e-4)
-    assert two[-1]["masked_tokens"] == one[-1]["masked_tokens"]
-
-
-@pytest.mark.slow
 def test_a_stopped_run_continues_to_the_same_numbers(typed, tmp_path, files, monkeypatch):
     args = ["trainer.steps=9", "trainer.save_every=3", "trainer.log_every=2", "attention=favorpp",
             f"task.model={files / 'bert'}"]

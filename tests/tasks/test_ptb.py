@@ -48,7 +48,7 @@ def typed(typed, corpus, tmp_path, monkeypatch, one_thread):
         monkeypatch.delenv("CRT_DATA", raising=False)
         base = ["trainer.batch=4", "trainer.steps=6", "trainer.save_every=1000", "trainer.eval_every=1000",
                 "task.width=16", "task.bptt=7", "task.sampling.negatives=5", "task.sampling.rebuild_every=3",
-                "task.eval_columns=4", "trainer.processes=null", f"task.corpus={corpus}"]
+                "task.eval_columns=4", f"task.corpus={corpus}"]
         own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
         return typed("task=ptb", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args)
     return run
@@ -159,6 +159,18 @@ def test_processes_share_the_columns_of_an_evaluation():
     assert [*task_of(eval_columns=1).batches("test", Plan(1, rank=0, world=2))] == []
 
 
+def test_two_processes_read_the_micro_batches_of_one():
+    halves = [[*task_of().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
+    both = [batch for pair in zip(*halves) for batch in pair]
+    for one, two in zip(task_of().batches("train", Plan(4, micro=2)), both, strict=True):
+        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(one["labels"], two["labels"])
+
+
+def test_weights_that_are_split_are_refused_where_tables_hold_them():
+    with pytest.raises(ConfigError, match="task.softmax=unigram draws from whole embeddings, and trainer=fsdp splits"):
+        task_of(softmax="unigram").check_shards()
+
+
 def test_lengths_and_temperature_of_the_loss():
     task = task_of(temperature=0.5, lengths={"queries": 0.3, "keys": 0.7})
     model, batch = built(task), next(task.batches("train", Plan(4)))
@@ -193,46 +205,6 @@ def test_a_stopped_run_continues_to_the_same_numbers(args, typed, tmp_path, monk
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one(typed, tmp_path):
-    """Each reads its own columns, and goes on with its own state, also where the run was continued."""
-    args = ["task.dropout=0", "trainer.steps=25", "trainer.save_every=5", "trainer.log_every=5"]
-    assert typed(*args)[0] == 0 and typed(*args, "trainer.processes=2", directory="two")[0] == 0
-    assert typed(*args, "trainer.processes=2", "trainer.steps=15", directory="short")[0] == 0
-    one, two = records(tmp_path / "run"), records(tmp_path / "two")
-    assert [r["split"] for r in one] == [r["split"] for r in two]
-    for a, b in zip(one, two):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b.get("words") == a.get("words")
-    states = checkpoint.load_tensors(tmp_path / "two" / "checkpoints" / "step-25" / "task.safetensors")
-    assert states["0.0"].shape == (2, 2, 2, 16) and not torch.equal(states["0.0"], states["1.0"])
-
-
-@pytest.mark.slow
-def test_split_weights_give_the_numbers_of_whole_ones(typed, tmp_path):
-    """trainer=fsdp: the same losses in float32, near ones in bfloat16."""
-    args = ["task.dropout=0", "trainer.steps=6", "trainer.log_every=1", "task.lengths.keys=0.1"]
-    assert typed(*args)[0] == 0
-    split = ["trainer=fsdp", "trainer.processes=2", *args]
-    for precision, near in [("no", 1e-4), ("bf16", 3e-2)]:
-        code, _, err = typed(*split, f"trainer.precision={precision}", directory=precision)
-        assert code == 0, err
-        for a, b in zip(records(tmp_path / "run"), records(tmp_path / precision), strict=True):
-            assert b["loss"] == pytest.approx(a["loss"], rel=near)
-
-
-@pytest.mark.slow
-def test_two_processes_continue_bit_for_bit(typed, tmp_path):
-    args = ["trainer.processes=2", "task.softmax=features", "features.m=8", "trainer.steps=20", "trainer.save_every=10"]
-    assert typed(*args)[0] == 0 and typed(*args, directory="other")[0] == 0
-    final = tmp_path / "other" / "checkpoints" / "step-20"
-    checkpoint.shutil.rmtree(final)
-    lines = (tmp_path / "other" / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "other" / "metrics.jsonl").write_text("".join(lines[:-1]))
-    code, _, err = typed(*args, "resume=auto", directory="other")
-    assert code == 0, err
-    assert records(tmp_path / "other") == records(tmp_path / "run")
-
-
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
 
 
@@ -246,8 +218,6 @@ def test_two_processes_continue_bit_for_bit(typed, tmp_path):
     (["attention=favorpp", "task.softmax=unigram"], ["does not use attention=favorpp"]),
     (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
     (["trainer.batch=5000"], ["trainer.batch = 5000 is more than the"]),
-    (["task.softmax=unigram", "trainer=fsdp", "trainer.processes=2"],
-     ["task.softmax=unigram draws from whole embeddings, and trainer=fsdp splits them"]),
     (["task.temperature=0"], ["task.temperature = 0", "above 0"]),
     (["task.lengths.keys=-1"], ["task.lengths.keys = -1"]),
 ], ids=str)

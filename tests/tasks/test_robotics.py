@@ -17,7 +17,7 @@ from crt_exp.environments import base
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
-from crt_exp.runner.ending import Stopped
+from crt_exp.runner.exit_handling import Stopped
 from crt_exp.evolution import strategy
 from crt_exp.evolution.strategy import (Player, Search, directions, evolve, gradient, members, play, play_all,
                                         seeds_of, shaped)

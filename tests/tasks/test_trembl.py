@@ -32,14 +32,14 @@ OPTIONS = {"dataset": "generated", "data_dir": None, "direction": "unidirectiona
 @pytest.fixture
 def typed(run_task):
     """Runs a command line in this process: (exit code, stdout, stderr)."""
-    def run(*args, directory="run"):
+    def run(*args, directory="run", processes=1):
         options = ["trainer.batch=16", "trainer.steps=6", "features.m=8", "task.max_length=16", "task.cache_dir=null",
-                   "task.validation_share=0.1", "task.test_share=0.1", "attention=favorpp", "trainer.processes=null",
+                   "task.validation_share=0.1", "task.test_share=0.1", "attention=favorpp",
                    *[f"task.generated.{key}={value}" for key, value in GENERATED.items()],
                    *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
         if "attention=reformer" in args:
             options += ["attention.chunk=8", "attention.hashes=2", "attention.buckets=4"]
-        return run_task("trembl", options, args, directory)
+        return run_task("trembl", options, args, directory, processes)
     return run
 
 
@@ -178,18 +178,28 @@ def test_micro_batches_change_nothing(more, typed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction, accumulate", [("unidirectional", 1), ("unidirectional", 2), ("bidirectional", 2)])
-def test_two_processes_equal_one(direction, accumulate, typed, tmp_path):
+def test_two_processes_equal_one(typed, tmp_path):
     """Their batches hold other numbers of letters: the mean runs over all of them. Running statistics are pooled over
     the processes and micro-batches of a step."""
-    args = [f"task.direction={direction}", "task.dropout=0"]
-    assert typed(*args)[0] == 0
-    code, _, err = typed(*args, "trainer.processes=2", f"trainer.accumulate={accumulate}", directory="two")
+    assert typed("task.dropout=0")[0] == 0
+    code, _, err = typed("task.dropout=0", "trainer.accumulate=2", directory="two", processes=2)
     assert code == 0, err
     one, two = records(tmp_path / "run"), records(tmp_path / "two")
     assert one[-1].keys() == two[-1].keys() and one[-1]["letters"] == two[-1]["letters"]
     for key in ("loss", "loss_ood", "unigram_perplexity"):
         assert two[-1][key] == pytest.approx(one[-1][key], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_sharded_over_processes_in_bfloat16(typed, tmp_path):
+    """Blocks and what follows them; the model that is kept is whole, and its numbers nearly those of one process."""
+    layers = ["+task.sizes.layers=2", "task.dropout=0"]
+    assert typed(*layers)[0] == 0
+    code, _, err = typed(*layers, "trainer=fsdp", directory="two", processes=2)
+    assert code == 0, err
+    one, two = (records(tmp_path / directory)[-1] for directory in ("run", "two"))
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
+    assert language.load(tmp_path / "two", "run").build().symbol.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("attention", ["favorpp", pytest.param("reformer", marks=pytest.mark.slow)])

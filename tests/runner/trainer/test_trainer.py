@@ -12,7 +12,6 @@ from toy_runs import ARGS, FILES, OVERSHOT, PLAIN, assert_close, assert_same, at
 
 from crt_exp.features.nonfinite import NotFinite
 from crt_exp.runner import checkpoint
-from crt_exp.runner.trainer import Trainer
 from crt_exp.tasks.base import Plan, Reader
 
 
@@ -58,7 +57,7 @@ def test_without_test_split_and_with_patience(typed, tmp_path):
 
 
 def test_evaluations_are_not_silent(typed, monkeypatch):
-    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.0)
+    monkeypatch.setattr("crt_exp.runner.loggers.EVERY", 0.0)
     code, _, err = typed("trainer.epochs=1")
     assert code == 0 and "evaluating validation: 0 of " in err and "evaluating test: 0 of " in err
 
@@ -145,13 +144,10 @@ def test_a_layer_that_refuses_its_numbers_is_a_divergence(typed, monkeypatch, tm
 
 def test_weights_that_are_not_finite_are_never_scored(typed, monkeypatch, tmp_path):
     """An accuracy of them would look like a number."""
-    update = Trainer._update
-
-    def broken(self):
-        update(self)
-        if self.progress.step == 11:
-            nn.init.constant_(self.module.outer.bias, float("nan"))
-    monkeypatch.setattr(Trainer, "_update", broken)
+    def broken(self, model, step):
+        if step == 12:
+            nn.init.constant_(model.outer.bias, float("nan"))
+    monkeypatch.setattr(toy.Toy, "updated", broken)
     code, _, err = typed("trainer.save_every=6")
     assert code == 3 and "step 12: checkpoint; first not finite: parameter outer.bias" in err
     assert "the checkpoint of step 6 is the last good one" in err
@@ -195,7 +191,8 @@ BAD = [
     ("trainer.batch=0", "trainer.batch=0: expected an integer >= 1"),
     ("trainer.batch=2.5", "trainer.batch=2.5: expected an integer"),
     ("trainer.batch=97", "more than the 96 rows of the training split"),
-    ("trainer.batch=6 trainer.accumulate=4", "trainer.batch = 6 does not divide over 1 processes x 4 micro-batches"),
+    ("trainer.batch=6 trainer.accumulate=4", "trainer.batch=6: does not divide over 1 processes x 4 micro-batches"),
+    ("trainer.epochs=0.05", "trainer.epochs=0.05: makes no step, an epoch has 12"),
     ("trainer.lr=-1", "trainer.lr=-1: expected a number > 0"),
     ("trainer.schedule=step", "trainer.schedule=step: expected linear, cosine, constant or inverse_sqrt"),
     ("trainer.optimizer=sgd", "expected adamw or adam"),
@@ -207,8 +204,8 @@ BAD = [
     ("trainer.save_minutes=0", "trainer.save_minutes=0: expected a number > 0"),
     ("trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
     ("trainer=slow", "unknown trainer 'slow'"),
-    ("task.streamed=true", "set trainer.steps"),
-    ("task=toyy", "unknown task 'toyy'; did you mean toy?"),
+    ("task.streamed=true", "expected a number of steps"),
+    ("attention=generalized attention.phi.kernel_epsilon=-1", "attention.phi.kernel_epsilon = -1"),
     ("+trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
 ]
 

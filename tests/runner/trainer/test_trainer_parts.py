@@ -7,11 +7,13 @@ import time
 
 import numpy as np
 import pytest
-import torch
 import toy
+from omegaconf import OmegaConf
 
-from crt_exp.runner.optim import make_optimizer, schedule, set_rate
-from crt_exp.runner.progress import ProgressLine, measuring, read_ahead
+from crt_exp.config import CONF
+from crt_exp.runner.loggers import ProgressLine
+from crt_exp.runner.trainer import read_ahead
+from crt_exp.runner.trainer_config import TrainerConfig, make_optimizer, schedule
 from crt_exp.tasks.base import Plan, Reader
 
 
@@ -92,17 +94,19 @@ def test_schedules():
 
 
 def test_decay_and_layer_wise_rates():
-    model = toy.Network(6, 16, 0.0)
+    model, task = toy.Network(6, 16, 0.0), toy.Toy()
+    values = OmegaConf.to_container(OmegaConf.load(CONF / "trainer" / "default.yaml"))
+    del values["_target_"]
+    config = TrainerConfig(**values | {"lr": 0.1})
     scale = lambda name: {"inner.0.weight": 0.0, "outer.weight": 0.5}.get(name, 1.0)
-    optimizer = make_optimizer(model, "adamw", 0.1, (0.9, 0.98), 1e-6, 0.01, scale)
-    set_rate(optimizer, 0.5)
+    optimizer = make_optimizer(model, config, scale, task.decays)
     names = {p: name for name, p in model.named_parameters()}
-    found = {names[p]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
-    assert found == {"inner.0.bias": (0.05, 0), "inner.1.weight": (0.05, 0), "inner.1.bias": (0.05, 0),
-                     "outer.bias": (0.05, 0), "outer.weight": (0.025, 0.01)}
+    found = {names[p]: (g["lr"], g["peak"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert found == {"inner.0.bias": (0.1, 0.1, 0), "inner.1.weight": (0.1, 0.1, 0), "inner.1.bias": (0.1, 0.1, 0),
+                     "outer.bias": (0.1, 0.1, 0), "outer.weight": (0.05, 0.05, 0.01)}
     assert not model.inner[0].weight.requires_grad
     with pytest.raises(ValueError, match="no parameter to train"):
-        make_optimizer(model, "adam", 0.1, (0.9, 0.98), 1e-6, 0.01, lambda name: 0)
+        make_optimizer(model, config, lambda name: 0, task.decays)
 
 
 def test_read_ahead_keeps_order_and_errors():
@@ -121,26 +125,6 @@ def test_read_ahead_keeps_order_and_errors():
     early.close()  # ends the thread too
 
 
-def test_progress_line_of_a_terminal(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with ProgressLine(10, 4, 8, torch.device("cpu"), True, [].append) as line:
-        line.metric("accuracy", 0.5)
-        for _ in range(3):
-            time.sleep(0.11)
-            line.step(1.25)
-    shown = sys.stderr.getvalue()
-    assert "5/10" in shown
-    for part in ("loss=1.25", "accuracy=0.5000", "samples/s=", "memory=", "GiB", "<"):  # "<": time left
-        assert part in shown
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with ProgressLine(10, 0, 8, torch.device("cpu"), True, [].append) as line:
-        line.step(1.0)
-    assert sys.stderr.getvalue() == ""
-
-
 @pytest.mark.parametrize("rank, world", [(0, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("kind", [toy.Toy, toy.Carrying, toy.Uneven])
 def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
@@ -154,41 +138,32 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
         assert {whole for *_, whole in told} == {limit if kind is toy.Uneven else count}
 
 
-def test_a_measurement_is_not_silent(monkeypatch, capsys):
-    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.02)
-    noted = []
-    with measuring([{}, {}], noted.append):
-        time.sleep(0.1)
-    assert noted[0] == "measuring for 0 s, 2 records" and capsys.readouterr().err.splitlines() == noted
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
-def test_an_evaluation_says_where_it_is(monkeypatch):
-    """On its line in a terminal, and a line every so many seconds elsewhere: one of half a minute was silent."""
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+def test_progress_on_one_line_of_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with ProgressLine(10, 4, 8, torch.device("cpu"), True, [].append) as line:
-        time.sleep(0.11)
+    with ProgressLine(10, 4, 8, True, [].append) as line:
+        line.metric("accuracy", 0.5)
+        for _ in range(3):
+            time.sleep(0.11)
+            line.step(1.25)
         line.evaluating("validation", 3, 20)
-    assert "validation 3 of 20 batches" in sys.stderr.getvalue()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.0)
-    noted = []
-    with ProgressLine(10, 4, 8, torch.device("cpu"), True, noted.append) as line:
-        line.evaluating("test", 0, 20)
-        line.evaluating("test", 1, None)
-    assert noted == ["step 4 of 10, evaluating test: 0 of 20 batches", "step 4 of 10, evaluating test: 1 batches"]
-    assert sys.stderr.getvalue().splitlines() == noted
+    for part in ("7/10", "loss 1.25, accuracy 0.5000, ", "samples/s", "<", "validation: 3 of 20 batches"):
+        assert part in sys.stderr.getvalue()
 
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_plain_lines_where_there_is_no_terminal(shown, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr("crt_exp.runner.progress.EVERY", 0.0)
+    monkeypatch.setattr("crt_exp.runner.loggers.EVERY", 0.0)
     noted = []
-    with ProgressLine(10, 4, 8, torch.device("cpu"), shown, noted.append) as line:
+    with ProgressLine(10, 4, 8, shown, noted.append) as line:
         line.metric("accuracy", 0.5)
         line.step(1.25)
-    assert sys.stderr.getvalue() == "".join(f"{each}\n" for each in noted) and len(noted) == shown
+        line.evaluating("test", 1, None)
+    assert sys.stderr.getvalue() == "".join(f"{each}\n" for each in noted) and len(noted) == 2 * shown
     assert not shown or re.fullmatch(r"step 5 of 10, loss 1.25, accuracy 0.5000, \S+ samples/s, 0\S+ left", noted[0])
+    assert not shown or noted[1] == "step 5 of 10, evaluating test: 1 batches"

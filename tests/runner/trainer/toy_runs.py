@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from crt_exp.runner import checkpoint
 from crt_exp.train import main
 
 TESTS = Path(__file__).parents[2]
-ENVIRONMENT = {"PYTHONPATH": f"{TESTS.parent}:{TESTS}", "OMP_NUM_THREADS": "1"}
 FILES = ["checkpoints", "config.yaml", "curves.png", "inputs.json", "metrics.jsonl", "run.log", "versions.json"]
 BASE = ("--config-dir", str(TESTS / "toy_conf"), "task=toy", "logger=none")
 ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
@@ -30,12 +28,6 @@ def shared_run(directory, args):
         patch.setattr(sys, "argv", ["crt_exp", *BASE, *args, f"hydra.run.dir={directory}"])
         main()
     return directory
-
-
-def crt_exp(*args, start=(sys.executable, "-m", "crt_exp"), **options):
-    """In a process of its own."""
-    return subprocess.run([*start, *BASE, *args], capture_output=True, text=True, env=os.environ | ENVIRONMENT,
-                          timeout=280, **options)
 
 
 def at_call(monkeypatch, count, action):

@@ -1,0 +1,158 @@
+"""How a run ends early: signals, what is printed by which process, and the exit code.
+
+Codes: 2 for what the user can correct, 3 for a run that diverged, 128 + the signal for a run that was asked to stop and
+left a checkpoint. In a sweep only a signal ends the other runs too.
+"""
+
+import atexit
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import CompactHydraException
+
+from crt_exp.atomic_write import FULL, reason
+from crt_exp.config import ConfigError
+from crt_exp.data.ranks import inside_torchrun, rank
+from crt_exp.runner.configuration import in_sweep, output_directory, override, place
+
+ERROR_CODE, DIVERGED_CODE = 2, 3
+NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")
+PATIENCE = 10.0  # seconds: torchrun ends the other processes as soon as one has failed
+
+
+class Stopped(Exception):
+    """A run that ended early with an exit code of its own."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+# ---- signals
+
+
+def stopped_by(signum: int) -> Stopped:
+    """The end of a run that was asked to stop, with the words that continue it, quoted for a shell."""
+    words = shlex.quote(override(*place()))
+    return Stopped(f"stopped by {signal.Signals(signum).name}; continue with resume=auto {words}", 128 + signum)
+
+
+class StopSignals:
+    """Remember a signal until the step is done.
+
+    Torchrun repeats a signal that its children already got, so only a SIGINT more than a second after another signal
+    stops without a checkpoint. Signals that the run was started to ignore stay ignored (nohup, a shell's &). A submitit
+    job gets SIGUSR2, and a SIGTERM that only accompanies it; submitit's own handler queues the run again in the end.
+    """
+
+    def __init__(self):
+        self.signum: int | None = None
+        self.first, self.previous = 0.0, {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            asking = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
+            self.previous = {s: signal.signal(s, self.handle) for s in (asking, signal.SIGINT, signal.SIGHUP)
+                             if signal.getsignal(s) is not signal.SIG_IGN}
+        return self
+
+    def handle(self, signum: int, frame: Any) -> None:
+        if self.signum is None:
+            self.signum, self.first = signum, time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() > self.first + 1:
+            raise KeyboardInterrupt
+
+    def __exit__(self, kind, error, trace) -> None:
+        ending = isinstance(error, Stopped) and error.code > 128
+        for signum, handler in self.previous.items():  # torchrun's copy of the signal must not cut the last lines
+            signal.signal(signum, signal.SIG_IGN if ending and inside_torchrun() else handler)
+        if ending and self.signum == signal.SIGUSR2 and callable(self.previous.get(self.signum)):
+            self.previous[self.signum](self.signum, None)
+
+
+# ---- from an error to the end
+
+
+@contextmanager
+def errors_reported() -> Iterator[None]:
+    """End the run with one message and no traceback after a mistake of the user or a request to stop."""
+    from crt_exp.data import DataError
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        end_run(stopped_by(signal.SIGINT), 128 + signal.SIGINT)
+    except Stopped as stopped:
+        end_run(stopped, stopped.code)
+    except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
+        known = explained(error)
+        if known is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            wait_for_the_first()
+            raise
+        end_run(known, ERROR_CODE)
+
+
+def explained(error: Exception) -> Exception | None:
+    """The error, with what to do about a full disk or memory; None for a defect of the code."""
+    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+        return OSError(f"{output_directory()} cannot be written: {reason(error)}")
+    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+        first = (str(error).splitlines() or ["MemoryError"])[0]
+        return ConfigError(f"out of memory: {first[:200]}; choose a smaller features.m, trainer.batch (larger "
+                           "trainer.accumulate) or task")
+    return None if isinstance(error, RuntimeError) else error
+
+
+def end_run(error: Exception, code: int) -> None:
+    """Print an error and exit; in a sweep only a signal ends the other runs too."""
+    remove_empty([output_directory()])
+    if not in_sweep() or code > 128:
+        fail(error, code)
+    message = f"the run in {output_directory()} failed: {error}"
+    if "SUBMITIT_EXECUTOR" not in os.environ:  # what a job prints goes to a file of its own
+        print(f"crt_exp: {message}", file=sys.stderr, flush=True)
+        message = "a run of this sweep failed; its error stands above"
+    failed = CompactHydraException(message)  # Hydra prints it in the end, without a traceback
+    failed.code = code
+    raise failed from None
+
+
+def fail(error: Exception, code: int = ERROR_CODE) -> None:
+    """Print an error and exit."""
+    if code <= 128:
+        wait_for_the_first()
+    where = f" on process {rank()}" if rank() else ""
+    with suppress(OSError):  # the terminal may be gone (SIGHUP)
+        if rank() == 0 or code <= 128:
+            print(f"crt_exp: {'' if isinstance(error, Stopped) else f'error{where}: '}{error}", file=sys.stderr,
+                  flush=True)
+    sys.exit(code)
+
+
+def wait_for_the_first() -> None:
+    """Most errors occur on every process. Torchrun ends the others when the first one has printed its message."""
+    if rank():
+        time.sleep(PATIENCE)
+
+
+def remove_empty(directories: Iterable[Path]) -> None:
+    """Remove those that are empty, on the first process alone."""
+    for directory in directories if rank() == 0 else ():
+        with suppress(OSError):  # not empty, or not there
+            directory.rmdir()
+
+
+def leave() -> None:
+    """End one of several processes that is done: threads of a process group can abort Python's own end (torch 2.12)."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

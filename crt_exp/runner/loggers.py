@@ -1,0 +1,135 @@
+"""What shows a run besides metrics.jsonl: Weights & Biases, the progress line, and curves.png."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+from crt_exp.config import ConfigError
+from crt_exp.runner.run import sweep_name
+
+EVERY = 10.0  # seconds between plain lines
+CURVES = "curves.png"
+
+
+class NoLogger:
+    """logger=none: metrics.jsonl alone."""
+
+    def start(self, directory: Path, config: dict) -> None: ...
+
+    def log(self, record: dict) -> None: ...
+
+    def finish(self, failed: bool) -> None: ...
+
+
+class WandbLogger:
+    """logger=wandb: mirror every record to Weights & Biases. A continued run keeps its id.
+
+    mode: null is wandb's own setting, else online where it finds a key, else offline. group: null is WANDB_RUN_GROUP,
+    else the name of the run's sweep.
+    """
+
+    def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None,
+                 entity: str | None = None, group: str | None = None, name: str | None = None,
+                 job_type: str | None = None, tags: Sequence[str] | None = None):
+        self.mode, self.options = mode, {"project": project, "entity": entity, "group": group, "name": name,
+                                         "job_type": job_type, "tags": tags}
+
+    def start(self, directory: Path, config: dict) -> None:
+        import wandb
+
+        known = directory / "wandb_id"
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        self.options["group"] = self.options["group"] or settings.run_group or sweep_name()
+        if self.mode is None and "mode" not in settings.model_fields_set:
+            self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        try:
+            self.run = wandb.init(**self.options, mode=self.mode, dir=str(directory), config=config, resume="allow",
+                                  id=known.read_text().strip() if known.is_file() else None,
+                                  settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+        except wandb.Error as error:
+            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        known.write_text(self.run.id + "\n")
+
+    def log(self, record: dict) -> None:
+        self.run.log({key if key in ("step", "epoch") else f"{record.get('split', '')}/{key}": value
+                      for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
+
+    def finish(self, failed: bool) -> None:
+        """Print how an offline run gets to the server."""
+        self.run.finish(exit_code=int(failed))
+        if self.run.offline:
+            print(f"W&B keeps this run offline: `wandb sync {Path(self.run.dir).parent}` sends it", file=sys.stderr)
+
+
+class ProgressLine:
+    """Loss, metric, samples/s and time left, on one line of a terminal.
+
+    Without a terminal, and in the run's log (`note`), a plain line every EVERY seconds.
+    """
+
+    def __init__(self, total: int, start: int, batch: float, shown: bool, note: Callable[[str], None]):
+        self.total, self.first, self.at, self.batch = total, start, start, batch
+        self.shown, self.note, self.metrics = shown, note, ""
+        self.began = self.last = time.monotonic()
+        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None if shown else True,
+                        leave=False)
+
+    def step(self, loss: float) -> None:
+        self.at += 1
+        seconds = (time.monotonic() - self.began) / (self.at - self.first)  # evaluations and checkpoints among them
+        text = f"loss {loss:.4g}{self.metrics}, {self.batch / seconds:.3g} samples/s"
+        self.bar.set_description(refresh=False)
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update()
+        left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
+        self._plain(f"{text}, {left} left")
+
+    def evaluating(self, split: str, read: int, whole: int | None) -> None:
+        """Micro-batches read by this process, of `whole` (None: an unknown number)."""
+        text = f"{split}: {read} of {whole} batches" if whole else f"{split}: {read} batches"
+        self.bar.set_description(text)
+        self._plain(f"evaluating {text}")
+
+    def _plain(self, text: str) -> None:
+        if not self.shown or time.monotonic() - self.last < EVERY:
+            return
+        self.last, line = time.monotonic(), f"step {self.at} of {self.total}, {text}"
+        self.note(line)
+        if self.bar.disable:
+            print(line, file=sys.stderr, flush=True)
+
+    def metric(self, name: str, value: float | None) -> None:
+        self.metrics = f", {name} {'nan' if value is None else f'{value:.4f}'}"
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.bar.close()
+
+
+def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> None:
+    """curves.png: loss and validation metric against the step; nothing without two records to draw a line through."""
+    from matplotlib.figure import Figure
+
+    from crt_exp.drawing import save_figure
+
+    loss = [(r["step"], r["loss"]) for r in records if r["split"] == "train" and r.get("loss") is not None]
+    scores = [(r["step"], r[metric]) for r in records if r["split"] != "train" and r.get(metric) is not None]
+    if len(loss) < 2 and len(scores) < 3:
+        return
+    figure = Figure((8, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(*zip(*loss), lw=1)
+    left.set(title="training loss", xlabel="step")
+    right.plot(*zip(*scores[:-1]), marker="o", ms=3, lw=1)
+    right.plot(*zip(*scores[-1:]), "*k", label="final")
+    right.set(title=metric, xlabel="step")
+    right.legend(frameon=False)
+    save_figure(figure, directory / CURVES)
