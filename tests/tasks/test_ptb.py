@@ -12,6 +12,7 @@ from refusals import check_refused
 from stopping import stopped_and_continued
 from torch.nn import functional as F
 
+from crt_exp.config import ConfigError
 from crt_exp.data import corpora
 from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
