@@ -25,7 +25,7 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     from crt_exp.mechanism import Mechanism
 
     check_composed(cfg)
-    kind = imported("task", cfg.task._target_)
+    kind = imported(cfg.task._target_)
     if in_sweep():
         from hydra.core.hydra_config import HydraConfig
 
