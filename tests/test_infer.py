@@ -231,7 +231,7 @@ def test_a_run_of_other_sizes_is_one_line_and_takes_no_memory(name, key, value, 
 def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
     for name, file, text, words in [("bert", "model/config.json", '{"model_type": "bert"}', "run of another task"),
                                     ("half", "config.yaml", "seed: 0\n", "has not ended"),
-                                    ("empty", "notes.txt", "", "it holds no run")]:
+                                    ("empty", "notes.txt", "", "it holds no config.json")]:
         (tmp_path / name / file).parent.mkdir(parents=True)
         (tmp_path / name / file).write_text(text)
         code, out, err = called(f"run={tmp_path / name}")
@@ -250,8 +250,8 @@ def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ("run=nowhere input=x.png", "run = nowhere: there is no such directory"),
-    ("input=x.png", "run=... is missing"), ("run={exact}", "input=... is missing"),
+    ("run=nowhere input=x.png", "run=nowhere: there is no such directory"),
+    ("input=x.png", "run=... is missing"), ("run={exact}", "input: missing"),
     ("run={exact} inptu={digit}", "did you mean input?"), ("run={exact} input={digit} output=o.csv", "'output'"),
     ("run={spoken} input=/nowhere.wav", "input=/nowhere.wav: expected an audio file"),
     ("run={spoken} input={digit} segment=0", "segment"),
@@ -278,4 +278,4 @@ def test_help_names_every_key(called):
 @pytest.mark.parametrize("name", ["predict", "transcribe", "sample"])
 def test_other_names_of_the_command(name):
     done = subprocess.run([sys.executable, "-m", f"crt_exp.{name}", "run=nowhere"], capture_output=True, text=True)
-    assert done.returncode == 2 and "run = nowhere: there is no such directory" in done.stderr
+    assert done.returncode == 2 and "run=nowhere: there is no such directory" in done.stderr
