@@ -218,7 +218,7 @@ BAD = [
     ({"model": "bert", "text": "text.txt", "length": 12, "layers": [0, 3]},
      "layers holds 3: this model has 3 attention layers, 0 to 2"),
     ({"model": "bert", "text": "text.txt", "length": 12, "layers": []}, "layers is empty"),
-    ({"model": "bert", "text": "text.txt"}, "The text has 19 tokens, and one block needs 38"),
+    ({"model": "bert", "text": "text.txt"}, "19 tokens fill no block of 38"),
     ({"text": "text.txt"}, "go together"),
     ({"layers": [0]}, "need task.model"),
     ({"ms": []}, "task.ms=.*: expected a list of length >= 1"),

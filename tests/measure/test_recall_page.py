@@ -110,7 +110,7 @@ def test_what_stages_name_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "official_file", lambda name, split: tmp_path / "train.txt")
     texts.prepare(["task.text=[/data/train.tokens,outputs/texts/drawn-5.tokens]", "task.model=outputs/texts/llama-270"])
     lines = (texts.FOLDER / "drawn-5.tokens").read_text().splitlines()
-    assert len(lines) == 5 and all(len(line.split()) == texts.WORDS for line in lines)
+    assert len(lines) == 5 and all(len(line.split()) == 40 for line in lines)
     assert {*" ".join(lines).split()} == {"one", "two", "three", "four"}
     config = LlamaConfig.from_pretrained(texts.FOLDER / "llama-270")
     assert config.hidden_size == 128 and (texts.FOLDER / "llama-270/tokenizer.json").exists()

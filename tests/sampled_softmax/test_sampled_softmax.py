@@ -400,7 +400,7 @@ def test_bad_input_is_refused(head, queries, targets):
         (lambda: SampledSoftmax(OPRF(), head, negatives=V), "299 classes besides the target"),
         (lambda: SampledSoftmax(OPRF(), head, negatives=0), "negatives=0"),
         (lambda: SampledSoftmax(OPRF(), nn.Linear(D, 1), negatives=1), "0 classes besides the target"),
-        (lambda: Uniform(1), "classes = 1"),
+        (lambda: Uniform(1), "classes=1"),
         (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes and the head 300"),
         (lambda: SampledSoftmax("exact", head), "no features that estimate a kernel"),
         (lambda: SampledSoftmax(3, head), "int is no sampler"),
