@@ -267,7 +267,8 @@ def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_pa
 @pytest.mark.parametrize("words, message", [
     (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "one of task.text, task.images"),
     (["task.samples=1", "task.length=64"], "expected samples >= 2"), (["task.samples=900"], "give more"),
-    (["task.attentions=[favour]"], "unknown attention"), (["task.attentions=['window 8']"], "expected a name, then key=value"),
+    (["task.attentions=[favour]"], "unknown attention"),
+    (["task.attentions=['window 8']"], "expected a name, then key=value"),
     (["task.tolerance=0"], "tolerance"),
     (["attention=favorpp"], "does not use")])
 def test_bad_commands_are_refused(words, message, folder, typed, tmp_path):

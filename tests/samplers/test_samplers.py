@@ -323,5 +323,5 @@ def test_integers_of_numpy_in_options():
               for m, draws in ((8, 50), (np.int64(8), np.int64(50)))]
     assert torch.equal(*biases)
     for wrong in (lambda: samplers.hadamard(8, 4, blocks=True), lambda: samplers.givens(8, 4, rotations=1.5)):
-        with pytest.raises(ValueError, match="expected an integer >= 1"):
+        with pytest.raises(ValueError, match="expected an integer"):
             wrong()
