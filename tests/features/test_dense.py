@@ -385,7 +385,7 @@ BAD = {
     "at most 256 dimensions, not 257: choose diagonal=True": lambda: SDERF().fit(
         Statistics.of(torch.zeros(2, 257), torch.zeros(2, 257))),
     "balance=True with kernel='gaussian'": lambda: SDERF("gaussian", balance=True),
-    "kernel = laplace": lambda: SDERF("laplace"),
+    "kernel=laplace": lambda: SDERF("laplace"),
     "do not hold 'covariance'": lambda: SDERF().fit(Statistics(WITHOUT_SECOND, WITHOUT_SECOND)),
 }
 

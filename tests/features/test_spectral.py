@@ -111,9 +111,9 @@ def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(name, typed):
                            "logger=none", "hydra.run.dir=run")
     assert code == 0 and float(out.split("accuracy ")[1].split()[0]) > 0.5, err
     code, _, err = typed("task=projections", f"features={name}", "logger=none")
-    said = f"features={name}: features={name} has a kernel of its own, which is not softmax: it serves kernel machines"
+    said = f"features={name}: its own kernel serves task=uci, and no attention"
     assert code == 2 and said in err and "Traceback" not in err
-    with pytest.raises(ConfigError, match="has a kernel of its own"):
+    with pytest.raises(ConfigError, match="its own kernel serves task=uci"):
         Mechanism.of("favorp", features=name).layer(2, 8)
 
 
