@@ -91,7 +91,7 @@ RUNS = {
 }
 TRAINING = {"glue", "mlm", "transfer", "librispeech", "imagenet", "mae", "trembl", "pixels", "books", "lra", "recall",
             "ptb"}
-CACHING = {"glue", "mlm", "transfer", "trembl", "books", "lra", "advise", "fidelity"}
+CACHING = {"mlm", "transfer", "trembl", "books", "lra", "advise", "fidelity"}
 SWEEP, RESUMED, PROCESSES = "a sweep and its table", "stopped and resumed", "two processes"
 
 
