@@ -49,6 +49,11 @@ def in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def sweep_name() -> str | None:
+    """The name of the directory of the sweep that this run belongs to."""
+    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
+
+
 def place() -> tuple[str, Path]:
     """The key and value that name this run's directory again, or that of its sweep."""
     if in_sweep():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from crt_exp.config import ConfigError, imported, instantiate
@@ -25,11 +26,8 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     from crt_exp.mechanism import Mechanism
 
     check_composed(cfg)
-    kind = imported("task", cfg.task._target_)
     if in_sweep():
-        from hydra.core.hydra_config import HydraConfig
-
-        check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
+        check_direction(imported(cfg.task._target_), HydraConfig.get().sweeper.get("direction"))
     task = instantiate(cfg.task)
     mechanism = Mechanism.composed(cfg, choice)
     if mechanism.features is not None and not (mechanism.own_kernel and getattr(task, "of_rows", False)):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from crt_exp.config import ConfigError
-from crt_exp.runner.run import sweep_name
+from crt_exp.runner.configuration import sweep_name
 
 EVERY = 10.0  # seconds between plain lines
 CURVES = "curves.png"

@@ -34,7 +34,6 @@ FREE_KEYS = ("resume", "logger", "trainer.prefetch", "trainer.keep", "trainer.cp
 PARTIAL = "evaluated_batches"  # in records of evaluations that trainer.evaluate has cut short
 LOG, LOCK, INPUTS = "run.log", ".lock", "inputs.json"  # within the run directory
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, one for all processes
-SWEEP = "CRT_EXP_SWEEP"  # the sweep that a run belongs to: the name of its directory, and a unique one
 
 
 class Run:
@@ -223,11 +222,6 @@ def agree_on_start() -> None:
         os.environ[STARTED] = store.get(STARTED).decode()
 
 
-def sweep_name() -> str | None:
-    """The name of the directory of the sweep that this run belongs to."""
-    return os.environ.get(SWEEP, "").rpartition("/")[0] or None
-
-
 def versions(seed: int) -> dict[str, Any]:
     packages = {}
     for name in ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate",
@@ -236,7 +230,7 @@ def versions(seed: int) -> dict[str, Any]:
             packages[name] = metadata.version(name)
     program = "python -m crt_exp" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
     return {"command": " ".join([program, *sys.argv[1:]]), "overrides": overrides(), "seed": seed,
-            "sweep": os.environ.get(SWEEP), "commit": commit(), "python": platform.python_version(),
+            "commit": commit(), "python": platform.python_version(),
             "machine": f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}", "packages": packages}
 
 

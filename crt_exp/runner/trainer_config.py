@@ -29,7 +29,7 @@ class TrainerConfig:
     steps: Whole | None
     accumulate: Count
     eval_batch: Count | None
-    optimizer: Literal[*OPTIMIZERS]
+    optimizer: Literal["adamw", "adam"]
     lr: Positive
     betas: tuple[Beta, Beta]
     eps: Positive

@@ -205,7 +205,7 @@ BAD = [
     ("trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
     ("trainer=slow", "unknown trainer 'slow'"),
     ("task.streamed=true", "expected a number of steps"),
-    ("attention=generalized attention.phi.kernel_epsilon=-1", "attention.phi.kernel_epsilon = -1"),
+    ("attention=generalized attention.phi.kernel_epsilon=-1", "attention.phi.kernel_epsilon=-1: expected a number >= 0"),
     ("+trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
 ]
 
