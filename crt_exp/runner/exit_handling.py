@@ -11,9 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from hydra.errors import CompactHydraException
@@ -113,14 +112,14 @@ def explained(error: Exception) -> Exception | None:
 
 def end_run(error: Exception, code: int) -> None:
     """Print an error and exit; in a sweep only a signal ends the other runs too."""
-    remove_empty([output_directory()])
+    if rank() == 0:
+        with suppress(OSError):  # not empty, or not there
+            output_directory().rmdir()
     if not in_sweep() or code > 128:
         fail(error, code)
     message = f"the run in {output_directory()} failed: {error}"
-    if "SUBMITIT_EXECUTOR" not in os.environ:  # what a job prints goes to a file of its own
-        print(f"crt_exp: {message}", file=sys.stderr, flush=True)
-        message = "a run of this sweep failed; its error stands above"
-    failed = CompactHydraException(message)  # Hydra prints it in the end, without a traceback
+    print(f"crt_exp: {message}", file=sys.stderr, flush=True)
+    failed = CompactHydraException(message)  # of the first failure: Hydra prints it in the end, without a traceback
     failed.code = code
     raise failed from None
 
@@ -141,13 +140,6 @@ def wait_for_the_first() -> None:
     """Most errors occur on every process. Torchrun ends the others when the first one has printed its message."""
     if rank():
         time.sleep(PATIENCE)
-
-
-def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove those that are empty, on the first process alone."""
-    for directory in directories if rank() == 0 else ():
-        with suppress(OSError):  # not empty, or not there
-            directory.rmdir()
 
 
 def leave() -> None:

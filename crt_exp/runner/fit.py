@@ -3,8 +3,6 @@
 Choices that do not go together are ConfigErrors, raised before anything is written.
 """
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +14,7 @@ from crt_exp.config import ConfigError, imported, instantiate
 from crt_exp.data.ranks import world_size
 from crt_exp.runner.configuration import (check_composed, choice, in_sweep, key_of, output_directory, overrides,
                                           part_of)
-from crt_exp.runner.loggers import CURVES, EVERY, draw_curves
+from crt_exp.runner.loggers import CURVES, draw_curves
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import check_direction, direction
 
@@ -33,6 +31,7 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     if mechanism.features is not None and not (mechanism.own_kernel and getattr(task, "of_rows", False)):
         with errors_of("features"):
             mechanism.map()
+    refuse([o for o in overrides() if (part := part_of(o)) and part not in getattr(task, "uses", {part})])
     (check_measurement if measures(task) else check_training)(cfg, task, mechanism)
     return task, mechanism
 
@@ -51,9 +50,9 @@ def errors_of(group: str) -> Iterator[None]:
         raise ConfigError(f"{group}={choice(group)}: {error}") from None
 
 
-def refuse(group: str, unused: list[str]) -> None:
+def refuse(unused: list[str]) -> None:
     if unused:
-        raise ConfigError(f"{group}={choice(group)}: does not use {' '.join(unused)}; leave that out")
+        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; leave that out")
 
 
 def given(node: str) -> list[str]:
@@ -61,17 +60,11 @@ def given(node: str) -> list[str]:
     return [o for o in overrides() if f"{key_of(o)}.".startswith(f"{node}.")]
 
 
-def check_used(task: Any) -> None:
-    """Choices that the task, with its options, does not use."""
-    refuse("task", [o for o in overrides() if (part := part_of(o)) and part not in getattr(task, "uses", {part})])
-
-
 def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: runs on one process; leave torchrun out")
-    refuse("task", given("trainer"))
-    check_used(task)
+    refuse(given("trainer"))
     whole = getattr(task, "measures_whole", None)  # attention without a feature map too
     if not (mechanism.estimates or mechanism.is_exact or whole and whole(mechanism)):
         raise ConfigError(f"task={choice('task')}: measures feature maps of a kernel, attention={mechanism.name} has "
@@ -90,7 +83,6 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     elif unused := given("trainer.lora"):
         raise ConfigError(f"trainer.adapt=null: does not use {' '.join(unused)}; add trainer.adapt=lora")
     planned_steps(config, task, world_size())
-    check_used(task)
     if choice("attention"):
         with errors_of("attention"):
             mechanism.layer(2, 8)
@@ -115,24 +107,14 @@ def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
 
     with Run(cfg, task, output_directory()) as run:
         seed_everything(cfg.seed)
-        if not finished(run.records):
-            log_records(cfg, task, mechanism, run)
+        if hasattr(task, "directory"):  # of tasks that continue from a state of their own
+            task.directory = run.directory
+        for record in () if finished(run.records) else task.records(mechanism, cfg.seed, done=list(run.records)):
+            ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
+            if ending and hasattr(task, "keep"):  # a run is done when all its files are there
+                task.keep([*run.records, record | ending], run.directory)
+            run.log(**record, **ending)
     return run.records
-
-
-def log_records(cfg: DictConfig, task: Any, mechanism: Any, run: Run) -> None:
-    """Log the records that a run lacks."""
-    if hasattr(task, "directory"):  # of tasks that continue from a state of their own
-        task.directory = run.directory
-    printed = time.monotonic()
-    for record in task.records(mechanism, cfg.seed, done=list(run.records)):
-        ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
-        if ending and hasattr(task, "keep"):  # a run is done when all its files are there
-            task.keep([*run.records, record | ending], run.directory)
-        run.log(**record, **ending)
-        if time.monotonic() > printed + EVERY:
-            printed = time.monotonic()
-            print(f"measuring: {len(run.records)} records", file=sys.stderr, flush=True)
 
 
 def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:

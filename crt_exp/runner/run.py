@@ -32,7 +32,7 @@ from crt_exp.stored import read_json
 FREE_KEYS = ("resume", "logger", "trainer.prefetch", "trainer.keep", "trainer.cpu", "trainer.save_minutes",
              "task.cache_dir", "task.workers")
 PARTIAL = "evaluated_batches"  # in records of evaluations that trainer.evaluate has cut short
-LOG, LOCK, INPUTS = "run.log", ".lock", "inputs.json"  # within the run directory
+LOCK, INPUTS = ".lock", "inputs.json"  # within the run directory
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, one for all processes
 
 
@@ -85,13 +85,11 @@ class Run:
 
     def _continues(self) -> bool:
         """True if an earlier run lies there and may be continued."""
-        if all(path.suffix == ".tmp" or path.name in (LOCK, LOG) for path in self.directory.iterdir()):
+        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed in its first moments leaves a .tmp
         if self.cfg.resume != "auto":
             raise ConfigError(f"hydra.run.dir={self.directory}: not empty; add resume=auto to continue, or choose "
                               "another directory")
-        if not (self.directory / "config.yaml").is_file():
-            raise ConfigError(f"hydra.run.dir={self.directory}: no run of crt_exp; choose another directory")
         # what was absent and is null is the same; nothing that a file names is resolved
         old = dict(leaves(read_yaml(self.directory / "config.yaml")))
         new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
@@ -106,16 +104,12 @@ class Run:
         if not self.main:
             return
         record["time_s"] = round(time.monotonic() - self.started, 3)
-        append_line(self.metrics, json.dumps(record))
-        self.note(", ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}"
-                            for key, value in record.items() if not isinstance(value, (list, dict))))
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.records.append(record)
         self.logger.log(record)
-
-    def note(self, line: str) -> None:
-        """Append a line with the time to run.log, which is for reading alone."""
-        if self.main:
-            append_line(self.directory / LOG, f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", sync=False)
 
     def rewind(self, count: int) -> None:
         """Take back all but the first `count` records: those after the checkpoint that is continued."""
@@ -128,8 +122,6 @@ class Run:
             return
         try:
             if self.logger is not None:
-                with suppress(OSError):  # the disk may be what ended it
-                    self.note(f"ended by {kind.__name__}: {error}" if kind else "done")
                 self.logger.finish(failed=kind is not None)
             if kind and not (self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()):
                 shutil.rmtree(self.directory, ignore_errors=True)
@@ -139,14 +131,6 @@ class Run:
 
 
 # ---- files
-
-
-def append_line(path: Path, line: str, sync: bool = True) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def read_records(path: Path) -> list[dict]:

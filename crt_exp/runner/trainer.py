@@ -44,16 +44,14 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
     rows, per_epoch = task.length("train"), task.epoch_steps(plan)
     if per_epoch is None and rows is not None:
         per_epoch = rows // config.batch
-    if config.steps is not None and per_epoch != 0 or config.steps == 0:
-        return per_epoch, config.steps
-    if per_epoch is None:
+    if config.steps == 0:
+        return per_epoch, 0
+    if per_epoch is None and config.steps is None:
         raise ConfigError("trainer.steps=null: this task streams its training data; expected a number of steps")
-    if per_epoch == 0:
-        raise ConfigError(f"trainer.batch={config.batch}: more than the {rows} rows of the training split")
-    if round(config.epochs * per_epoch, 6) < 1:
-        raise ConfigError(f"trainer.epochs={config.epochs}: makes no step, an epoch has {per_epoch}; trainer.steps=0 "
-                          "evaluates only")
-    return per_epoch, round(config.epochs * per_epoch)
+    if per_epoch == 0 or config.steps is None and round(config.epochs * per_epoch, 6) < 1:
+        raise ConfigError(f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: makes no step of the {rows} "
+                          "rows of the training split; trainer.steps=0 evaluates only")
+    return per_epoch, config.steps or round(config.epochs * per_epoch)
 
 
 def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
@@ -121,8 +119,8 @@ class Trainer:
         self.progress = self.state.progress
         rows = self.task.length("train")
         batch = rows / self.per_epoch if rows and self.per_epoch else self.config.batch
-        line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main, self.run.note)
-        with self.signals, line as self.line, ExitStack() as self.reading:
+        self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
+        with self.signals, ExitStack() as self.reading:
             self.module.train()
             while not self._between_steps():
                 self._step()
@@ -283,7 +281,7 @@ class Trainer:
         metrics = self.evaluate(self.task.validation)
         p.evaluated, value = p.step, metrics[self.task.metric]
         self._record(self.task.validation, **metrics)
-        self.line.metric(self.task.metric, value)
+        self.line.metric = f", {self.task.metric} {'nan' if value is None else f'{value:.4f}'}"
         old, sign = p.best and p.best["metrics"][self.task.metric], -1 if self.task.lower_is_better else 1
         if p.best is None or value is not None and (old is None or sign * value > sign * old):
             p.best, p.worse = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}, 0

@@ -64,16 +64,13 @@ class TrainerConfig:
             raise ConfigError("trainer.adapt=lora: needs the package peft; pip install 'crt_exp[adapt]'")
 
     def check_processes(self, processes: int) -> None:
-        """Raises ConfigError where batch, precision and GPUs do not suffice for this number of processes."""
+        """Raises ConfigError where the batch or the GPUs do not suffice for this number of processes."""
         if self.batch % (parts := processes * self.accumulate):
             raise ConfigError(f"trainer.batch={self.batch}: does not divide over {processes} processes x "
                               f"{self.accumulate} micro-batches; expected a multiple of {parts}")
-        gpus = 0 if self.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
-        if self.precision == "fp16" and not gpus:
-            raise ConfigError("trainer.precision=fp16: needs a GPU; use bf16 or no")
-        if gpus and (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > gpus:
-            raise ConfigError(f"torchrun --nproc_per_node={here}: this machine has {gpus} GPUs, one for each process; "
-                              f"a trainer.accumulate {-(-here // gpus)} times as large keeps the micro-batches")
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 0 if self.cpu else torch.accelerator.device_count()
+        if 0 < gpus < here:
+            raise ConfigError(f"torchrun --nproc_per_node={here}: expected at most {gpus}, one for each GPU")
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str], float],

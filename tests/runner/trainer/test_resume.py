@@ -268,5 +268,5 @@ def test_damaged_best_checkpoint(typed, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
     (tmp_path / "run" / "checkpoints" / f"step-{best}" / "model.safetensors").write_bytes(b"")
-    code, out, _ = typed(*args, "resume=auto")
-    assert code == 0 and "the best checkpoint" in out and "the last weights are tested" in out
+    code, _, err = typed(*args, "resume=auto")
+    assert code == 2 and "damaged (model.safetensors differs" in err and "it has the best weights" in err
