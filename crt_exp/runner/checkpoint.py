@@ -82,16 +82,15 @@ def damage(path: Path) -> str | None:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest intact checkpoint, None where there is none; damaged ones are named and become damaged-step-N."""
+    """The newest intact checkpoint, None where there is none; damaged ones are named and removed."""
     for path in root.glob(".step-*"):  # what a killed process left half-written or half-removed
         shutil.rmtree(path, ignore_errors=True)
     for step in reversed(steps(root)):
-        path, aside = root / f"step-{step}", root / f"damaged-step-{step}"
+        path = root / f"step-{step}"
         if not (reason := damage(path)):
             return path
-        print(f"checkpoint {path} is damaged ({reason}): going back to the one before; it is kept as {aside.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        print(f"checkpoint {path} is damaged ({reason}): it is removed, going back to the one before")
+        shutil.rmtree(path)
     return None
 
 
@@ -169,7 +168,6 @@ class Progress:
     epoch: int = 0
     position: int = 0                  # steps of this epoch that are done
     evaluated: int = 0                 # the step of the last evaluation
-    worse: int = 0                     # evaluations since the best
     best: dict[str, Any] | None = None      # step, and metrics of the validation split
     loss: float = 0.0                  # summed since the last record of the training split
     losses: int = 0

@@ -49,11 +49,6 @@ def in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def sweep_name() -> str | None:
-    """The name of the directory of the sweep that this run belongs to."""
-    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else None
-
-
 def place() -> tuple[str, Path]:
     """The key and value that name this run's directory again, or that of its sweep."""
     if in_sweep():
@@ -78,7 +73,6 @@ def override(key: str, value: Any) -> str:
     text = str(value)
     if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
         return f"{key}={text}"
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
     return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
 
 
@@ -94,9 +88,7 @@ def is_task(target: Any) -> bool:
 
 
 def is_trainer(target: Any) -> bool:
-    from crt_exp.runner.trainer_config import TrainerConfig
-
-    return isinstance(target, type) and issubclass(target, TrainerConfig)
+    return isinstance(target, type) and hasattr(target, "check_processes")
 
 
 def is_logger(target: Any) -> bool:

@@ -32,13 +32,8 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
         with errors_of("features"):
             mechanism.map()
     refuse([o for o in overrides() if (part := part_of(o)) and part not in getattr(task, "uses", {part})])
-    (check_measurement if measures(task) else check_training)(cfg, task, mechanism)
+    (check_measurement if hasattr(task, "records") else check_training)(cfg, task, mechanism)
     return task, mechanism
-
-
-def measures(task: Any) -> bool:
-    """Whether a task only measures, and does not train."""
-    return hasattr(task, "records")
 
 
 @contextmanager
@@ -93,7 +88,7 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
 
     None on processes but the first. Raises Stopped after a signal or a divergence.
     """
-    records = (measured if measures(task) else trained)(cfg, task, mechanism)
+    records = (measured if hasattr(task, "records") else trained)(cfg, task, mechanism)
     if not records:
         return None
     part = f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
@@ -103,10 +98,10 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
 
 def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """The records of a task that only measures."""
-    from crt_exp.runner.distributed import seed_everything
+    from accelerate.utils import set_seed
 
     with Run(cfg, task, output_directory()) as run:
-        seed_everything(cfg.seed)
+        set_seed(cfg.seed)
         if hasattr(task, "directory"):  # of tasks that continue from a state of their own
             task.directory = run.directory
         for record in () if finished(run.records) else task.records(mechanism, cfg.seed, done=list(run.records)):
@@ -119,13 +114,15 @@ def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
 
 def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """The records of a task that trains; none on processes but the first."""
-    from crt_exp.runner.distributed import Distributed, seed_everything
+    from accelerate.utils import set_seed
+
+    from crt_exp.runner.distributed import Distributed
     from crt_exp.runner.trainer import Trainer
 
     config = instantiate(cfg.trainer)
     with Distributed(config.precision, config.cpu, config.find_unused_parameters) as distributed, \
             Run(cfg, task, output_directory(), distributed.main) as run:
-        seed_everything(cfg.seed)
+        set_seed(cfg.seed)
         if not distributed.broadcast(finished(run.records)):
             Trainer(config, task, mechanism, run, distributed, cfg.seed).fit()
         if distributed.main and not (run.directory / CURVES).is_file():

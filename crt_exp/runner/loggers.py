@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crt_exp.config import ConfigError
-from crt_exp.runner.configuration import sweep_name
+from crt_exp.runner.configuration import in_sweep, place
 
 EVERY = 10.0  # seconds between lines of progress
 CURVES = "curves.png"
@@ -41,7 +41,8 @@ class WandbLogger:
 
         known = directory / "wandb_id"
         settings = wandb.setup(wandb.Settings(silent=True)).settings
-        self.options["group"] = self.options["group"] or settings.run_group or sweep_name()
+        sweep = place()[1].name if in_sweep() else None
+        self.options["group"] = self.options["group"] or settings.run_group or sweep
         if self.mode is None and "mode" not in settings.model_fields_set:
             self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         try:
@@ -99,15 +100,14 @@ def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> 
     from crt_exp.drawing import save_figure
 
     loss = [(r["step"], r["loss"]) for r in records if r["split"] == "train" and r.get("loss") is not None]
-    scores = [(r["step"], r[metric]) for r in records if r["split"] != "train" and r.get(metric) is not None]
-    if len(loss) < 2 and len(scores) < 3:
+    scores = [(r["step"], r[metric]) for r in records
+              if r["split"] != "train" and r.get(metric) is not None and not r.get("final")]
+    if max(len(loss), len(scores)) < 2:
         return
     figure = Figure((8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(*zip(*loss), lw=1)
     left.set(title="training loss", xlabel="step")
-    right.plot(*zip(*scores[:-1]), marker="o", ms=3, lw=1)
-    right.plot(*zip(*scores[-1:]), "*k", label="final")
-    right.set(title=metric, xlabel="step")
-    right.legend(frameon=False)
+    right.plot(*zip(*scores), marker="o", ms=3, lw=1)
+    right.set(title=f"validation {metric}", xlabel="step")
     save_figure(figure, directory / CURVES)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -49,7 +48,6 @@ class TrainerConfig:
     save_minutes: Positive | None
     keep: Count
     select: Literal["best", "last"]
-    patience: Count | None
     prefetch: Whole
     adapt: Literal["lora"] | None
     lora: Lora
@@ -64,13 +62,10 @@ class TrainerConfig:
             raise ConfigError("trainer.adapt=lora: needs the package peft; pip install 'crt_exp[adapt]'")
 
     def check_processes(self, processes: int) -> None:
-        """Raises ConfigError where the batch or the GPUs do not suffice for this number of processes."""
+        """Raises ConfigError where the batch does not divide over this number of processes."""
         if self.batch % (parts := processes * self.accumulate):
             raise ConfigError(f"trainer.batch={self.batch}: does not divide over {processes} processes x "
                               f"{self.accumulate} micro-batches; expected a multiple of {parts}")
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 0 if self.cpu else torch.accelerator.device_count()
-        if 0 < gpus < here:
-            raise ConfigError(f"torchrun --nproc_per_node={here}: expected at most {gpus}, one for each GPU")
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str], float],

@@ -53,7 +53,7 @@ def test_every_choice_passes(choice, configurations):
 @pytest.mark.parametrize("choice", EVERY)
 def test_every_key_has_its_comment(choice, compositions, configurations):
     """That beside it in its file."""
-    words = comments(compositions[choice], [])
+    words = comments(compositions[choice])
     lines = lines_of(configurations[choice], words, "")
     names = [line.split("=")[0] for line in lines if not line.startswith(" ") and "=" in line.split()[0]]
     assert not {key for key in names if key not in words and key.rpartition(".")[0] not in words}
