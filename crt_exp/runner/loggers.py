@@ -41,8 +41,7 @@ class WandbLogger:
 
         known = directory / "wandb_id"
         settings = wandb.setup(wandb.Settings(silent=True)).settings
-        sweep = place()[1].name if in_sweep() else None
-        self.options["group"] = self.options["group"] or settings.run_group or sweep
+        self.options["group"] = self.options["group"] or settings.run_group or (in_sweep() and place()[1].name) or None
         if self.mode is None and "mode" not in settings.model_fields_set:
             self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         try:

@@ -115,8 +115,7 @@ class Trainer:
         """Continue from where the run directory stands, to the final record."""
         self.state.restore()
         self.progress = self.state.progress
-        rows = self.task.length("train")
-        batch = rows / self.per_epoch if rows and self.per_epoch else self.config.batch
+        batch = (self.task.length("train") or 0) / (self.per_epoch or 1) or self.config.batch  # rows of a step
         self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
         with self.signals:
             self.module.train()

@@ -62,10 +62,12 @@ class TrainerConfig:
             raise ConfigError("trainer.adapt=lora: needs the package peft; pip install 'crt_exp[adapt]'")
 
     def check_processes(self, processes: int) -> None:
-        """Raises ConfigError where the batch does not divide over this number of processes."""
+        """Raises ConfigError where the batch does not divide over this number of processes, and for fp16 on a CPU."""
         if self.batch % (parts := processes * self.accumulate):
             raise ConfigError(f"trainer.batch={self.batch}: does not divide over {processes} processes x "
                               f"{self.accumulate} micro-batches; expected a multiple of {parts}")
+        if self.precision == "fp16" and (self.cpu or not torch.accelerator.is_available()):
+            raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str], float],
