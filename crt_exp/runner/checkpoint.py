@@ -55,8 +55,8 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        remains = [f"step {left} remains" for left in steps(root)] or ["there is none before it"]
-        raise CheckpointError(f"cannot write the checkpoint of step {step}: {error}; {remains[-1]}") from None
+        raise CheckpointError(f"cannot write the checkpoint of step {step}: {error}; steps that remain: "
+                              f"{steps(root) or 'none'}") from None
     return final
 
 
@@ -82,25 +82,22 @@ def damage(path: Path) -> str | None:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest intact checkpoint, None where there is none; damaged ones are named and become damaged-step-N."""
+    """The newest intact checkpoint, None where there is none; damaged ones are named and removed."""
     for path in root.glob(".step-*"):  # what a killed process left half-written or half-removed
         shutil.rmtree(path, ignore_errors=True)
     for step in reversed(steps(root)):
-        path, aside = root / f"step-{step}", root / f"damaged-step-{step}"
+        path = root / f"step-{step}"
         if not (reason := damage(path)):
             return path
-        print(f"checkpoint {path} is damaged ({reason}): going back to the one before; it is kept as {aside.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        print(f"checkpoint {path} is damaged ({reason}): it is removed, going back to the one before")
+        shutil.rmtree(path)
     return None
 
 
 def prune(root: Path, keep: int, best: int | None = None) -> None:
     """Remove all but the newest `keep` checkpoints and the best."""
     for step in {*steps(root)[:-keep]} - {best}:
-        target = root / f".step-{step}.old"  # a half-removed directory must not look like a checkpoint
-        (root / f"step-{step}").rename(target)
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(root / f"step-{step}", ignore_errors=True)  # half-removed, it is one that is damaged
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -171,7 +168,6 @@ class Progress:
     epoch: int = 0
     position: int = 0                  # steps of this epoch that are done
     evaluated: int = 0                 # the step of the last evaluation
-    worse: int = 0                     # evaluations since the best
     best: dict[str, Any] | None = None      # step, and metrics of the validation split
     loss: float = 0.0                  # summed since the last record of the training split
     losses: int = 0
@@ -238,7 +234,7 @@ class TrainingState:
             print(f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', random generators start afresh'})")
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
-        """Weights and what the task kept with them. Raises CheckpointError where they belong to another run."""
+        """Weights and the state of the task. Raises CheckpointError where they belong to another run."""
         if state.get("stay") != self.digest:
             raise CheckpointError(f"{path} holds adapters of other weights than those that this run starts from")
         load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
@@ -253,12 +249,12 @@ class TrainingState:
         self.task.load_state_dict(tasks[self.distributed.rank if same else 0])
 
     def load_best(self) -> None:
-        """Weights and task state of the best evaluation; the last ones where its checkpoint is damaged."""
+        """Load weights and task state of the best evaluation. Raises CheckpointError where they are damaged."""
         path = self.root / f"step-{self.progress.best['step']}"
         if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
-            print(f"the best checkpoint {path} is damaged ({reason}): the last weights are tested in its place")
-        else:
-            self._load_weights(path, load_state(path))
+            raise CheckpointError(f"{path}: damaged ({reason}), and it has the best weights; train again in another "
+                                  "directory")
+        self._load_weights(path, load_state(path))
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """The command line, checked before Hydra acts on it and before torch is imported, with errors of one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from crt_exp.config import ALIASES, CONF, ConfigError, canonical
+from crt_exp.config import ALIASES, CONF, ConfigError, canonical, own_folders, own_names
 from crt_exp.data.ranks import inside_torchrun, rank
 from crt_exp.options import unknown
 from crt_exp.runner.configuration import GROUPS, check_early, explained
@@ -30,16 +30,14 @@ def check_command_line(args: list[str]) -> str | None:
         return None
     if flags.multirun and inside_torchrun():
         raise ConfigError("-m: a sweep cannot run inside torchrun, start each of its runs with torchrun")
-    if flags.config_dir and not Path(flags.config_dir).is_dir():
-        raise ConfigError(f"--config-dir={flags.config_dir}: expected a folder with <group>/<name>.yaml")
-    folders = [flags.config_dir] if flags.config_dir else []
-    for job in varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]:
-        cfg = compose(job, folders)
-        HydraConfig.instance().set_config(cfg)  # for the interpolations in it
-        if flags.help:
-            return help_text(cfg, folders)
-        if not flags.cfg:
-            check_early(cfg)
+    with own_names([flags.config_dir] if flags.config_dir else []):
+        for job in varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]:
+            cfg = compose(job)
+            HydraConfig.instance().set_config(cfg)  # for the interpolations in it
+            if flags.help:
+                return help_text(cfg)
+            if not flags.cfg:
+                check_early(cfg)
     if not flags.cfg and rank() == 0:
         check_writable(Path(str(cfg.hydra.sweep.dir if flags.multirun else cfg.hydra.run.dir)))
     return None
@@ -72,16 +70,16 @@ def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
         seen.update(job)
 
 
-def compose(overrides: list[str], folders: list[str] = ()):
-    """The configuration of one run, with files from `folders` (--config-dir) in addition to those of conf/."""
+def compose(overrides: list[str]):
+    """The configuration of one run, with files of `own_names` in addition to those of conf/."""
     with one_line(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
-        return hydra.compose("config", overrides=[*with_folders(folders), *overrides], return_hydra_config=True)
+        return hydra.compose("config", overrides=[*with_folders(own_folders()), *overrides], return_hydra_config=True)
 
 
-def with_folders(folders: list[str]) -> list[str]:
+def with_folders(folders: Iterable[Path]) -> list[str]:
     """The override that adds folders to Hydra's search path."""
-    paths = ("'file://{}'".format(str(Path(folder).absolute()).replace("'", "\\'")) for folder in folders)
-    return [f"hydra.searchpath=[{','.join(paths)}]"] if folders else []
+    paths = ["'file://{}'".format(str(folder).replace("'", "\\'")) for folder in folders]
+    return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
 
 
 @contextmanager
@@ -120,11 +118,9 @@ def unknown_key(error: OmegaConfBaseException) -> ConfigError:
 
 def check_writable(directory: Path) -> None:
     """Raises ConfigError where the run directory cannot be made."""
-    new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"hydra.run.dir={directory}: {error.strerror}, expected a folder to write to") from None
-    if new:  # Hydra makes it, and evaluates the time in its name again
-        with suppress(OSError):
-            directory.rmdir()
+    with suppress(OSError):  # not empty; Hydra makes it, and evaluates the time in its name again
+        directory.rmdir()

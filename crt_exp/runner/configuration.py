@@ -17,7 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import Field
 
 from crt_exp.annotations import annotations_in_source
-from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
+from crt_exp.config import (ATTENTION, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
                             own_options, read_yaml, uses)
 from crt_exp.options import Count, Parameter, check_options, format_value, unknown
 
@@ -73,7 +73,6 @@ def override(key: str, value: Any) -> str:
     text = str(value)
     if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
         return f"{key}={text}"
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # no interpolation
     return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
 
 
@@ -89,9 +88,7 @@ def is_task(target: Any) -> bool:
 
 
 def is_trainer(target: Any) -> bool:
-    from crt_exp.runner.trainer_config import TrainerConfig
-
-    return isinstance(target, type) and issubclass(target, TrainerConfig)
+    return isinstance(target, type) and hasattr(target, "check_processes")
 
 
 def is_logger(target: Any) -> bool:
@@ -132,7 +129,7 @@ def check_early(cfg: DictConfig) -> None:
     check_top(given)
     for name, group in GROUPS.items():
         check_source(name, given.get(name), group)
-    check_unused(given.get("attention"), cfg.hydra.overrides.task, cfg.hydra.runtime.choices.get("attention"))
+    check_unused(given.get("attention"))
 
 
 def check_source(path: str, node: Any, group: Group) -> None:
@@ -149,8 +146,7 @@ def check_composed(cfg: DictConfig) -> None:
     """Raises ConfigError for the first key that is unknown, missing or of the wrong kind, and for unused choices."""
     given = plain(cfg)
     check_plain(given)
-    if overrides():
-        check_unused(given.get("attention"), overrides(), choice("attention"))
+    check_unused(given.get("attention"))
 
 
 def check_plain(given: dict[str, Any]) -> None:
@@ -172,11 +168,12 @@ def check_top(given: dict[str, Any]) -> None:
     check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
 
 
-def check_unused(attention: dict[str, Any] | None, asked: list[str], name: str | None) -> None:
+def check_unused(attention: dict[str, Any] | None) -> None:
     """Raises ConfigError for choices that the attention does not use."""
-    unused = [each for each in asked if attention and part_of(each) in {"features", "sampler", "m"} - uses(attention)]
+    unused = [o for o in overrides() if attention and part_of(o) in {"features", "sampler", "m"} - uses(attention)]
     if unused:
-        raise ConfigError(f"attention={name} does not use {' '.join(unused)}: leave it out (a sweep: two commands)")
+        raise ConfigError(f"attention={choice('attention')} does not use {' '.join(unused)}: leave it out "
+                          "(a sweep: two commands)")
 
 
 # ---- the configuration that lies in a run directory
@@ -185,19 +182,11 @@ def check_unused(attention: dict[str, Any] | None, asked: list[str], name: str |
 def kept_task(run: str | Path, **changes: Any) -> Any:
     """The task of a run as it was configured, with other values for some keys.
 
-    The file is data: it names a class of conf/task and plain values of its options. Raises ConfigError for others.
+    The file is data: it names a class of this package and plain values of its options. Raises ConfigError for others.
     """
     path = Path(run) / "config.yaml"
     node = read_yaml(path).get("task")
-    target = node.get("_target_") if isinstance(node, dict) else None
-    if not isinstance(target, str) or target not in task_classes():
-        raise ConfigError(f"{path}: task._target_ = {format_value(target)} is no class of conf/task")
-    node |= changes
-    check_node("task", node, GROUPS["task"])
-    return construct(node)
-
-
-def task_classes() -> set[str]:
-    """The classes that the files of conf/task name."""
-    files = [OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "task").glob("*.yaml")]
-    return {node["_target_"] for file in files for node in (file, file.get("task", {})) if "_target_" in node}
+    if not isinstance(node, dict) or not str(node.get("_target_")).startswith("crt_exp."):
+        raise ConfigError(f"{path}: task={format_value(node)}: expected a task of this package")
+    check_node("task", node | changes, GROUPS["task"])
+    return construct(node | changes)

@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 
@@ -16,8 +19,6 @@ class Distributed:
     """
 
     def __init__(self, precision: str = "no", cpu: bool = False, unused: bool = False):
-        from accelerate import Accelerator, DistributedDataParallelKwargs
-
         self.accelerator = Accelerator(cpu=cpu or not torch.accelerator.is_available(), mixed_precision=precision,
                                        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)])
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
@@ -25,14 +26,10 @@ class Distributed:
 
     def broadcast(self, value: Any) -> Any:
         """The value of the first process, on all processes."""
-        from accelerate.utils import broadcast_object_list
-
         return broadcast_object_list([value])[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes in the order of ranks, on all processes."""
-        from accelerate.utils import gather_object
-
         return gather_object([value])
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -43,8 +40,6 @@ class Distributed:
 
     def __exit__(self, kind, error, trace) -> None:
         """Leave the group and clear accelerate's state: the next run of a sweep sets up its own."""
-        from accelerate.state import AcceleratorState, GradientState
-
         if kind is not None and self.size > 1:  # the others may not come
             return
         self.accelerator.free_memory()
@@ -54,12 +49,6 @@ class Distributed:
 
 
 # ---- random generators
-
-
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def rng_state() -> dict[str, Any]:

@@ -11,21 +11,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from hydra.errors import CompactHydraException
 
-from crt_exp.atomic_write import FULL, reason
 from crt_exp.config import ConfigError
 from crt_exp.data.ranks import inside_torchrun, rank
 from crt_exp.runner.configuration import in_sweep, output_directory, override, place
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")
-PATIENCE = 10.0  # seconds: torchrun ends the other processes as soon as one has failed
 
 
 class Stopped(Exception):
@@ -93,34 +90,26 @@ def errors_reported() -> Iterator[None]:
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
-        known = explained(error)
-        if known is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        no_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
+        if isinstance(error, RuntimeError) and not no_memory or os.environ.get("HYDRA_FULL_ERROR") == "1":
             wait_for_the_first()
-            raise
-        end_run(known, ERROR_CODE)
-
-
-def explained(error: Exception) -> Exception | None:
-    """The error, with what to do about a full disk or memory; None for a defect of the code."""
-    if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
-        return OSError(f"{output_directory()} cannot be written: {reason(error)}")
-    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
-        first = (str(error).splitlines() or ["MemoryError"])[0]
-        return ConfigError(f"out of memory: {first[:200]}; choose a smaller features.m, trainer.batch (larger "
-                           "trainer.accumulate) or task")
-    return None if isinstance(error, RuntimeError) else error
+            raise  # a defect of the code
+        if no_memory:
+            error = ConfigError(f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
+                                "trainer.batch (larger trainer.accumulate) or task")
+        end_run(error, ERROR_CODE)
 
 
 def end_run(error: Exception, code: int) -> None:
     """Print an error and exit; in a sweep only a signal ends the other runs too."""
-    remove_empty([output_directory()])
+    if rank() == 0:
+        with suppress(OSError):  # not empty, or not there
+            output_directory().rmdir()
     if not in_sweep() or code > 128:
         fail(error, code)
     message = f"the run in {output_directory()} failed: {error}"
-    if "SUBMITIT_EXECUTOR" not in os.environ:  # what a job prints goes to a file of its own
-        print(f"crt_exp: {message}", file=sys.stderr, flush=True)
-        message = "a run of this sweep failed; its error stands above"
-    failed = CompactHydraException(message)  # Hydra prints it in the end, without a traceback
+    print(f"crt_exp: {message}", file=sys.stderr, flush=True)
+    failed = CompactHydraException(message)  # of the first failure: Hydra prints it in the end, without a traceback
     failed.code = code
     raise failed from None
 
@@ -129,25 +118,17 @@ def fail(error: Exception, code: int = ERROR_CODE) -> None:
     """Print an error and exit."""
     if code <= 128:
         wait_for_the_first()
-    where = f" on process {rank()}" if rank() else ""
+    kind = "" if isinstance(error, Stopped) else f"error on process {rank()}: " if rank() else "error: "
     with suppress(OSError):  # the terminal may be gone (SIGHUP)
         if rank() == 0 or code <= 128:
-            print(f"crt_exp: {'' if isinstance(error, Stopped) else f'error{where}: '}{error}", file=sys.stderr,
-                  flush=True)
+            print(f"crt_exp: {kind}{error}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def wait_for_the_first() -> None:
     """Most errors occur on every process. Torchrun ends the others when the first one has printed its message."""
     if rank():
-        time.sleep(PATIENCE)
-
-
-def remove_empty(directories: Iterable[Path]) -> None:
-    """Remove those that are empty, on the first process alone."""
-    for directory in directories if rank() == 0 else ():
-        with suppress(OSError):  # not empty, or not there
-            directory.rmdir()
+        time.sleep(10)
 
 
 def leave() -> None:

@@ -3,19 +3,18 @@
 Choices that do not go together are ConfigErrors, raised before anything is written.
 """
 
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from crt_exp.config import ConfigError, imported, instantiate
 from crt_exp.data.ranks import world_size
 from crt_exp.runner.configuration import (check_composed, choice, in_sweep, key_of, output_directory, overrides,
                                           part_of)
-from crt_exp.runner.loggers import CURVES, EVERY, draw_curves
+from crt_exp.runner.loggers import CURVES, draw_curves
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import check_direction, direction
 
@@ -25,23 +24,16 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     from crt_exp.mechanism import Mechanism
 
     check_composed(cfg)
-    kind = imported(cfg.task._target_)
     if in_sweep():
-        from hydra.core.hydra_config import HydraConfig
-
-        check_direction(kind, getattr(kind, "metric", None), HydraConfig.get().sweeper.get("direction"))
+        check_direction(imported(cfg.task._target_), HydraConfig.get().sweeper.get("direction"))
     task = instantiate(cfg.task)
     mechanism = Mechanism.composed(cfg, choice)
     if mechanism.features is not None and not (mechanism.own_kernel and getattr(task, "of_rows", False)):
         with errors_of("features"):
             mechanism.map()
-    (check_measurement if measures(task) else check_training)(cfg, task, mechanism)
+    refuse([o for o in overrides() if (part := part_of(o)) and part not in getattr(task, "uses", {part})])
+    (check_measurement if hasattr(task, "records") else check_training)(cfg, task, mechanism)
     return task, mechanism
-
-
-def measures(task: Any) -> bool:
-    """Whether a task only measures, and does not train."""
-    return hasattr(task, "records")
 
 
 @contextmanager
@@ -50,12 +42,13 @@ def errors_of(group: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"{group}={choice(group)}: {error}") from None
+        said = f"{group}={choice(group)}: "
+        raise ConfigError(f"{said}{str(error).removeprefix(said)}") from None
 
 
-def refuse(group: str, unused: list[str]) -> None:
+def refuse(unused: list[str]) -> None:
     if unused:
-        raise ConfigError(f"{group}={choice(group)}: does not use {' '.join(unused)}; leave that out")
+        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; leave that out")
 
 
 def given(node: str) -> list[str]:
@@ -63,17 +56,11 @@ def given(node: str) -> list[str]:
     return [o for o in overrides() if f"{key_of(o)}.".startswith(f"{node}.")]
 
 
-def check_used(task: Any) -> None:
-    """Choices that the task, with its options, does not use."""
-    refuse("task", [o for o in overrides() if (part := part_of(o)) and part not in getattr(task, "uses", {part})])
-
-
 def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: runs on one process; leave torchrun out")
-    refuse("task", given("trainer"))
-    check_used(task)
+    refuse(given("trainer"))
     whole = getattr(task, "measures_whole", None)  # attention without a feature map too
     if not (mechanism.estimates or mechanism.is_exact or whole and whole(mechanism)):
         raise ConfigError(f"task={choice('task')}: measures feature maps of a kernel, attention={mechanism.name} has "
@@ -92,7 +79,6 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     elif unused := given("trainer.lora"):
         raise ConfigError(f"trainer.adapt=null: does not use {' '.join(unused)}; add trainer.adapt=lora")
     planned_steps(config, task, world_size())
-    check_used(task)
     if choice("attention"):
         with errors_of("attention"):
             mechanism.layer(2, 8)
@@ -103,7 +89,7 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
 
     None on processes but the first. Raises Stopped after a signal or a divergence.
     """
-    records = (measured if measures(task) else trained)(cfg, task, mechanism)
+    records = (measured if hasattr(task, "records") else trained)(cfg, task, mechanism)
     if not records:
         return None
     part = f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
@@ -113,39 +99,31 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
 
 def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """The records of a task that only measures."""
-    from crt_exp.runner.distributed import seed_everything
+    from accelerate.utils import set_seed
 
     with Run(cfg, task, output_directory()) as run:
-        seed_everything(cfg.seed)
-        if not finished(run.records):
-            log_records(cfg, task, mechanism, run)
+        set_seed(cfg.seed)
+        if hasattr(task, "directory"):  # of tasks that continue from a state of their own
+            task.directory = run.directory
+        for record in () if finished(run.records) else task.records(mechanism, cfg.seed, done=list(run.records)):
+            ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
+            if ending and hasattr(task, "keep"):  # a run is done when all its files are there
+                task.keep([*run.records, record | ending], run.directory)
+            run.log(**record, **ending)
     return run.records
-
-
-def log_records(cfg: DictConfig, task: Any, mechanism: Any, run: Run) -> None:
-    """Log the records that a run lacks."""
-    if hasattr(task, "directory"):  # of tasks that continue from a state of their own
-        task.directory = run.directory
-    printed = time.monotonic()
-    for record in task.records(mechanism, cfg.seed, done=list(run.records)):
-        ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
-        if ending and hasattr(task, "keep"):  # a run is done when all its files are there
-            task.keep([*run.records, record | ending], run.directory)
-        run.log(**record, **ending)
-        if time.monotonic() > printed + EVERY:
-            printed = time.monotonic()
-            print(f"measuring: {len(run.records)} records", file=sys.stderr, flush=True)
 
 
 def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """The records of a task that trains; none on processes but the first."""
-    from crt_exp.runner.distributed import Distributed, seed_everything
+    from accelerate.utils import set_seed
+
+    from crt_exp.runner.distributed import Distributed
     from crt_exp.runner.trainer import Trainer
 
     config = instantiate(cfg.trainer)
     with Distributed(config.precision, config.cpu, config.find_unused_parameters) as distributed, \
             Run(cfg, task, output_directory(), distributed.main) as run:
-        seed_everything(cfg.seed)
+        set_seed(cfg.seed)
         if not distributed.broadcast(finished(run.records)):
             Trainer(config, task, mechanism, run, distributed, cfg.seed).fit()
         if distributed.main and not (run.directory / CURVES).is_file():

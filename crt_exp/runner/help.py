@@ -9,31 +9,28 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig
 
-from crt_exp.config import CONF
+from crt_exp.config import CONF, known, own_folders
+from crt_exp.options import written
 from crt_exp.runner.configuration import GROUPS, plain
 
 COLUMN = 40  # of the comments
 LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # of a file: indentation, key and comment
 
 
-def help_text(cfg: DictConfig, folders: list[str]) -> str:
-    """The template of conf/config.yaml, filled for a composed configuration. folders: those of --config-dir."""
-    groups = [wrap(f"{group}: {', '.join(names(group, folders))}", 2) for group in sorted([*GROUPS, "experiment"])]
-    keys = lines_of(plain(cfg), comments(cfg, folders), "")
+def help_text(cfg: DictConfig) -> str:
+    """The template of conf/config.yaml, filled for a composed configuration."""
+    groups = [wrap(f"{group}: {', '.join(known(group))}", 2) for group in sorted([*GROUPS, "experiment"])]
+    keys = lines_of(plain(cfg), comments(cfg), "")
     template = cfg.hydra.help.template.replace("$APP_CONFIG_GROUPS", "\n".join([*groups, ""]))
     return template.replace("$CONFIG", "\n".join([*keys, ""]))
 
 
-def names(group: str, folders: list[str]) -> list[str]:
-    return sorted({path.stem for folder in (CONF, *folders) for path in Path(folder, group).glob("*.yaml")})
-
-
-def comments(cfg: DictConfig, folders: list[str]) -> dict[str, str]:
+def comments(cfg: DictConfig) -> dict[str, str]:
     """The comments on keys in config.yaml and in the files that were chosen."""
     found = dict(comments_of(CONF / "config.yaml", ""))
     chosen = [(place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name]
     for group, name in sorted(chosen, key=lambda choice: choice[0] != "trainer"):  # a task may set keys of trainer
-        for folder in (CONF, *folders) if group.partition("/")[0] in (*GROUPS, "experiment") else ():
+        for folder in (CONF, *own_folders()) if group.partition("/")[0] in (*GROUPS, "experiment") else ():
             found |= comments_of(Path(folder, group, f"{name}.yaml"), group.partition("/")[0])
     return found
 
@@ -46,8 +43,7 @@ def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
     """key=value and its comment, for each key; `_target_` and the like are not for the command line."""
     for key, value in node.items():
         name, inner = f"{prefix}{key}", isinstance(value, dict) and bool(value)
-        text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
-        shown = f"{name}.*" if inner else f"{name}={text.replace(', ', ',')}"
+        shown = f"{name}.*" if inner else f"{name}={written(value)}"
         if not key.startswith("_") and (name in comments or not inner):
             yield wrap(f"{shown:<{COLUMN - 2}}  {comments.get(name, '')}", COLUMN)
         if inner:

@@ -1,17 +1,15 @@
-"""What shows a run besides metrics.jsonl: Weights & Biases, the progress line, and curves.png."""
+"""What shows a run besides metrics.jsonl: Weights & Biases, lines of progress, and curves.png."""
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tqdm import tqdm
-
 from crt_exp.config import ConfigError
-from crt_exp.runner.run import sweep_name
+from crt_exp.runner.configuration import in_sweep, place
 
-EVERY = 10.0  # seconds between plain lines
+EVERY = 10.0  # seconds between lines of progress
 CURVES = "curves.png"
 
 
@@ -43,7 +41,7 @@ class WandbLogger:
 
         known = directory / "wandb_id"
         settings = wandb.setup(wandb.Settings(silent=True)).settings
-        self.options["group"] = self.options["group"] or settings.run_group or sweep_name()
+        self.options["group"] = self.options["group"] or settings.run_group or (in_sweep() and place()[1].name) or None
         if self.mode is None and "mode" not in settings.model_fields_set:
             self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         try:
@@ -68,50 +66,30 @@ class WandbLogger:
 
 
 class ProgressLine:
-    """Loss, metric, samples/s and time left, on one line of a terminal.
+    """A line on stderr every EVERY seconds: step, loss, metric, samples/s and time left.
 
-    Without a terminal, and in the run's log (`note`), a plain line every EVERY seconds.
+    batch: samples of a step. shown: on one process of a run.
     """
 
-    def __init__(self, total: int, start: int, batch: float, shown: bool, note: Callable[[str], None]):
+    def __init__(self, total: int, start: int, batch: float, shown: bool):
         self.total, self.first, self.at, self.batch = total, start, start, batch
-        self.shown, self.note, self.metrics = shown, note, ""
+        self.shown, self.metric = shown, ""
         self.began = self.last = time.monotonic()
-        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None if shown else True,
-                        leave=False)
 
     def step(self, loss: float) -> None:
         self.at += 1
         seconds = (time.monotonic() - self.began) / (self.at - self.first)  # evaluations and checkpoints among them
-        text = f"loss {loss:.4g}{self.metrics}, {self.batch / seconds:.3g} samples/s"
-        self.bar.set_description(refresh=False)
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update()
         left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
-        self._plain(f"{text}, {left} left")
+        self._print(f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left")
 
     def evaluating(self, split: str, read: int, whole: int | None) -> None:
         """Micro-batches read by this process, of `whole` (None: an unknown number)."""
-        text = f"{split}: {read} of {whole} batches" if whole else f"{split}: {read} batches"
-        self.bar.set_description(text)
-        self._plain(f"evaluating {text}")
+        self._print(f"evaluating {split}: {read}{f' of {whole}' if whole else ''} batches")
 
-    def _plain(self, text: str) -> None:
-        if not self.shown or time.monotonic() - self.last < EVERY:
-            return
-        self.last, line = time.monotonic(), f"step {self.at} of {self.total}, {text}"
-        self.note(line)
-        if self.bar.disable:
-            print(line, file=sys.stderr, flush=True)
-
-    def metric(self, name: str, value: float | None) -> None:
-        self.metrics = f", {name} {'nan' if value is None else f'{value:.4f}'}"
-
-    def __enter__(self) -> "ProgressLine":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.bar.close()
+    def _print(self, text: str) -> None:
+        if self.shown and time.monotonic() >= self.last + EVERY:
+            self.last = time.monotonic()
+            print(f"step {self.at} of {self.total}, {text}", file=sys.stderr, flush=True)
 
 
 def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> None:
@@ -121,15 +99,14 @@ def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> 
     from crt_exp.drawing import save_figure
 
     loss = [(r["step"], r["loss"]) for r in records if r["split"] == "train" and r.get("loss") is not None]
-    scores = [(r["step"], r[metric]) for r in records if r["split"] != "train" and r.get(metric) is not None]
-    if len(loss) < 2 and len(scores) < 3:
+    scores = [(r["step"], r[metric]) for r in records
+              if r["split"] != "train" and r.get(metric) is not None and not r.get("final")]
+    if max(len(loss), len(scores)) < 2:
         return
     figure = Figure((8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(*zip(*loss), lw=1)
     left.set(title="training loss", xlabel="step")
-    right.plot(*zip(*scores[:-1]), marker="o", ms=3, lw=1)
-    right.plot(*zip(*scores[-1:]), "*k", label="final")
-    right.set(title=metric, xlabel="step")
-    right.legend(frameon=False)
+    right.plot(*zip(*scores), marker="o", ms=3, lw=1)
+    right.set(title=f"validation {metric}", xlabel="step")
     save_figure(figure, directory / CURVES)

@@ -28,13 +28,12 @@ from crt_exp.data.ranks import world_size
 from crt_exp.runner.configuration import overrides
 from crt_exp.stored import read_json
 
-# may differ between a run and its continuation
-FREE_KEYS = ("resume", "logger", "trainer.prefetch", "trainer.keep", "trainer.cpu", "trainer.save_minutes",
-             "task.cache_dir", "task.workers")
+# beginnings of keys, with a dot at the end, that may differ between a run and its continuation
+FREE_KEYS = ("resume.", "logger.", "trainer.prefetch.", "trainer.keep.", "trainer.cpu.", "trainer.save_minutes.",
+             "task.cache_dir.", "task.workers.")
 PARTIAL = "evaluated_batches"  # in records of evaluations that trainer.evaluate has cut short
-LOG, LOCK, INPUTS = "run.log", ".lock", "inputs.json"  # within the run directory
+LOCK, INPUTS = ".lock", "inputs.json"  # within the run directory
 STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, one for all processes
-SWEEP = "CRT_EXP_SWEEP"  # the sweep that a run belongs to: the name of its directory, and a unique one
 
 
 class Run:
@@ -59,8 +58,7 @@ class Run:
                 self.lock.acquire()
                 self._open()
             except Timeout:
-                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run; wait until it has ended, or "
-                                  "choose another directory") from None
+                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run; choose another") from None
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -86,20 +84,17 @@ class Run:
 
     def _continues(self) -> bool:
         """True if an earlier run lies there and may be continued."""
-        if all(path.suffix == ".tmp" or path.name in (LOCK, LOG) for path in self.directory.iterdir()):
+        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed in its first moments leaves a .tmp
         if self.cfg.resume != "auto":
-            raise ConfigError(f"hydra.run.dir={self.directory}: not empty; add resume=auto to continue, or choose "
-                              "another directory")
-        if not (self.directory / "config.yaml").is_file():
-            raise ConfigError(f"hydra.run.dir={self.directory}: no run of crt_exp; choose another directory")
+            raise ConfigError(f"hydra.run.dir={self.directory}: not empty; add resume=auto, or choose another")
         # what was absent and is null is the same; nothing that a file names is resolved
         old = dict(leaves(read_yaml(self.directory / "config.yaml")))
         new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
         if changed := [f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
-                       for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and not free(key)]:
-            raise ConfigError(f"{self.directory} was run with another configuration; these keys differ: "
-                              f"{', '.join(changed)}")
+                       for key in sorted(old.keys() | new.keys())
+                       if old.get(key) != new.get(key) and not f"{key}.".startswith(FREE_KEYS)]:
+            raise ConfigError(f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}")
         return True
 
     def log(self, **record: Any) -> None:
@@ -107,16 +102,12 @@ class Run:
         if not self.main:
             return
         record["time_s"] = round(time.monotonic() - self.started, 3)
-        append_line(self.metrics, json.dumps(record))
-        self.note(", ".join(f"{key} {f'{value:.6g}' if isinstance(value, float) else value}"
-                            for key, value in record.items() if not isinstance(value, (list, dict))))
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.records.append(record)
         self.logger.log(record)
-
-    def note(self, line: str) -> None:
-        """Append a line with the time to run.log, which is for reading alone."""
-        if self.main:
-            append_line(self.directory / LOG, f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}", sync=False)
 
     def rewind(self, count: int) -> None:
         """Take back all but the first `count` records: those after the checkpoint that is continued."""
@@ -129,8 +120,6 @@ class Run:
             return
         try:
             if self.logger is not None:
-                with suppress(OSError):  # the disk may be what ended it
-                    self.note(f"ended by {kind.__name__}: {error}" if kind else "done")
                 self.logger.finish(failed=kind is not None)
             if kind and not (self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()):
                 shutil.rmtree(self.directory, ignore_errors=True)
@@ -140,14 +129,6 @@ class Run:
 
 
 # ---- files
-
-
-def append_line(path: Path, line: str, sync: bool = True) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def read_records(path: Path) -> list[dict]:
@@ -172,11 +153,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 # ---- what a run and its continuation must share
 
 
-def free(key: str) -> bool:
-    """Whether a continued run may have another value of it."""
-    return any(f"{key}.".startswith(f"{name}.") for name in FREE_KEYS)
-
-
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values."""
     if isinstance(node, dict) and node:
@@ -187,26 +163,21 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
-    """What is known of the files that each option of a task names, and of the task's own data (`inputs`)."""
-    places = {f"task.{key}": [Path(text).expanduser() for text in (value if isinstance(value, list) else [value])
-                              if isinstance(text, str)]
-              for key, value in leaves(options) if key not in ("cache_dir", "data_dir")}
-    places["data"] = [path for path in getattr(task, "inputs", tuple)() if path is not None]
-    return {key: state_of(paths) for key, paths in places.items() if any(map(os.path.exists, paths))}
-
-
-def state_of(paths: list[Path]) -> str:
-    """Number and size of the files in these places, and a digest of their names, sizes and modification times."""
-    files = []
-    for path in paths:
-        if (path / "config.yaml").is_file():  # a run: its log and figures may change
+    """What `ls -l` shows of the files that each option of a task names, and of the task's own (`data`), as a digest."""
+    places = [(f"task.{key}", text) for key, value in leaves(options) if key not in ("cache_dir", "data_dir")
+              for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    places += [("data", path) for path in getattr(task, "inputs", tuple)() if path is not None]
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for key, place in places:
+        path = Path(place).expanduser()
+        if os.path.isfile(path / "config.yaml"):  # a run: its log and figures may change
             path = path / "model" if (path / "model").is_dir() else path / "adapter"
-        for file in path.rglob("*") if path.is_dir() else [path]:
-            if file.is_file() and not file.name.startswith("."):
+        for file in path.rglob("*") if os.path.isdir(path) else [path]:
+            if os.path.isfile(file) and not file.name.startswith("."):
                 status = file.stat()
-                files.append((str(file.relative_to(path.parent)), status.st_size, status.st_mtime_ns))
-    digest = hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()
-    return f"{len(files)} files, {sum(size for _, size, _ in files)} bytes, {digest[:16]}"
+                found.setdefault(key, []).append((file.name, status.st_size, status.st_mtime_ns))
+    return {key: f"{len(files)} files, {hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()[:16]}"
+            for key, files in found.items()}
 
 
 # ---- what a run was made with
@@ -223,20 +194,14 @@ def agree_on_start() -> None:
         os.environ[STARTED] = store.get(STARTED).decode()
 
 
-def sweep_name() -> str | None:
-    """The name of the directory of the sweep that this run belongs to."""
-    return os.environ.get(SWEEP, "").rpartition("/")[0] or None
-
-
 def versions(seed: int) -> dict[str, Any]:
     packages = {}
     for name in ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate",
                  "datasets", "timm"):
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    program = "python -m crt_exp" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
-    return {"command": " ".join([program, *sys.argv[1:]]), "overrides": overrides(), "seed": seed,
-            "sweep": os.environ.get(SWEEP), "commit": commit(), "python": platform.python_version(),
+    return {"command": " ".join(["python -m crt_exp", *sys.argv[1:]]), "overrides": overrides(), "seed": seed,
+            "commit": commit(), "python": platform.python_version(),
             "machine": f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}", "packages": packages}
 
 

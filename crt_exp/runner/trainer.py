@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
 from crt_exp.attention.linear import same_step
@@ -29,7 +29,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
 from crt_exp.runner.adapters import Adapters, freeze
 from crt_exp.runner.checkpoint import TrainingState
-from crt_exp.runner.distributed import Distributed, rng_state, seed_everything, set_rng_state, shard
+from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, shard
 from crt_exp.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stopped_by
 from crt_exp.runner.loggers import ProgressLine
 from crt_exp.runner.run import PARTIAL, Run
@@ -44,16 +44,14 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
     rows, per_epoch = task.length("train"), task.epoch_steps(plan)
     if per_epoch is None and rows is not None:
         per_epoch = rows // config.batch
-    if config.steps is not None and per_epoch != 0 or config.steps == 0:
-        return per_epoch, config.steps
-    if per_epoch is None:
+    if config.steps == 0:
+        return per_epoch, 0
+    if per_epoch is None and config.steps is None:
         raise ConfigError("trainer.steps=null: this task streams its training data; expected a number of steps")
-    if per_epoch == 0:
-        raise ConfigError(f"trainer.batch={config.batch}: more than the {rows} rows of the training split")
-    if round(config.epochs * per_epoch, 6) < 1:
-        raise ConfigError(f"trainer.epochs={config.epochs}: makes no step, an epoch has {per_epoch}; trainer.steps=0 "
-                          "evaluates only")
-    return per_epoch, round(config.epochs * per_epoch)
+    if per_epoch == 0 or config.steps is None and round(config.epochs * per_epoch, 6) < 1:
+        raise ConfigError(f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: makes no step of the {rows} "
+                          "rows of the training split; trainer.steps=0 evaluates only")
+    return per_epoch, config.steps or round(config.epochs * per_epoch)
 
 
 def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
@@ -61,14 +59,12 @@ def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
     if depth == 0:
         yield from items
         return
-    items, end, pool = iter(items), object(), ThreadPoolExecutor(1)
-    try:
+    items, end = iter(items), object()
+    with ThreadPoolExecutor(1) as pool:
         early = deque(pool.submit(next, items, end) for _ in range(depth))
         while (item := early.popleft().result()) is not end:
             early.append(pool.submit(next, items, end))
             yield item
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 class Trainer:
@@ -111,23 +107,22 @@ class Trainer:
         self.scored = self.module
         if config.compile:  # besides the plain module, in which a diverged run looks for the layer
             self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
-        seed_everything(int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0]))
+        set_seed(int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0]))
 
     # ---- the loop
 
-    def fit(self) -> list[dict[str, Any]]:
-        """Continue from where the run directory stands, to the end; returns the records, the last of them final."""
+    def fit(self) -> None:
+        """Continue from where the run directory stands, to the final record."""
         self.state.restore()
         self.progress = self.state.progress
-        rows = self.task.length("train")
-        batch = rows / self.per_epoch if rows and self.per_epoch else self.config.batch
-        line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main, self.run.note)
-        with self.signals, line as self.line, ExitStack() as self.reading:
+        batch = (self.task.length("train") or 0) / (self.per_epoch or 1) or self.config.batch  # rows of a step
+        self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
+        with self.signals:
             self.module.train()
             while not self._between_steps():
                 self._step()
+            self.feed = None  # which ends the thread that reads ahead
             self._finish()
-        return self.run.records
 
     def _between_steps(self) -> bool:
         """Whether training is over."""
@@ -141,7 +136,7 @@ class Trainer:
             raise stopped_by(self.signals.signum or signal.SIGTERM)
         if due:
             self._evaluate_validation()
-        return p.step >= self.total or (config.patience is not None and p.worse >= config.patience)
+        return p.step >= self.total
 
     def _is_time(self, every: int | None) -> bool:
         """Every so many steps, by default after each epoch, and in the end."""
@@ -176,9 +171,8 @@ class Trainer:
         if self.feed is None:
             plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, world.rank, world.size)
             batches = self.task.batches("train", plan)
-            self.reading.close()
-            self.feed = self.reading.enter_context(closing(read_ahead(
-                (send_to_device(b, world.device, non_blocking=True) for b in batches), config.prefetch)))
+            self.feed = read_ahead((send_to_device(b, world.device, non_blocking=True) for b in batches),
+                                   config.prefetch)
         batches = list(islice(self.feed, config.accumulate))
         if len(batches) == config.accumulate:
             return batches
@@ -283,12 +277,10 @@ class Trainer:
         metrics = self.evaluate(self.task.validation)
         p.evaluated, value = p.step, metrics[self.task.metric]
         self._record(self.task.validation, **metrics)
-        self.line.metric(self.task.metric, value)
+        self.line.metric = f", {self.task.metric} {'nan' if value is None else f'{value:.4f}'}"
         old, sign = p.best and p.best["metrics"][self.task.metric], -1 if self.task.lower_is_better else 1
         if p.best is None or value is not None and (old is None or sign * value > sign * old):
-            p.best, p.worse = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}, 0
-        else:
-            p.worse += 1
+            p.best = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}
 
     def evaluate(self, split: str) -> dict[str, float | None]:
         """The task's metrics of a split (null: not finite); leaves the generators as they were."""
@@ -319,8 +311,8 @@ class Trainer:
             self.state.load_best()
         metrics = best["metrics"] if task.test is None and best else self.evaluate(task.test or task.validation)
         self._export()
-        chosen = {"best_step": best["step"]} if best else {}
-        self._record(task.test or task.validation, **metrics, **chosen, metric=task.metric, direction=direction(task),
+        ending = {"best_step": best["step"]} if best else {}
+        self._record(task.test or task.validation, **metrics, **ending, metric=task.metric, direction=direction(task),
                      final=True)
 
     def _export(self) -> None:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -29,7 +28,7 @@ class TrainerConfig:
     steps: Whole | None
     accumulate: Count
     eval_batch: Count | None
-    optimizer: Literal[*OPTIMIZERS]
+    optimizer: Literal["adamw", "adam"]
     lr: Positive
     betas: tuple[Beta, Beta]
     eps: Positive
@@ -49,7 +48,6 @@ class TrainerConfig:
     save_minutes: Positive | None
     keep: Count
     select: Literal["best", "last"]
-    patience: Count | None
     prefetch: Whole
     adapt: Literal["lora"] | None
     lora: Lora
@@ -64,16 +62,12 @@ class TrainerConfig:
             raise ConfigError("trainer.adapt=lora: needs the package peft; pip install 'crt_exp[adapt]'")
 
     def check_processes(self, processes: int) -> None:
-        """Raises ConfigError where batch, precision and GPUs do not suffice for this number of processes."""
+        """Raises ConfigError where the batch does not divide over this number of processes, and for fp16 on a CPU."""
         if self.batch % (parts := processes * self.accumulate):
             raise ConfigError(f"trainer.batch={self.batch}: does not divide over {processes} processes x "
                               f"{self.accumulate} micro-batches; expected a multiple of {parts}")
-        gpus = 0 if self.cpu or not torch.accelerator.is_available() else torch.accelerator.device_count()
-        if self.precision == "fp16" and not gpus:
-            raise ConfigError("trainer.precision=fp16: needs a GPU; use bf16 or no")
-        if gpus and (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > gpus:
-            raise ConfigError(f"torchrun --nproc_per_node={here}: this machine has {gpus} GPUs, one for each process; "
-                              f"a trainer.accumulate {-(-here // gpus)} times as large keeps the micro-batches")
+        if self.precision == "fp16" and (self.cpu or not torch.accelerator.is_available()):
+            raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
 
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str], float],

@@ -28,9 +28,9 @@ def test_a_run_is_not_done_without_its_picture(typed, tmp_path, monkeypatch, one
     run = ["task=recall", "attention=exact", "trainer.steps=2", "task.evaluated=8", "logger=none",
            f"hydra.run.dir={tmp_path / 'run'}"]
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "fit", lambda self: fit_whole(self) and patch.setattr(fit, "draw_curves", refuse))
+        patch.setattr(Trainer, "fit", lambda self: (fit_whole(self), patch.setattr(fit, "draw_curves", refuse)))
         code, out, err = typed(*run)
-    assert code == 2 and f"{tmp_path / 'run'} cannot be written: No space left on device" in err, err
+    assert code == 2 and "No space left on device" in err, err
     code, out, err = typed(*run, "resume=auto")
     assert code == 0 and (tmp_path / "run" / "curves.png").is_file(), err
 

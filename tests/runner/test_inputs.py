@@ -49,11 +49,11 @@ def test_every_change_is_seen(change, data):
 
 def test_of_a_run_its_model_alone_and_no_names_that_are_no_files(data):
     (data / "model").mkdir()
-    for name in ("config.yaml", "run.log", "model/weights"):
+    for name in ("config.yaml", "curves.png", "model/weights"):
         (data / name).write_text(name)
     options = {"init": str(data), "cache_dir": str(data), "model": "bert-base", "rows": 3}
     before = input_states(options, None)
-    (data / "run.log").write_text("more")
+    (data / "curves.png").write_text("more")
     assert [*before] == ["task.init"] and before == input_states(options, None)
 
 

@@ -2,6 +2,7 @@
 
 from wandb.proto.wandb_internal_pb2 import MetricRecord, RunRecord
 
+
 def told(directory):
     """What the runs in a folder noted for the server."""
     return b"".join(path.read_bytes() for path in directory.glob("**/wandb/offline-run-*/*.wandb"))

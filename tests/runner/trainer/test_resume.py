@@ -61,7 +61,7 @@ def test_the_words_that_continue_a_run_can_be_pasted(typed, whole, tmp_path, mon
 
 
 @pytest.mark.parametrize("path", ["/a/b-c.d", "/a b", "/a'b", '/a"b', "/a=b", "/a,b", "/[a]{b: c}", "/$HOME", "/a\\'b",
-                                  '/a\\"b', "/~#!", "/a\\", "/a${b}", "/a\\${b}", "/ü", "/ a\t"])
+                                  '/a\\"b', "/~#!", "/a\\", "/ü", "/ a\t"])
 def test_overrides_hold_any_path(path):
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import OmegaConf
@@ -84,7 +84,7 @@ def test_a_checkpoint_after_so_many_minutes_changes_no_number(typed, whole, tmp_
 
 OPTIONS = [["trainer.accumulate=2", "task.weighted=true", "trainer.precision=bf16", "trainer.optimizer=adam"],
            pytest.param(["task.streamed=true", "trainer.steps=30"], marks=pytest.mark.slow),
-           pytest.param(["trainer.patience=1", "trainer.eval_every=4", "trainer.prefetch=0"], marks=pytest.mark.slow)]
+           pytest.param(["trainer.eval_every=4", "trainer.prefetch=0"], marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
@@ -268,5 +268,5 @@ def test_damaged_best_checkpoint(typed, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
     (tmp_path / "run" / "checkpoints" / f"step-{best}" / "model.safetensors").write_bytes(b"")
-    code, out, _ = typed(*args, "resume=auto")
-    assert code == 0 and "the best checkpoint" in out and "the last weights are tested" in out
+    code, _, err = typed(*args, "resume=auto")
+    assert code == 2 and "damaged (model.safetensors differs" in err and "it has the best weights" in err

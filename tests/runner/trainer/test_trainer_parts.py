@@ -3,7 +3,6 @@
 import io
 import re
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -76,8 +75,7 @@ def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
 
 
 @pytest.mark.parametrize("costs, message", [
-    ([1, 31, 2], "row 1 costs 31: .* at most the budget of 30"), ([1, 0], "row 1 costs 0"),
-    ([1, float("nan")], "row 1 costs nan"), ([1], "1 rows do not fill the 2 micro-batches")])
+    ([1, 31, 2], "a row costs 31: expected at most the budget of 30"), ([1], "1 rows do not fill the 2 micro-batches")])
 def test_costs_that_make_no_plan_are_refused(costs, message):
     with pytest.raises(ValueError, match=message):
         list(Plan(1, micro=2).by_cost(costs, 30, "train"))
@@ -138,32 +136,15 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
         assert {whole for *_, whole in told} == {limit if kind is toy.Uneven else count}
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_on_one_line_of_a_terminal(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with ProgressLine(10, 4, 8, True, [].append) as line:
-        line.metric("accuracy", 0.5)
-        for _ in range(3):
-            time.sleep(0.11)
-            line.step(1.25)
-        line.evaluating("validation", 3, 20)
-    for part in ("7/10", "loss 1.25, accuracy 0.5000, ", "samples/s", "<", "validation: 3 of 20 batches"):
-        assert part in sys.stderr.getvalue()
-
-
 @pytest.mark.parametrize("shown", [True, False])
-def test_plain_lines_where_there_is_no_terminal(shown, monkeypatch):
+def test_lines_of_progress(shown, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr("crt_exp.runner.loggers.EVERY", 0.0)
-    noted = []
-    with ProgressLine(10, 4, 8, shown, noted.append) as line:
-        line.metric("accuracy", 0.5)
-        line.step(1.25)
-        line.evaluating("test", 1, None)
-    assert sys.stderr.getvalue() == "".join(f"{each}\n" for each in noted) and len(noted) == 2 * shown
-    assert not shown or re.fullmatch(r"step 5 of 10, loss 1.25, accuracy 0.5000, \S+ samples/s, 0\S+ left", noted[0])
-    assert not shown or noted[1] == "step 5 of 10, evaluating test: 1 batches"
+    line = ProgressLine(10, 4, 8, shown)
+    line.metric = ", accuracy 0.5000"
+    line.step(1.25)
+    line.evaluating("test", 1, None)
+    lines = sys.stderr.getvalue().splitlines()
+    assert len(lines) == 2 * shown
+    assert not shown or re.fullmatch(r"step 5 of 10, loss 1.25, accuracy 0.5000, \S+ samples/s, 0\S+ left", lines[0])
+    assert not shown or lines[1] == "step 5 of 10, evaluating test: 1 batches"

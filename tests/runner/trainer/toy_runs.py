@@ -13,7 +13,7 @@ from crt_exp.runner import checkpoint
 from crt_exp.train import main
 
 TESTS = Path(__file__).parents[2]
-FILES = ["checkpoints", "config.yaml", "curves.png", "inputs.json", "metrics.jsonl", "run.log", "versions.json"]
+FILES = ["checkpoints", "config.yaml", "curves.png", "inputs.json", "metrics.jsonl", "versions.json"]
 BASE = ("--config-dir", str(TESTS / "toy_conf"), "task=toy", "logger=none")
 ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
 PLAIN = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
