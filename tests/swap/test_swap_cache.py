@@ -397,13 +397,13 @@ def test_new_keys_are_of_no_other_use():
         with pytest.raises(ValueError, match="a recurrent state: give the model a DynamicCache"):
             wrong()
     layer, swap = layer_cache.layers[0], model.model.layers[0].self_attn.swapped
-    with pytest.raises(ValueError, match="self_attn: the same keys are used twice, or with other values"):
+    with pytest.raises(ValueError, match="self_attn: the keys of a recurrent state are used twice"):
         layer.attend(swap, torch.ones(2, 4, 1, 4), keys, keys, **CALL)
     with torch._C.DisableTorchFunctionSubclass():
         assert layer.keys.numel() == layer.keys.untyped_storage().nbytes() == 0  # what Whisper and Mllama look at
     with pytest.raises(ValueError, match="__getitem__ was called outside of swapped attention"):
         layer.keys[0]
-    with pytest.raises(ValueError, match="no swapped attention took them"):
+    with pytest.raises(ValueError, match="no swapped attention took the new keys"):
         layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
 
 
