@@ -14,7 +14,8 @@ _HOMES = {
     "crt_exp.estimators": ("RandomFeatureClassifier", "RandomFeatureRidge"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
     "crt_exp.swap.calibration": ("calibrate_attention",),
-    "crt_exp.swap.swap": ("unswap_attention", "describe_attention"),
+    "crt_exp.swap.describe": ("describe_attention",),
+    "crt_exp.swap.swap": ("unswap_attention",),
     "crt_exp.pretrained.saved": ("from_pretrained",),
     "crt_exp.advice.call": ("advise",),
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from crt_exp.data.text import IGNORED
 from crt_exp.models.folder import block_of
 from crt_exp.advice.bench import Bench, Swap, fitted
-from crt_exp.swap.record import holders
+from crt_exp.swap.saved import holders
 
 MASKED, NEXT = "masked", "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}

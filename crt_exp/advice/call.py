@@ -15,7 +15,7 @@ from crt_exp.advice.verdict import CONTROL_NAME, EXACT, TOLERANCE, Advice, rows_
 from crt_exp.config import place
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import eval_mode
-from crt_exp.swap.record import holders
+from crt_exp.swap.saved import holders
 
 Named = str | type | tuple[str | type, dict[str, Any]]
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # by default

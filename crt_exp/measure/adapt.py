@@ -282,8 +282,8 @@ class AdaptPretrained(SwapMeasurement):
         found = self.readings(model)
         yield from after(0, found, minutes)
         if can_learn(model):
-            minutes = milliseconds(lambda: transfer_attention(
-                model, given, self.transfer, self.transfer_lr, captured=True), clock=PROCESSOR) / MINUTE
+            minutes = milliseconds(lambda: transfer_attention(model, given, self.transfer, self.transfer_lr),
+                                   clock=PROCESSOR) / MINUTE
             found = self.readings(model)
         yield from after(self.transfer, found, minutes)
         low_rank(model, self.rank, seed)

@@ -26,7 +26,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.folder import folder_of
 from crt_exp.models.kept import WEIGHTS
-from crt_exp.swap.matrices import attention_matrices
+from crt_exp.swap.describe import attention_matrices
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # 190
 

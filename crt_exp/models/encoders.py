@@ -5,10 +5,8 @@ config.json says under `crt_exp` with which attention the weights were trained, 
 attention.
 """
 
-import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +19,12 @@ from crt_exp.data.hub import check_network, reason_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import folder
 from crt_exp.models.folder import check_numbers, whole_folder
+from crt_exp.options import did_you_mean
 from crt_exp.pretrained.published import fetched
-from crt_exp.swap import record
+from crt_exp.swap.saved import KEY, check_record, take_record
 
 EXACT = Mechanism.of("exact").describe()
-WANTED = ("a model's folder (config.json, model.safetensors, tokenizer.json or vocab.txt), the directory of a run of "
-          "task=mlm, or a name of the Hugging Face hub such as google-bert/bert-base-uncased")
+WANTED = "a folder with config.json and model.safetensors, the directory of a run of task=mlm, or a name of the hub"
 
 
 class Origin(NamedTuple):
@@ -39,13 +37,12 @@ class Origin(NamedTuple):
 
 
 def origin_of(model: str, init: str) -> Origin:
-    """What task.model and task.init mean. Raises DataError for an `init` that is neither a word nor a folder."""
+    """What task.model and task.init mean. Raises DataError for another `init`."""
     if init in ("scratch", "uptrain"):
         return Origin(folder_of(model, "task.model"), "task.model", init == "uptrain", False)
     if not Path(init).expanduser().is_dir():
-        near = difflib.get_close_matches(init, ("scratch", "uptrain"), n=1)
-        raise DataError(f"task.init={init}: expected scratch, uptrain, or the directory of a run of task=mlm"
-                        + "".join(f"; did you mean {word}?" for word in near))
+        near = did_you_mean(init, ("scratch", "uptrain"))
+        raise DataError(f"task.init={init}: expected scratch, uptrain, or the directory of a run of task=mlm{near}")
     return Origin(folder_of(init, "task.init"), "task.init", True, True)
 
 
@@ -64,8 +61,7 @@ def load_tokenizer(origin: Origin):
 
     tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin, "tokenizer")
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
-        raise DataError(f"{origin.option}={origin.name} holds no tokenizer: "
-                        "put the model's tokenizer.json or vocab.txt there")
+        raise DataError(f"{origin.option}={origin.name} holds no tokenizer: expected tokenizer.json or vocab.txt there")
     return tokenizer
 
 
@@ -73,8 +69,8 @@ def load_config(origin: Origin, **changes: Any):
     """The model's configuration with other values for some keys. Raises DataError."""
     from transformers import AutoConfig
 
-    load = partial(AutoConfig.from_pretrained, origin.name, trust_remote_code=False, **changes)
-    return loaded(load, origin, "configuration")
+    return loaded(lambda: AutoConfig.from_pretrained(origin.name, trust_remote_code=False, **changes), origin,
+                  "configuration")
 
 
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
@@ -87,37 +83,28 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
 
     auto = getattr(transformers, kind)
     if origin.noise:
-        check_attention(config, origin, mechanism)
+        changed = differing_keys(saved_attention(config), mechanism.describe())
+        if changed:
+            raise ConfigError(f"{origin.option}={origin.name} was trained with another attention: {', '.join(changed)}"
+                              f"; choose it, or task.init=uptrain task.model={origin.name}")
     if origin.weights:
-        load = partial(auto.from_pretrained, origin.name, config=config, dtype=torch.float32, output_loading_info=True,
-                       trust_remote_code=False, ignore_mismatched_sizes=True)  # as a head for other classes must
-        model, info = loaded(load, origin, "weights")
+        model, info = loaded(lambda: auto.from_pretrained(
+            origin.name, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True), origin, "weights")  # as a head for other classes must
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
         check_numbers(model.named_parameters(), f"{origin.option}={origin.name}")
     else:
         model = auto.from_config(config).float()
-    record.taken(model)  # of the attention that the weights were saved with
+    take_record(model)  # of the attention that the weights were saved with
     return model if mechanism.is_exact else mechanism.swap(model, saved=origin.noise)
-
-
-def check_attention(config, origin: Origin, mechanism: Mechanism) -> None:
-    """Raises ConfigError, saying which keys differ, unless the saved model has the attention of this run."""
-    changed = differing_keys(saved_attention(config), mechanism.describe())
-    if changed:
-        raise ConfigError(f"{origin.option}={origin.name} was trained with another attention; these keys differ: "
-                          f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
-                          f"task.init=uptrain task.model={origin.name}")
 
 
 def saved_attention(config) -> dict[str, Any]:
     """What `Mechanism.describe` says of the attention that a model's weights were saved with."""
-    saved = getattr(config, record.KEY, None)
-    if saved is None:
+    if (saved := getattr(config, KEY, None)) is None:
         return EXACT
-    if isinstance(saved, dict) and "mechanisms" not in saved:  # as runs of earlier versions wrote it
-        return saved
-    return record.checked(saved, config.name_or_path)["mechanisms"][0].get("described", {})
+    return check_record(saved, config.name_or_path)["mechanisms"][0].get("described", {})
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -127,13 +114,13 @@ def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             for k in sorted(old | new) if old.get(k) != new.get(k)]
 
 
-def leaves(node: Any, prefix: str = ""):
+def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names and values of nested dictionaries."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else key)
-    elif node is not None:
-        yield prefix, node
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
 
 
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
@@ -144,35 +131,30 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     wrong = sorted(name for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
                    if name.startswith(prefix) and not name.startswith(f"{prefix}pooler."))
     if wrong:
-        raise DataError(f"{origin.option}={origin.name} is no checkpoint of this {type(model).__name__}: it lacks "
-                        f"{', '.join(wrong[:3])}{' and others' if wrong[3:] else ''}, or has another shape")
+        raise DataError(f"{origin.option}={origin.name}: it lacks weights of {type(model).__name__}, or has them in "
+                        f"another shape: {', '.join(wrong[:3])}")
 
 
 def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     """`load()`, whose errors become one DataError that says what to get and where to put it."""
     from safetensors import SafetensorError
 
-    local = Path(origin.name).is_dir()
-    if not local:
+    if not (local := Path(origin.name).is_dir()):
         check_network()
     try:
         with quiet():
             return load()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
-        reason, source = reason_of(error)[:300], f"{origin.option}={origin.name}: its {what}"
+        source = f"{origin.option}={origin.name}: its {what}"
         if "trust_remote_code" in str(error):
-            raise DataError(f"{source} asks for code that lies there (auto_map), which is not run: give a model whose "
-                            "class transformers has") from None
-        if local:
-            raise DataError(f"{source} cannot be read: {reason}") from None
-        raise DataError(f"{source} is neither on this machine nor given by the Hugging Face hub ({reason}): check the "
-                        f"name and the network, or give a local folder, {origin.option}=DIR, such as one made by `hf "
-                        f"download {origin.name} --local-dir DIR` elsewhere") from None
+            raise DataError(f"{source} asks for code that lies there (auto_map), which is not run") from None
+        fix = "" if local else f"; `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
+        raise DataError(f"{source} cannot be read: {reason_of(error)[:300]}{fix}") from None
 
 
 @contextmanager
 def quiet():
-    """Without the libraries' words on new weights (`check_complete` judges them) and on the noise of a swap."""
+    """Without the libraries' messages on new weights (`check_complete` judges them) and on the noise of a swap."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -187,26 +169,22 @@ def quiet():
 
 
 def check_length(config, length: int, option: str) -> None:
-    """Raises ConfigError for sequences that the model has no positions for."""
+    """Raises ConfigError for sequences that the model has no positions for.
+
+    RoBERTa and its kin count positions from the padding's number on.
+    """
+    from transformers import AutoModel
+
     most = getattr(config, "max_position_embeddings", None)
     if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
         return
-    with buildable(f"{option}={length}"):
-        most -= unused_positions(config)
+    with buildable(f"{option}={length}"), torch.device("meta"):  # which takes neither memory nor random numbers
+        model = AutoModel.from_config(config)
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    skipped = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    most -= max(skipped, default=0)
     if length > most:
         raise ConfigError(f"{option}={length}: this model has positions for {most} tokens")
-
-
-def unused_positions(config) -> int:
-    """Rows of the table of positions before the first token's:
-    RoBERTa and its kin count from the padding's number on."""
-    from transformers import AutoModel
-
-    with torch.device("meta"):  # which takes neither memory nor random numbers
-        model = AutoModel.from_config(config)
-    tables = [module for name, module in model.named_modules()
-              if isinstance(module, nn.Embedding) and name.endswith("position_embeddings")]
-    return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
 @contextmanager
@@ -215,8 +193,6 @@ def buildable(option: str) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except ConfigError:
-        raise
     except Exception as error:  # each model and library has its own
         raise ConfigError(f"{option} makes no model: {reason_of(error)[:300]}") from None
 

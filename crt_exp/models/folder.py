@@ -67,15 +67,14 @@ def verify(folder: Path, named: str) -> None:
     for name, digest in digests.items():
         file = folder / Path(name).name
         if not file.is_file() or digest_of(file) != digest:
-            raise DataError(f"{named}: {file} is damaged: it is not what the run wrote. Copy it again, or delete "
-                            f"{DIGESTS} if it was changed on purpose")
+            raise DataError(f"{named}: {file} is damaged: it is not what the run wrote; copy it again")
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
     """Raises DataError naming the first of the tensors, by their names, that holds NaN."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise DataError(f"{named}: {name} holds NaN: they are of a run that diverged, or were made so since")
+            raise DataError(f"{named}: {name} holds NaN: the run diverged")
 
 
 def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str) -> None:
@@ -86,14 +85,13 @@ def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[st
     try:
         with torch.device("meta"):
             state = make().state_dict()
-    except RuntimeError as error:  # more numbers than can be counted
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{named}: its {CONFIG} describes no model that can be made: {reason}") from None
+    except RuntimeError:  # more numbers than can be counted
+        raise ConfigError(f"{named}: its {CONFIG} describes a model that is too large") from None
     for name, tensor in state.items():
         found = tuple(tensors[name].shape) if name in tensors else "not"
         if found != tuple(tensor.shape):
-            raise ConfigError(f"{named}: its weights do not fit its {CONFIG}: {name} is {found} there and "
-                              f"{tuple(tensor.shape)} in the model that it describes")
+            raise ConfigError(f"{named}: its weights do not fit its {CONFIG}: {name} is {found}, "
+                              f"expected {tuple(tensor.shape)}")
 
 
 def description_in(folder: Path, named: str) -> dict[str, Any]:
@@ -108,9 +106,8 @@ def block_of(folder: str | Path) -> int | None:
     """Tokens of the blocks on which the run trained that keeps this model; None for a model of another origin. Raises
     ConfigError where the run's config.yaml cannot be read."""
     folder = Path(folder)
-    if folder.name != MODEL or not (folder.parent / "config.yaml").is_file():
-        return None
-    task = read_yaml(folder.parent / "config.yaml").get("task")
+    config = folder.parent / "config.yaml"
+    task = read_yaml(config).get("task") if folder.name == MODEL and config.is_file() else None
     block = task.get("block") if isinstance(task, dict) else None
     return block if type(block) is int and block > 0 else None
 
@@ -126,8 +123,5 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
             verify(folder, named)
             return folder
     refuse_adapters(path, named)
-    if (path / "config.yaml").is_file():
-        raise DataError(f"{named}: this run holds no {MODEL}/{CONFIG}: it has not ended (continue it with resume=auto "
-                        f"hydra.run.dir={run}), or its task keeps no model: expected {wanted}")
-    problem = f"it holds no {CONFIG}" if path.is_dir() else "there is no such directory"
-    raise DataError(f"{named}: {problem}: expected {wanted}")
+    no_model = f"it holds no {CONFIG}; a run that has not ended goes on with resume=auto"
+    raise DataError(f"{named}: {no_model if path.is_dir() else 'there is no such directory'}: expected {wanted}")

@@ -1,6 +1,5 @@
 """A saved model whose attention was swapped, as it was: the reverse of save_pretrained after `swap_attention`."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import verify
 from crt_exp.pretrained.published import fetched
 from crt_exp.stored import json_object
-from crt_exp.swap import families, record
-from crt_exp.swap.buffers import largest_dimension, restore
+from crt_exp.swap import saved
+from crt_exp.swap.families import attention_modules
 from crt_exp.swap.swap import swap_layers
-from crt_exp.swap.weights import CHOOSING, note_choice, weights_of
 
-FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", *CHOOSING)
+FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+ANEW = "load the weights by from_pretrained of their class, then call swap_attention"
 
 
 @torch.inference_mode(False)   # tensors of inference mode could not be trained later
@@ -34,33 +33,30 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     rebuild, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
     is code that lies there is refused, unless `trust_remote_code=True` says that it was read.
     """
-    published = fetched(folder)
-    if published is not None:
+    if (published := fetched(folder)) is not None:
         verify(published, str(folder))
         return auto.from_pretrained(published, **options)
+    if options.get("variant"):
+        raise ConfigError(f"variant={options['variant']}: expected weights in model.safetensors: {ANEW}")
     if not Path(folder).is_dir():
         check_network()
     config = Path(folder) / (options.get("subfolder") or "") / "config.json"
     if config.is_file():    # before other code reads it
         json_object(config)
     model = _loaded(auto, folder, options)
-    saved = record.taken(model)
-    if saved is None:
-        raise ValueError(f"{folder}: its config.json has no {record.KEY}, so it holds no swapped model: load it by "
-                         "from_pretrained of its class, then call swap_attention")
-    note_choice(model, options)
-    return _bring_back(model, saved, folder, {key: options[key] for key in FETCHING if key in options})
+    record = saved.take_record(model)
+    if record is None:
+        raise ConfigError(f"{folder}: its config.json has no {saved.KEY}, so it holds no swapped model: {ANEW}")
+    files = saved.weight_files(folder, **{key: options[key] for key in FETCHING if key in options})
+    return _swapped(model, saved.check_record(record, folder), files, folder)
 
 
 def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Module:
-    """The model with its own attention; where the class is to be found, without asking whether code may be run."""
-    finds = hasattr(auto, "_model_mapping")
-    safely = {"trust_remote_code": False} if finds else {}
+    """The model with its own attention; code that lies in the folder is not run, without a question."""
+    safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
     try:
-        with record.ignoring_buffers(_found(auto, folder, safely | options) if finds else auto):
+        with saved.ignoring_buffers():
             return auto.from_pretrained(folder, **(safely | options))
-    except RecursionError:
-        raise ConfigError(f"{folder}, config.json: nested too deeply") from None
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -68,68 +64,37 @@ def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Modul
                           "the model's own class, or, once you have read that code, trust_remote_code=True") from None
 
 
-def _found(auto: type, folder: str | Path, options: dict[str, Any]) -> type:
-    """The class that one such as AutoModelForCausalLM finds for this folder."""
-    from transformers import AutoConfig, PreTrainedModel
-
-    wanted = {key: options[key] for key in ("trust_remote_code", *FETCHING) if key in options}
-    config = options.get("config") or AutoConfig.from_pretrained(folder, **wanted)
-    kind = auto._model_mapping.get(type(config), PreTrainedModel)
-    return kind[0] if isinstance(kind, tuple) else kind
-
-
-def _bring_back(model: nn.Module, saved: dict[str, Any], folder: str | Path, fetching: dict[str, Any]) -> nn.Module:
-    """Swaps the attention of a model, which has its own, as `saved` says. fetching: where its weights come from."""
-    mechanisms = [_mechanism(each, folder) for each in record.checked(saved, folder)["mechanisms"]]
-    files = weights_of(folder, **fetching)
-    _check_rows(mechanisms, files, folder)
-    chosen = _chosen(model, saved, folder)
-    for number, mechanism in enumerate(mechanisms):
-        layers = [i for i, other in enumerate(chosen.values()) if other == number]
+def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder: str | Path) -> nn.Module:
+    """Swaps the attention of a model, which has its own, as the record says."""
+    if record.get("open"):
+        raise ConfigError(f"{folder}: its record is one of an earlier crt_exp, {record.get('version')}: {ANEW}")
+    mechanisms = [_mechanism(each, files, folder) for each in record["mechanisms"]]
+    numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
+    for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
+        layers = [i for i, other in enumerate(numbers) if other == number]
         if layers:
-            causal = saved["mechanisms"][number].get("causal")
-            swap_layers(model, mechanism.layer, mechanism.name, layers, causal=causal, saved=False,
-                        record=saved["mechanisms"][number])
-    states = [module.swapped for _, module in model.named_modules() if "swapped" in module._modules]
-    _check_open(states, saved, folder)
-    restore(model, states, files, folder, strict=True)
-    record.write(model)
+            swap_layers(model, mechanism.layer, mechanism.name, layers, causal=each.get("causal"), saved=False,
+                        record=each)
+    states = [module.swapped for module in model.modules() if "swapped" in module._modules]
+    saved.restore(model, states, files, folder, strict=True)
+    saved.write_record(model)
     return model
 
 
-def _check_open(states: list[nn.Module], saved: dict[str, Any], folder: str | Path) -> None:
-    """Raises ConfigError for retrieved keys of a layer that an earlier version took from a budget of all layers."""
-    own = {state.path: state.sizes.open for state in states if hasattr(state, "sizes")}
-    if any(open != own.get(path, open) for path, open in (saved.get("open") or {}).items()):
-        raise ConfigError(f"{folder}: crt_exp {saved.get('version')} saved it with a budget of retrieved keys, which "
-                          "was removed: load the weights by from_pretrained, then call swap_attention with open=N")
+def _mechanism(content: dict[str, Any], files: list[Path], folder: str | Path) -> Mechanism:
+    """Raises ConfigError for what names do not rebuild, and for more projections than the weights have."""
+    if not content.get("rebuilds", True):
+        raise ConfigError(f"{folder}: its attention {content.get('name')} was built of objects, which are not stored: "
+                          f"{ANEW} with the same objects")
+    mechanism, rows = Mechanism.of_saved(content, str(folder)), saved.largest_dimension(files)
+    if (mechanism.m or 0) > rows:   # before any is drawn
+        raise ConfigError(f"{folder}: crt_exp.m={mechanism.m}: its weights have {rows} rows of noise: {ANEW}")
+    return mechanism
 
 
-def _check_rows(mechanisms: Iterable[Mechanism], files: list[Path], folder: str | Path) -> None:
-    """Raises ConfigError for more projections than the weights have rows of noise for, before any is drawn."""
-    rows = largest_dimension(files)
-    for mechanism in mechanisms:
-        if (mechanism.m or 0) > rows:
-            raise ConfigError(f"{folder}: {record.KEY} in its config.json has m={mechanism.m}, its weights have {rows} "
-                              "rows of noise: load the weights by from_pretrained, then call swap_attention")
-
-
-def _mechanism(saved: dict[str, Any], folder: str | Path) -> Mechanism:
-    if not saved.get("rebuilds", True):
-        raise ConfigError(f"{folder}: its attention {saved.get('name')} was built of objects, which are not stored: "
-                          "load the weights by from_pretrained, then call swap_attention with the same objects")
-    return Mechanism.of_saved(saved, str(folder))
-
-
-def _chosen(model: nn.Module, saved: dict[str, Any], folder: str | Path) -> dict[str, int | None]:
-    """Path of each attention module -> the number of its mechanism."""
-    layers, chosen = saved["layers"], {}
-    for path, _ in ((path, part) for path, part in model.named_modules() if families.family(part)):
-        same = [other for other in layers if path == other or path.endswith(f".{other}") or other.endswith(f".{path}")]
-        if not same:
-            raise ConfigError(f"{folder}: {record.KEY} in its config.json names no attention of {path}: it is of "
-                              "another model, or another version of it")
-        chosen[path] = layers[max(same, key=len)]
-    return chosen
-
-
+def _number(path: str, layers: dict[str, int | None], folder: str | Path) -> int | None:
+    """The number of the mechanism of an attention module."""
+    same = [other for other in layers if saved.same_path(path, other)]
+    if not same:
+        raise ConfigError(f"{folder}: {saved.KEY} in its config.json names no attention of {path}: {ANEW}")
+    return layers[max(same, key=len)]

@@ -14,19 +14,20 @@ Legend: B batch, H query heads, Hkv key heads, T new tokens, S tokens in all, d,
 import copy
 import inspect
 import weakref
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, EncoderDecoderCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, GenerationMode
 
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import changes
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.nearfar.past import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
+from crt_exp.swap.families import is_cross, names_in_forward
 
 NAMES = ("cache", "past_key_values")  # of the argument: from transformers 5.24 on, and before
 WHOLE = "give the model a DynamicCache(), which keeps all keys"
@@ -42,21 +43,18 @@ class NewKeys(Tensor):
         if name in ("__get__", "size", "dim", "numel", "__repr__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueError(f"{name} was called outside of swapped attention on keys or values whose past is a recurrent "
-                         f"state: {WHOLE}")
+        raise ValueError(f"{name} was called outside of swapped attention on keys that end a recurrent state: {WHOLE}")
 
 
 class RecurrentLayer(DynamicLayer):
     """One layer's cache: M (dv + 1) numbers a head and no keys.
 
     It decides at its first call, which sees all keys, whether the state can stand for them; else it keeps them
-    (`whole`). `crop` goes back to any token since `activate_past_recording` or the last `crop`, which is what assisted
-    generation does: until then the keys are kept with the state.
+    (`whole`). A state does not go back, so that assisted generation gets a cache of all keys.
     """
 
     def __init__(self):
         super().__init__()
-        self.record_past = False
         self._clear()
 
     def _clear(self) -> None:
@@ -64,16 +62,13 @@ class RecurrentLayer(DynamicLayer):
         self.given = None      # new keys and values that no attention function has taken yet
         self.handed = None     # references to what `update` gave for them
         self.state = None      # of all tokens
-        self.before = None     # of those before `window`, while the past is recorded
-        self.window = []       # keys, values and mask of each call since
         self.padding = None    # (B, p): which of the first p tokens count; all later ones do
         self.owner = self.marks = None
 
     # ---- what a forward pass calls
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.given is not None:
-            self._not_taken()
+        self._keep_given()
         if self.whole or (self.state is None and type(key_states) is not Tensor):
             self.whole = True
             return super().update(key_states, value_states)
@@ -114,11 +109,11 @@ class RecurrentLayer(DynamicLayer):
             keep = self._new_padding(keep, query.shape[2], swapped.path)
         if first and not isinstance(self.state, RecallState):
             out = at_once()
-            self._take(self.state, key, value, keep)
+            key, value = (repeat_heads(t, swapped.recurrent_heads) for t in (key, value))
+            self.state.take(swapped.scaled(key), value, keep)
         else:
             q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
             out = self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
-        self._note(key, value, keep)
         return out
 
     def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
@@ -127,72 +122,53 @@ class RecurrentLayer(DynamicLayer):
         if same and self.given is not None:
             return True
         if isinstance(key, NewKeys):
-            raise ValueError(f"{path}: the same keys are used twice, or with other values than the cache gave, which a "
-                             f"recurrent state cannot give: {WHOLE}")
-        if self.given is not None:
-            self._not_taken()
-        elif not self.whole:  # they serve other attention too, which one state cannot
-            self.state = self.before = None
+            raise ValueError(f"{path}: the keys of a recurrent state are used twice or with other values: {WHOLE}")
+        if self.given is None and not self.whole:  # they serve other attention too, which one state cannot
+            self.state = None
             self._keep_whole(key, value)
+        self._keep_given()
         return False
 
     def _begins(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
         """Before the first tokens are taken: a new state, or False where none can stand for their keys."""
         possible = possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
-        changing = swapped.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not possible or changing or swapped.calibrated is not None:
+        if not possible or _all_keys(swapped) or swapped.calibrated is not None:
             return False
         # sizes are asked for
         self.keys, self.values = (torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value))
         self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
-        self.before = swapped.decoding()
-        self.state = self.before.copy()
+        self.state = swapped.decoding()
         return True
 
-    def _take(self, state, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
-        swapped = self.owner()
-        key, value = (repeat_heads(t, swapped.recurrent_heads) for t in (key, value))
-        state.take(swapped.scaled(key), value, keep)
-
-    def _note(self, key: Tensor, value: Tensor, keep: Tensor | None) -> None:
-        if self.record_past:
-            self.window.append((key, value, keep))
-        else:
-            self.before, self.window = None, []
-
     def _check(self, swapped: nn.Module, query: Tensor, causal: bool, matrix: bool, used: int) -> None:
-        if self.owner() is not swapped:
-            raise ValueError(f"{swapped.path}: the cache was made by another attention layer or before swap_attention "
-                             "was called again: start with a new cache")
-        if any(a is not b or x != y for (a, x), (b, y) in zip(self.marks, _marks(swapped), strict=True)):
-            raise ValueError(f"{swapped.path}: noise or statistics changed since the cache was made, by a redraw, a "
-                             "pass in training, calibrate_attention or loading: start with a new cache")
-        for wrong, what in ((matrix, "output_attentions=True, which needs all keys"),
-                            (swapped.training, "training mode, which needs all keys"),
-                            (torch.is_grad_enabled() and query.requires_grad,
-                             "a gradient, which the past has not: call it under torch.no_grad()"),
-                            (query.shape[2] > 1 and not causal, "attention that is not causal, which needs all keys"),
+        marks = _marks(swapped)
+        same = self.owner() is swapped and all(a is b and x == y for (a, x), (b, y) in zip(self.marks, marks))
+        if not same:
+            raise ValueError(f"{swapped.path}: noise or statistics changed since the cache was made (swap, redraw, "
+                             "training, calibration, loading): start with a new cache")
+        for wrong, what in ((matrix, "output_attentions=True"), (swapped.training, "training mode"),
+                            (torch.is_grad_enabled() and query.requires_grad, "a gradient"),
+                            (query.shape[2] > 1 and not causal, "attention that is not causal"),
                             (used != self.length, "a mask that leaves out the last tokens")):
             if wrong:
-                raise ValueError(f"{swapped.path}: the cache holds a recurrent state and this call asks for {what}; "
-                                 f"or {WHOLE}")
+                raise ValueError(f"{swapped.path}: its state in the cache cannot give {what}: {WHOLE}")
 
-    # ---- padding: the state has honoured that of the past, so that a mask may not change its mind
+    # ---- padding: the state has taken that of the past
 
     def _new_padding(self, keep: Tensor | None, new: int, path: str) -> Tensor | None:
         """The mask of the new tokens (B, T), of one for all tokens.
         Raises ValueError where that differs for the past."""
-        past = self.length - new
+        past, padded = self.length - new, 0 if self.padding is None else self.padding.shape[1]
         if keep is not None and keep.shape[1] != self.length:
-            raise ValueError(f"{path}: the attention mask has {keep.shape[1]} tokens, but {past} in the cache and "
-                             f"{new} new ones need one each")
-        padded = 0 if self.padding is None else self.padding.shape[1]
-        same = padded == 0 if keep is None else (padded == 0 or torch.equal(keep[:, :padded], self.padding)) and bool(
-            keep[:, padded:past].all())
+            raise ValueError(f"{path}: the attention mask has {keep.shape[1]} tokens: expected {past} of the cache and "
+                             f"{new} new ones")
+        if keep is None:
+            same = padded == 0
+        else:
+            same = (padded == 0 or torch.equal(keep[:, :padded], self.padding)) and bool(keep[:, padded:past].all())
         if not same:
-            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than earlier calls did, "
-                             "which the recurrent state in the cache has taken as they were: give the same mask, "
-                             f"or {WHOLE}")
+            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than earlier calls did: "
+                             f"give the same mask, or {WHOLE}")
         if keep is None or bool(keep[:, past:].all()):
             return None
         self._set_padding(keep)
@@ -210,13 +186,14 @@ class RecurrentLayer(DynamicLayer):
         self.lazy_initialization(key, value)
         super().update(key, value)
 
-    def _not_taken(self) -> None:
+    def _keep_given(self) -> None:
         """Keys that no swapped attention took: the first ones are all there are, later ones would miss their past."""
+        if self.given is None:
+            return
         given, self.given = self.given, None
         if self.state is not None:
-            raise ValueError("a layer of the cache gave keys whose past is a recurrent state, and no swapped attention "
-                             "took them (was the model unswapped, or did its forward pass stop?): start with a new "
-                             f"cache, or {WHOLE}")
+            raise ValueError("no swapped attention took the new keys of a cache that keeps a recurrent state (was the "
+                             f"model unswapped, or its forward pass stopped?): start with a new cache, or {WHOLE}")
         self._keep_whole(*given)
 
     # ---- what generation asks of a layer
@@ -226,95 +203,29 @@ class RecurrentLayer(DynamicLayer):
 
     def nbytes(self) -> int:
         """Bytes of all tensors that are kept for later tokens."""
-        tensors = [self.keys, self.values, self.padding, *(t for part in self.window for t in part)]
-        states = (s for s in (self.state, self.before) if s is not None and s.kept is not None)
-        for state in {id(s.kept): s for s in states}.values():
-            tensors += state.kept
-        return sum(t.nbytes for t in tensors if t is not None)
-
-    def activate_past_recording(self) -> None:
-        if not self.record_past and self.state is not None:
-            self.before, self.window = self.state.copy(), []
-        self.record_past = True
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove tokens. Raises ValueError for more than are recorded.
-        Later calls start here."""
-        if self.given is not None:
-            self._not_taken()
-        if self.whole or self.state is None:
-            super().crop(tokens_to_remove)
-            return
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative integer")
-        recorded = sum(keys.shape[2] for keys, *_ in self.window)
-        if -tokens_to_remove >= self.length:
-            self.reset()
-        elif -tokens_to_remove > recorded:
-            raise ValueError(f"crop({tokens_to_remove}): this cache keeps a recurrent state and the last {recorded} "
-                             "tokens: call cache.activate_past_recording() before those that may be removed, "
-                             f"or {WHOLE}")
-        else:
-            self._go_back(recorded + tokens_to_remove)
-            self.length += tokens_to_remove
-            self._set_padding(None if self.padding is None else self.padding[:, :self.length])
-
-    def _go_back(self, tokens: int) -> None:
-        """The state after these many tokens of the window, and the next window from there."""
-        if tokens < sum(keys.shape[2] for keys, *_ in self.window):
-            self.state = self.before
-            for keys, values, keep in self.window:
-                here = min(tokens, keys.shape[2])
-                if here:
-                    mask = None if keep is None else keep[:, :here]
-                    self._take(self.state, keys[:, :, :here], values[:, :, :here], mask)
-                tokens -= here
-        self.before, self.window = self.state.copy() if self.record_past else None, []
+        state = self.state.kept if self.state is not None and self.state.kept is not None else ()
+        return sum(t.nbytes for t in (self.keys, self.values, self.padding, *state) if t is not None)
 
     def reset(self) -> None:
         super().reset()
         self._clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.length:
-            self._select(torch.arange(self._batch).repeat_interleave(repeats))
-
-    @property
-    def _batch(self) -> int:
-        return (self.keys if self.whole else self.given[0] if self.given else self.state.kept.sums).shape[0]
-
-    def _select(self, rows: Tensor) -> None:
-        """These sequences of the batch, in this order."""
-        if self.given is not None:
-            self._not_taken()
-        if self.whole:
-            super().batch_select_indices(rows.to(self.keys.device))
-        if self.state is None:
+        self._keep_given()
+        if self.whole or self.state is None:
+            super().reorder_cache(beam_idx)
             return
-        for state in {id(s): s for s in (self.state, self.before) if s is not None}.values():
-            state.select(rows.to(self.device))
-        self.window = [tuple(_chosen(t, rows) for t in part) for part in self.window]
-        self._set_padding(_chosen(self.padding, rows))
+        self.state.select(beam_idx.to(self.device))
+        self._set_padding(None if self.padding is None else self.padding[beam_idx.to(self.padding.device)])
 
     def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
         """Another cache of the same tokens, whose layer is still that of the model.
         Nothing in a state changes in place."""
         other = copy.copy(self)
-        other.state, other.before = (None if s is None else s.copy() for s in (self.state, self.before))
-        other.window = list(self.window)
+        other.state = None if self.state is None else self.state.copy()
         if self.whole:
             other.keys, other.values = copy.deepcopy((self.keys, self.values), memo)
         return other
-
-
-def _chosen(t: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if t is None else t[rows.to(t.device)]
 
 
 def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
@@ -332,8 +243,8 @@ def install(model: nn.Module) -> None:
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
             continue
-        layers = frozenset(_recurrent_layers(part))
-        if layers and "DynamicCache" in _makes(type(part)):
+        layers = _recurrent_layers(part)
+        if layers and "DynamicCache" in names_in_forward(type(part)):
             hook = partial(_give_cache, layers=layers)
             part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
         # a model's own generate reads the keys (Whisper's)
@@ -348,42 +259,30 @@ def uninstall(model: nn.Module) -> None:
             part.__dict__.pop("recurrent_cache_hook").remove()
 
 
-def _recurrent_layers(model: nn.Module) -> set[int]:
+def _recurrent_layers(model: nn.Module) -> frozenset[int]:
     """Indices in the cache of the layers that are causal and have a recurrent state."""
     parts = [part for part in model.modules() if isinstance(part._modules.get("swapped"), LinearAttention)
-             and getattr(part, "is_causal", True) and not getattr(part, "is_cross_attention", False)]
-    return {part.layer_idx for part in parts if isinstance(getattr(part, "layer_idx", None), int)
-            and "cross" not in type(part).__name__.lower()}
-
-
-@cache
-def _makes(kind: type) -> set[str]:
-    """Which of transformers' caches the forward pass of this class makes, where it is given none."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return {"DynamicCache", "EncoderDecoderCache"}.intersection(() if code is None else code.co_names)
-
-
-@cache
-def _arguments(kind: type) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]
+             and getattr(part, "is_causal", True) and not is_cross(part, "")]
+    return frozenset(part.layer_idx for part in parts if isinstance(getattr(part, "layer_idx", None), int))
 
 
 def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]) -> tuple[tuple, dict] | None:
     """A forward pre-hook: a cache where use_cache=True is given without one, which the model itself would make now."""
-    taken = _arguments(type(model))
-    positional = {*NAMES} & {*taken[:len(args)]}
-    if kwargs.get("use_cache") is not True or _given(kwargs) is not None or positional:
-        return None
-    if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if kwargs.get("use_cache") is not True or _given(kwargs) is not None or _all_keys(model):
         return None
     config = model.config.get_text_config(decoder=True)
     made = DynamicCache(config=config)
     _make_recurrent(made, layers)
-    crosses = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
-    if "EncoderDecoderCache" in _makes(type(model)) and (crosses or kwargs.get("encoder_hidden_states") is not None):
+    crosses = (config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+               or kwargs.get("encoder_hidden_states") is not None)
+    if crosses and "EncoderDecoderCache" in names_in_forward(type(model)):
         made = EncoderDecoderCache(made, DynamicCache(config=config))
-    rest = {key: value for key, value in kwargs.items() if key not in NAMES}
-    return args, rest | {next(name for name in NAMES if name in taken): made}
+    name = next(name for name in NAMES if name in inspect.signature(type(model).forward).parameters)
+    return args, kwargs | {name: made}
+
+
+def _all_keys(module: nn.Module) -> bool:
+    return module.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
 def _given(kwargs: dict) -> Cache | None:
@@ -391,18 +290,15 @@ def _given(kwargs: dict) -> Cache | None:
 
 
 def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, model_kwargs: dict,
-                   *args, **kwargs) -> None:
+                   mode: GenerationMode, *args) -> None:
     """In the place of `GenerationMixin._prepare_cache_for_generation`."""
     given = _given(model_kwargs)
-    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
+    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, mode, *args)
     made = _given(model_kwargs)
-    if made is None or made is given:
-        return
-    made = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
-    if type(made) is DynamicCache and not made.offloading:
-        _make_recurrent(made, layers)
-        if generation_config.is_assistant:
-            made.activate_past_recording()
+    own = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
+    assists = mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant  # and goes back in the cache
+    if made is not given and type(own) is DynamicCache and not own.offloading and not assists:
+        _make_recurrent(own, layers)
 
 
 def _make_recurrent(made: DynamicCache, layers: frozenset[int]) -> None:

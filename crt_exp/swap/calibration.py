@@ -1,14 +1,28 @@
-"""Calibration: passes over batches that fill the statistics of swapped layers, and measure their errors on the way."""
+"""Calibration: passes over batches that fill the statistics of swapped layers and measure their errors.
 
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. q, k, v are unscaled. The control is uniform
+attention, the mean of the values that a query may see: an approximation that is no closer to exact attention tells
+nothing of q and k.
+"""
+
+import math
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from crt_exp.attention.baselines import uniform_attention
+from crt_exp.attention.checks import compute_dtype, repeat_heads
+from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.swap.measured import Watcher
+from crt_exp.features.statistics import Moments, Statistics
+
+SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
+QUERIES = 128   # of each of them, at random, that are compared with exact attention
+LOGITS = 2**22  # numbers of an exact attention matrix that are held at a time
 
 
 def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
@@ -75,10 +89,9 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
     states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
               if isinstance(part, LinearAttention)}
     if not states:
-        names = dict.fromkeys(part.swapped.mechanism for part in model.modules() if "swapped" in part._modules)
+        names = {part.mechanism for part in swapped_states(model)}
         reason = f"{', '.join(names)} attention keeps no statistics" if names else "call swap_attention first"
-        raise ValueError(f"this {type(model).__name__} has no random-feature attention to calibrate, nor near-far "
-                         f"attention: {reason}")
+        raise ValueError(f"no attention of this {type(model).__name__} can be calibrated: {reason}")
     return states
 
 
@@ -87,23 +100,119 @@ def _warn_of_errors(model: nn.Module) -> None:
     worse = [f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
              for path, state in states.items() if state.measured.error > state.measured.uniform]
     if worse:
-        shown = ", ".join(worse[:3]) + (f" and {len(worse) - 3} more" if len(worse) > 3 else "")
         warnings.warn(f"in {len(worse)} of {len(states)} layers the output of the new attention is further "
-                      f"from exact attention than the mean of the values is (uniform attention): {shown}. Take more "
-                      "features (m), another mechanism, or leave these layers as they are with layers=[...]",
-                      stacklevel=3)
+                      f"from exact attention than the mean of the values is: {', '.join(worse[:3])}. Take more "
+                      "features (m), another mechanism, or leave layers out with layers=[...]", stacklevel=3)
 
 
 def call(model: nn.Module, batch):
     """The model's output for a batch, as `calibrate_attention` takes it."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def moved(value):
+        return value.to(device) if isinstance(value, Tensor) else value
+
     if hasattr(batch, "keys"):
-        named = {key: _moved(batch[key], device) for key in batch.keys()}  # noqa: SIM118 (tokenizers' own mappings)
-        return model(**named)
-    if isinstance(batch, (tuple, list)):
-        return model(*(_moved(each, device) for each in batch))
-    return model(_moved(batch, device))
+        return model(**{key: moved(batch[key]) for key in batch.keys()})  # noqa: SIM118 (tokenizers' own mappings)
+    return model(*(moved(each) for each in (batch if isinstance(batch, (tuple, list)) else (batch,))))
 
 
-def _moved(value, device: torch.device):
-    return value.to(device) if isinstance(value, Tensor) else value
+def call_arguments(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The arguments of a layer's call, for hooks."""
+    return q, k, v, key_mask
+
+
+@dataclass
+class Measured:
+    """Sums of squares over heads, queries and columns of the output, of all that was compared."""
+
+    exact: float = 0.0    # of exact attention
+    error: float = 0.0    # of the difference between the layer's output and that
+    uniform: float = 0.0  # of the difference between uniform attention and that
+
+    @property
+    def relative_error(self) -> float:
+        """|output - exact| / |exact|, Frobenius."""
+        return (self.error / self.exact) ** 0.5 if self.exact else math.nan
+
+    @property
+    def relative_uniform(self) -> float:
+        return (self.uniform / self.exact) ** 0.5 if self.exact else math.nan
+
+
+class Watcher:
+    """A forward hook that keeps `state.seen`, the mean statistics of what a layer fits to its own sequences, and
+    `state.measured`."""
+
+    def __init__(self, state: LinearAttention):
+        self.count, state.seen, state.measured = 0, None, Measured()
+
+    def __call__(self, state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
+        q, k, v, key_mask = call_arguments(*args, **kwargs)
+        measure(state, q, k, v[..., :state.columns], key_mask)
+        if isinstance(state, RandomFeatureAttention) and not state.running:
+            self._see(state, state._statistics(state.normalized(q), state.normalized(k), key_mask))
+
+    def _see(self, state: RandomFeatureAttention, stats: Statistics) -> None:
+        self.count += 1
+        sides = {}
+        for side in "xy":
+            moments = getattr(stats, side)
+            pooled = {name: getattr(moments, name).mean(0) for name in state.moments}
+            pooled["minimum"] = moments.minimum.amin(0)
+            if state.seen is not None:
+                old = getattr(state.seen, side)
+                mixed = {name: torch.lerp(getattr(old, name), pooled[name], 1 / self.count) for name in state.moments}
+                pooled = mixed | {"minimum": torch.minimum(old.minimum, pooled["minimum"])}
+            sides[side] = Moments.known(**pooled)
+        state.seen = Statistics(sides["x"], sides["y"])
+
+
+@torch.no_grad()
+def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    """Adds to `state.measured` what a call of the layer as it now stands gives: q (B,H,L,d), k (B,Hkv,S,d),
+    v (B,Hkv,S,dv).
+
+    The layer runs on the first SEQUENCES of the batch, with its own noise; QUERIES of each are compared. Queries at
+    padded places of their own sequence do not count.
+    """
+    q, k, v, key_mask = (None if t is None else t[:SEQUENCES] for t in (q, k, v, key_mask))
+    L = q.shape[2]
+    rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
+    real = real_queries(state, q, k, key_mask)[:, None, :, None]
+    real = real.expand(-1, -1, L, -1)[:, :, rows]
+    exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
+    estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
+    uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
+    exact_square, error, distance = (float(torch.where(real, t.double(), 0.0).square().sum())
+                                     for t in (exact, estimate.double() - exact, uniform.double() - exact))
+    state.measured.exact += exact_square
+    state.measured.error += error
+    state.measured.uniform += distance
+
+
+def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """(B, L) or (1, 1): queries that are not padding; of their own sequence the mask of the keys tells."""
+    own = state.causal or (q.shape[2] == k.shape[2] and not getattr(state, "cross", False))
+    if key_mask is None or not own:
+        return torch.ones(1, 1, dtype=torch.bool, device=q.device)
+    return key_mask[:, k.shape[2] - q.shape[2]:]
+
+
+def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,
+               key_mask: Tensor | None = None) -> Tensor:
+    """Exact attention of these queries, (B,H,rows,dv), at most LOGITS of its matrix at a time;
+    0 for one that sees no key."""
+    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
+    dtype, (L, S) = compute_dtype(q, k, v), (q.shape[2], k.shape[2])
+    if key_mask is not None:  # padding may hold anything
+        k, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (k, v))
+    places, outputs = torch.arange(S, device=q.device), []
+    for some in rows.split(max(1, LOGITS // (q.shape[0] * q.shape[1] * S))):
+        hidden = places > (some[:, None] + S - L if causal else S)
+        if key_mask is not None:
+            hidden = hidden | ~key_mask[:, None, None]
+        logits = scaling * (q[:, :, some].to(dtype) @ k.to(dtype).mT)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append(weights.masked_fill(hidden, 0) @ v.to(dtype))  # a row without keys would be NaN
+    return torch.cat(outputs, 2)

@@ -23,7 +23,9 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
 
     keep (B or 1, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B or 1, 1 or H, L or 1, S), boolean with True = keep
     or additive; it decides over `causal`, unless there is one query. cross: whether queries and keys are of different
-    sequences, None as the layer was swapped. dropout: see `drop_keys`. Raises ValueError, naming the layer, for a mask
+    sequences, None as the layer was swapped. dropout: each value is lost
+    with this probability: each entry of the matrix, which is never formed, has the distribution that ordinary dropout
+    gives it, but all queries of a head lose the same keys. Raises ValueError, naming the layer, for a mask
     that is not padding, causal or both, and for sizes other than those of the swap.
     """
     S = k.shape[2]
@@ -44,7 +46,9 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     if matrix:
         v = torch.cat([v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)], -1)
         state.columns = dv          # the others are unit vectors
-    out = state(q, k, drop_keys(v, dropout) if dropout > 0 else v, keep)
+    if dropout > 0:
+        v = v * nn.functional.dropout(torch.ones_like(v[..., :1]), dropout)
+    out = state(q, k, v, keep)
     if not matrix:
         return out, None
     state.columns = None
@@ -57,24 +61,15 @@ def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | 
     if isinstance(state, AttentionLayer):
         came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
         if came != made:
-            raise ValueError(f"{state.path}: (query heads, key heads, d) = {came} came, "
-                             f"but the layer was swapped for {made}")
+            raise ValueError(f"{state.path}: (query heads, key heads, d)={came}: expected {made} as in the swap")
     if not torch.compiler.is_compiling():
-        state.__dict__["reached"] = state.__dict__["answered"] = True
-    if (causal or cross is not None) and isinstance(state, LinearAttention):
-        _set_mode(state, causal, cross)
+        state.__dict__["reached"] = True
+    if causal and isinstance(state, LinearAttention) and not state.serves_causal:
+        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give causal=True")
+    if cross is not None and isinstance(state, LinearAttention) and cross != state.cross:
+        state.cross = cross
     if causal != state.causal:      # writing an attribute of a module takes as long as a small tensor operation
         state.causal = causal
-
-
-def drop_keys(v: Tensor, p: float) -> Tensor:
-    """Dropout of an attention matrix that is never formed:
-    each value (B,H,S,dv) is lost with probability p, else / (1 - p).
-
-    Every entry of the matrix then has the law that ordinary dropout gives it (kept with 1 - p, mean unchanged,
-    denominators as they were), but all queries of a head lose the same keys.
-    """
-    return v * nn.functional.dropout(torch.ones_like(v[..., :1]), p)
 
 
 def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = None) -> None:
@@ -85,7 +80,7 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
     fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
     if not fits or any(one not in (1, whole) for one, whole in zip(mask.shape, sizes)):
         raise ValueError(f"{path}: attention_mask: the shape {tuple(mask.shape)} does not fit {L} queries and {S} keys "
-                         f"of {B} sequences: give one number for each token, (batch, tokens)")
+                         f"of {B} sequences: expected (batch, tokens)")
 
 
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
@@ -100,9 +95,7 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
     pattern = _pattern(allowed)
     if pattern is None:
         raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal "
-                         "nor both (a sliding window, packed sequences, a mask of one's own?), which linear attention "
-                         "cannot represent: leave this layer out with layers=[...], or change the mask (timm's "
-                         "NaFlexVit: use_key_only_attn_mask=True)")
+                         "(NaFlexVit: use_key_only_attn_mask=True): leave this layer out with layers=[...]")
     seen, is_causal, used = pattern
     return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
 
@@ -120,9 +113,8 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
         return S
     used = _last_used(keep)
     if used != queries and S - used >= queries - 1:
-        raise ValueError(f"{path}: {queries} queries and {S} keys, of which all see the first {used}: the mask does "
-                         "not say where the queries stand, by which this attention chooses keys (tokens after the "
-                         "first that are all padding?): leave that padding out")
+        raise ValueError(f"{path}: {queries} queries that all see the first {used} of {S} keys: the mask does not say "
+                         "where the queries stand: leave out padding after the first token")
     return used if used == queries else S
 
 
@@ -144,8 +136,7 @@ def _allowed(mask: Tensor, path: str) -> Tensor:
         return mask
     kept = mask == 0
     if not bool((kept | (mask <= REMOVED)).all()):
-        raise ValueError(f"{path}: the attention mask adds finite values to the logits (a position bias?): linear "
-                         "attention can only keep or remove keys")
+        raise ValueError(f"{path}: the attention mask adds finite values to the logits: expected kept or removed keys")
     return kept
 
 
@@ -174,12 +165,3 @@ def _last_used(keep: Tensor) -> int:
 
 def known_true(keep: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(keep.all())
-
-
-def _set_mode(state: LinearAttention, causal: bool, cross: bool | None) -> None:
-    """Some modules are causal, or attend to another sequence, in one call and not in the next."""
-    if causal and not state.serves_causal:
-        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give "
-                         "swap_attention(..., causal=True)")
-    if cross is not None and cross != state.cross:
-        state.cross = cross

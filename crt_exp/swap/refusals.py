@@ -48,16 +48,10 @@ def refusal(module: nn.Module, place: str) -> str | None:
 
     place: the class of the module that holds it, and the attribute, "Holder.attribute".
     """
-    name, passed = type(module).__name__, what_is_passed(type(module))
-    if known := OTHER_MASKS.get(name) or OTHER_MASKS.get(place):
-        return known
-    reason = next((reason for check in (_bias, _softmax, _window) if (reason := check(module, passed))), None)
+    passed = what_is_passed(type(module))
+    known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(place)
+    reason = known or _bias(module, passed) or _softmax(module, passed) or _window(module, passed)
     return reason or ("changes its mask for each pair of a query and a key" if passed.own_mask else None)
-
-
-def places(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    """id of a module -> the module that holds it, and the attribute."""
-    return {id(child): (part, name) for part in model.modules() for name, child in part.named_children()}
 
 
 def _bias(module: nn.Module, passed: Passed) -> str | None:
@@ -78,35 +72,21 @@ def _softmax(module: nn.Module, passed: Passed) -> str | None:
 
 
 def _window(module: nn.Module, passed: Passed) -> str | None:
-    size = window(module, "sliding_window" in passed.keywords)
-    longest = getattr(module.config, "max_position_embeddings", None) or float("inf")
-    cuts = size is not None and size < longest
+    config, kind, size = module.config, _layer_type(module), None
+    if kind in WINDOWS:
+        size = getattr(config, WINDOWS[kind], None)
+    elif kind is None and "sliding_window" in passed.keywords and getattr(module, "is_sliding", True) is not False:
+        size = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    longest = getattr(config, "max_position_embeddings", None) or float("inf")
+    cuts = isinstance(size, int) and 0 < size < longest
     return f"{SEES} of {size} tokens only, in sequences of up to {longest} (max_position_embeddings)" if cuts else None
 
 
-def window(module: nn.Module, passes_it: bool) -> int | None:
-    """Tokens that this layer looks back to at most, or None."""
-    config = module.config
-    kind = _layer_type(module)
-    if kind in WINDOWS:
-        return _whole(getattr(config, WINDOWS[kind], None))
-    if kind is not None or not passes_it or getattr(module, "is_sliding", True) is False:
-        return None
-    return _whole(module.sliding_window if hasattr(module, "sliding_window")
-                  else getattr(config, "sliding_window", None))
-
-
 def _layer_type(module: nn.Module) -> str | None:
-    names = ("layer_type", "attention_type")
-    own = next((kind for name in names if isinstance(kind := getattr(module, name, None), str)), None)
+    own = next((kind for name in ("layer_type", "attention_type")
+                if isinstance(kind := getattr(module, name, None), str)), None)
     types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
-    if own is None and types and isinstance(index, int) and index < len(types):
-        return types[index]
-    return own
-
-
-def _whole(value) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    return types[index] if own is None and types and isinstance(index, int) and index < len(types) else own
 
 
 @cache

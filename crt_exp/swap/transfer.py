@@ -7,7 +7,8 @@ labels are needed. Legend: B batch, H query heads, L queries, S keys, dv.
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +16,7 @@ from torch import Tensor, nn
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.linear import LinearAttention
-from crt_exp.swap.calibration import call, fill_statistics
-
-
-class Squares(NamedTuple):
-    """Of one call of a layer, over heads, real queries and columns: |output - exact|^2 and |exact|^2."""
-
-    error: Tensor
-    exact: Tensor
-
-
-class Teacher:
-    """A forward hook of a swapped layer: gives exact attention in place of its output, and keeps `squares`."""
-
-    def __init__(self) -> None:
-        self.squares: Squares | None = None
-
-    def __call__(self, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor) -> Tensor:
-        q, k, v, key_mask = _given(*args, **kwargs)
-        root = state.scaling**0.5
-        with torch.no_grad():
-            exact = exact_attention(q * root, k * root, v, causal=state.causal, key_mask=key_mask)
-        self.squares = squares(out, exact, _real(state, q, k, key_mask))
-        return exact
+from crt_exp.swap.calibration import call, call_arguments, fill_statistics, real_queries, swapped_states
 
 
 class Transferring(nn.Module):
@@ -54,24 +33,30 @@ class Transferring(nn.Module):
         super().__init__()
         self.model = model
         states = swapped_layers(model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        model.requires_grad_(False)
         for parameter in learned(states):
             parameter.requires_grad_(True)
-        self.teachers = [Teacher() for _ in states]
-        self.hooks = [state.register_forward_hook(self._hook(teacher), with_kwargs=True)
-                      for state, teacher in zip(states, self.teachers)]
+        self.squares: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer that the last call reached
+        self.hooks = [state.register_forward_hook(partial(self._teach, number), with_kwargs=True)
+                      for number, state in enumerate(states)]
 
-    def _hook(self, teacher: Teacher):
-        return lambda *call: teacher(*call) if self.taught else None
+    def _teach(self, number: int, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor) -> Tensor | None:
+        """Exact attention in place of the layer's output, whose squares are kept."""
+        if not self.taught:
+            return None
+        q, k, v, key_mask = given = call_arguments(*args, **kwargs)
+        root = state.scaling**0.5
+        with torch.no_grad():
+            exact = exact_attention(q * root, k * root, v, causal=state.causal, key_mask=key_mask)
+        self.squares[number] = squares(state, given, out, exact)
+        return exact
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        for teacher in self.teachers:
-            teacher.squares = None
+        self.squares.clear()
         out = self.model(*args, **kwargs)
-        errors = [t.squares.error / t.squares.exact.clamp(min=1e-30) for t in self.teachers if t.squares is not None]
-        if not errors:
+        if not self.squares:
             raise ValueError("this call reached no swapped layer: there is nothing to transfer to")
+        errors = [error / exact.clamp(min=1e-30) for _, (error, exact) in sorted(self.squares.items())]
         return torch.stack(errors), out
 
     def train(self, mode: bool = True) -> "Transferring":
@@ -82,73 +67,50 @@ class Transferring(nn.Module):
         return self
 
 
-class Lesson(NamedTuple):
-    """A call of a layer in the exact model, and what exact attention gives, (B, H, L, dv)."""
+@torch.no_grad()
+def exact_calls(taught: Transferring, batch: Any) -> dict[int, tuple[tuple, Tensor]]:
+    """Number of the layer -> its arguments in the exact model and what exact attention gives, (B, H, L, dv).
 
-    given: tuple[Tensor | None, ...]
-    exact: Tensor
+    A step on these costs the layers and not the model.
+    """
+    calls: dict[int, tuple[tuple, Tensor]] = {}
 
+    def keep(number: int):
+        return lambda state, args, kwargs, out: calls.update({number: (call_arguments(*args, **kwargs), out)})
 
-class Lessons:
-    """The calls of all layers for some batches: a step then costs the layers and not the model, and the pass back one
-    layer at a time. Memory: q, k, v and the output of every layer and batch."""
-
-    def __init__(self, taught: Transferring, batches: Sequence):
-        self.states = swapped_layers(taught.model)
-        self.batches = [self._of(taught.eval(), batch) for batch in batches]
-
-    @torch.no_grad()
-    def _of(self, taught: Transferring, batch: Any) -> dict[int, Lesson]:
-        """By the number of the layer, those that the batch reaches."""
-        kept: dict[int, Lesson] = {}
-
-        def keep(number: int):
-            return lambda state, args, kwargs, out: kept.update({number: Lesson(_given(*args, **kwargs), out)})
-
-        with ExitStack() as stack:   # behind the teachers, which put exact attention in the place of outputs
-            for number, state in enumerate(self.states):
-                stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
-            call(taught, batch)
-        return kept
-
-    def backward(self, i: int) -> None:
-        """The gradient of the mean error of batch i, of layers that are taught no longer."""
-        for number, (given, exact) in self.batches[i].items():
-            state = self.states[number]
-            of = squares(state(*given), exact, _real(state, given[0], given[1], given[3]))
-            (of.error / of.exact.clamp(min=1e-30) / len(self.batches[i])).backward()
+    with ExitStack() as stack:   # after `_teach`, which puts exact attention in the place of outputs
+        for number, state in enumerate(swapped_layers(taught.model)):
+            stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
+        call(taught, batch)
+    return calls
 
 
-def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2,
-                       captured: bool = False) -> nn.Module:
-    """Teaches the swapped layers of a model what exact attention gives, in place, and returns it.
+def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2) -> nn.Module:
+    """Teach the swapped layers of a model what exact attention gives, in place, and return the model.
 
-    Statistics are taken from the exact model's queries and keys of all batches (`fill_statistics`); parameters of the
-    layers are then trained by Adam for `steps` steps of the batches in turn, all others staying as they are. Batches
-    are as `calibrate_attention` takes them. captured: the model reads each batch once and its layers learn from what
-    `Lessons` keeps: the same steps, in less time and more memory. Raises ValueError for no batches, and where no layer
-    has anything to learn.
+    Statistics are taken from the exact model's queries and keys of all batches (`fill_statistics`). The model then
+    reads each batch once, and Adam trains the parameters of the layers on the calls of the batches in turn, all others
+    staying as they are. Batches are as `calibrate_attention` takes them. Raises ValueError for no batches, and where no
+    layer has anything to learn.
     """
     batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
     if not batches:
         raise ValueError("no batches to transfer with")
     taught = Transferring(model)
     calibrate(taught, batches)
-    parameters = [p for p in taught.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr) if parameters else None
-    lessons = Lessons(taught, batches) if captured and parameters else None
-    if lessons:
+    if parameters := [p for p in taught.parameters() if p.requires_grad]:
+        optimizer, states = torch.optim.Adam(parameters, lr), swapped_layers(model)
+        calls = [exact_calls(taught.eval(), batch) for batch in batches]
         release(taught)
-    taught.train()
-    for step in range(steps if parameters else 0):
-        optimizer.zero_grad()
-        if lessons:
-            lessons.backward(step % len(batches))
-        else:
-            call(taught, batches[step % len(batches)])[0].mean().backward()
-        optimizer.step()
-        for group in optimizer.param_groups:
-            group["lr"] = lr * (1 - (step + 1) / steps)
+        taught.train()
+        for step in range(steps):
+            optimizer.zero_grad()
+            now = calls[step % len(calls)]
+            for number, (given, exact) in now.items():  # one layer at a time, for its memory
+                error, square = squares(states[number], given, states[number](*given), exact)
+                (error / square.clamp(min=1e-30) / len(now)).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = lr * (1 - (step + 1) / steps)
     return release(taught, wanted).train(training)
 
 
@@ -175,7 +137,7 @@ def release(taught: Transferring, wanted: Iterable[nn.Parameter] = ()) -> nn.Mod
 
 def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
     """In the order of the model's modules. Raises ValueError where there are none."""
-    states = [part.swapped for part in model.modules() if "swapped" in part._modules]
+    states = swapped_states(model)
     if not states:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped: call swap_attention first")
     return states
@@ -185,18 +147,8 @@ def learned(states: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [parameter for state in states for parameter in state.parameters()]
 
 
-def squares(out: Tensor, exact: Tensor, real: Tensor | None) -> Squares:
-    """Sums over everything, of real queries (B or 1, L) alone where it is said."""
-    weight = 1.0 if real is None else real[:, None, :, None].to(exact.dtype)
-    return Squares(*((t.float().square() * weight).sum() for t in (out - exact, exact)))
-
-
-def _real(state: AttentionLayer, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor | None:
-    """Queries that are not padding: of their own sequence the mask of the keys tells."""
-    own = state.causal or (q.shape[2] == k.shape[2] and not getattr(state, "cross", False))
-    return key_mask[:, k.shape[2] - q.shape[2]:] if key_mask is not None and own else None
-
-
-def _given(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """The arguments of a layer's call."""
-    return q, k, v, key_mask
+def squares(state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """|output - exact|^2 and |exact|^2 over heads, columns and the queries that are not padding."""
+    q, k, _, key_mask = given
+    real = real_queries(state, q, k, key_mask)[:, None, :, None].to(exact.dtype)
+    return (out - exact).float().square().mul(real).sum(), exact.float().square().mul(real).sum()

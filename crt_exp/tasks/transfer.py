@@ -153,7 +153,7 @@ class Recorded:
     @torch.no_grad()
     def __call__(self, *args: Tensor, **batch: Tensor):
         _, out = self.model(*args, **batch)
-        taught = [t.squares for t in self.model.teachers if t.squares is not None]
+        taught = [self.model.squares[number] for number in sorted(self.model.squares)]
         self.totals = tuple([float(part) + before for part, before in zip(side, self.totals[i] or [0.0] * len(side))]
                             for i, side in enumerate(zip(*taught)))
         return out

@@ -194,9 +194,9 @@ def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
 
 
 def test_what_cannot_be_loaded(tmp_path):
-    with pytest.raises(DataError, match="run = .*nowhere: there is no such directory"):
+    with pytest.raises(DataError, match="run=.*nowhere: there is no such directory"):
         language.load(tmp_path / "nowhere", "run")
-    with pytest.raises(DataError, match="it holds no run"):
+    with pytest.raises(DataError, match="it holds no config.json"):
         language.load(tmp_path, "run")
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     with pytest.raises(DataError, match="has not ended"):
@@ -209,7 +209,7 @@ def test_what_cannot_be_loaded(tmp_path):
         with pytest.raises((DataError, ConfigError), match=words):
             language.load(tmp_path, "run")
     config.write_text(saved.replace('"length": 32', '"length": 33'))
-    with pytest.raises(ConfigError, match=r"place.weight is \(32, 16\) there and \(33, 16\)"):
+    with pytest.raises(ConfigError, match=r"place.weight is \(32, 16\), expected \(33, 16\)"):
         language.load(tmp_path, "run").build()
     config.write_text("{")
     with pytest.raises(DataError, match="cannot be read"):

@@ -13,7 +13,7 @@ from crt_exp.attention import RandomFeatureAttention, softmax_attention, uniform
 from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
-from crt_exp.swap import measured
+from crt_exp.swap import calibration
 
 B, H, L, D = 3, 4, 200, 16
 
@@ -110,9 +110,9 @@ def test_a_part_of_a_large_batch_is_measured_in_pieces(monkeypatch):
     batch = qkv(1.0, 0, batch=8)
     whole = calibrated(layer, batch)
     assert whole.exact < float(batch[2][:4].square().sum())
-    monkeypatch.setattr(measured, "LOGITS", 1)  # a row at a time
+    monkeypatch.setattr(calibration, "LOGITS", 1)  # a row at a time
     assert calibrated(layer, batch).error == pytest.approx(whole.error, rel=1e-4)
-    monkeypatch.setattr(measured, "QUERIES", 20)
+    monkeypatch.setattr(calibration, "QUERIES", 20)
     assert within(1.5, calibrated(layer, batch).relative_error, whole.relative_error)
 
 
@@ -125,7 +125,7 @@ def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
     if masked:
         k, v = (torch.where(keep[:, None, :, None], t, math.nan) for t in (k, v))
     expected = softmax_attention(0.5 * q, k, v, causal=causal, key_mask=keep)
-    found = measured.exact_rows(q, k, v, rows, 0.5, causal=causal, key_mask=keep)
+    found = calibration.exact_rows(q, k, v, rows, 0.5, causal=causal, key_mask=keep)
     torch.testing.assert_close(found, expected[:, :, rows])
     flat = softmax_attention(0 * q, torch.nan_to_num(k), v, causal=causal, key_mask=keep)
     torch.testing.assert_close(uniform_attention(q, k, v, causal=causal, key_mask=keep), flat)

@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from crt_exp import swap_attention, unswap_attention  # noqa: E402
 from crt_exp.mechanism import Mechanism  # noqa: E402
-from crt_exp.swap.families import AS_BEFORE, INTERFACE  # noqa: E402
+from crt_exp.swap.interface import AS_BEFORE, INTERFACE  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning",
@@ -73,7 +73,7 @@ def test_a_mask_of_pairs_that_says_no_place_is_refused(name):
         model.config._attn_implementation_internal = implementation
         cache = StaticCache(model.config, max_cache_len=ROOM)
         called(model, ids[:, :13], mask[:, :13], cache)
-        with pytest.raises(ValueError, match="self_attn: 2 queries and 24 keys, of which all see the first 14"):
+        with pytest.raises(ValueError, match="self_attn: 2 queries that all see the first 14 of 24 keys"):
             called(model, ids, mask, cache, 13)
 
 

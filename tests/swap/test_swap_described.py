@@ -57,9 +57,9 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match="did you mean favorp"):
         swap_attention(made(bert), "favorpq")
     for layers in ([2], [-3], ["0"]):
-        with pytest.raises(ValueError, match="2 attention layers, 0 to 1"):
+        with pytest.raises(ValueError, match="the 2 layers, 0 to 1"):
             swap_attention(made(bert), "favorpp", layers=layers)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match=r"layers=\[\]: expected some"):
         swap_attention(made(bert), "favorpp", layers=[])
     with pytest.raises(ValueError, match="no attention of this BertModel is swapped"):
         unswap_attention(made(bert))
@@ -118,7 +118,7 @@ def test_masks_that_are_not_linear_are_refused():
     with pytest.raises(ValueError, match=r"transformer.h.0.attn: the attention mask .* neither"):
         run(model, input_ids=ids, attention_mask=causal.triu(-2))
     packed = torch.arange(L).remainder(4).expand(B, -1)
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn.*packed"):
+    with pytest.raises(ValueError, match=r"transformer.h.0.attn: the attention mask .* neither"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
 

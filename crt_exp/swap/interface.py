@@ -1,0 +1,165 @@
+"""How Hugging Face modules call their attention, and how a call reaches the `swapped` submodule instead.
+
+The modules stay as they are: a registered attention function looks for the submodule. Importing this module puts the
+function and its mask into transformers' tables; without the second, padding would be lost silently. A pickled model
+imports it by the hook of its modules.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from crt_exp.swap.call import attend, check_mask, known_true
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # transformers 5.0
+    _active_collector = None
+
+INTERFACE = "crt_exp"                                                     # the name in transformers' tables
+AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks
+EVERY_KEY = "crt_exp_every_key"                                           # attribute of masks that leave no key out
+EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")  # arguments that change logits or softmax
+
+
+def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
+    """Under which name modules with this configuration call us.
+
+    Where attention of other kinds may read the same masks, one that leaves the masks as they were.
+    """
+    shared = any(getattr(part, "config", config) is config for _, part in others)
+    return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
+
+
+def is_ours(config) -> bool:
+    return config._attn_implementation in (INTERFACE, *AS_BEFORE.values())
+
+
+def refuse_replaced(module: nn.Module, *_) -> None:
+    """A forward pre-hook: raises ValueError where the configuration names another attention since the swap."""
+    if not is_ours(module.config):
+        raise ValueError(f"{module.swapped.path}: its config._attn_implementation is now "
+                         f"{module.config._attn_implementation!r} in the place of {module.swapped.mechanism}: call "
+                         "unswap_attention(model), or swap_attention again")
+
+
+def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+                        **extras) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: query (B,H,L,d), key and value (B,Hkv,S,.) -> (B,L,H,dv),
+    matrix (B,H,L,S) or None."""
+    state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
+    causal = is_causal  # what no mask means: what the module says, as torch's fused attention has it
+    if causal is None:
+        causal = module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
+    # where there is one, these are new keys, and what came before is in this layer of the cache
+    recurrent = getattr(key, "cache_layer", None)
+    if attention_mask is not None and (attention_mask.ndim == 2 or state is None):
+        keys_alone = attention_mask.ndim == 2
+        check_mask(attention_mask[:, None, None] if keys_alone else attention_mask, query,
+                   key.shape[2] if recurrent is None else recurrent.length,
+                   type(module).__name__ if state is None else state.path, query.shape[2] if keys_alone else None)
+    used = key.shape[2]  # a static cache has free room after the last query
+    if attention_mask is not None and attention_mask.ndim == 2:
+        used = attention_mask.shape[1]
+    elif attention_mask is None and causal and query.shape[2] > 1:
+        used = query.shape[2]  # the first ones, as torch's fused attention has it
+    if used < key.shape[2]:
+        key, value = key[:, :, :used], value[:, :, :used]
+    if state is None:
+        return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
+    for name in EXTRAS:
+        if extras.get(name) is not None:
+            raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
+    keep, mask = None, attention_mask
+    if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2]) and (
+            attention_mask.ndim == 2 or query.shape[2] > 1):
+        mask, causal = None, attention_mask.ndim == 2
+    elif _is_causal(attention_mask, state.path):
+        keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
+    elif attention_mask is not None:
+        causal = state.causal  # of a single query; a mask of pairs tells it of more
+    given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
+    out, matrix = (attend if recurrent is None else recurrent.attend)(state, query, key, value, **given)
+    return out.transpose(1, 2).contiguous(), matrix
+
+
+def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, kv_offset: int = 0, mask_function=None,
+                   attention_mask: Tensor | None = None, local_size: int | None = None, device="cpu",
+                   **options) -> Tensor:
+    """Says which attention the model asks for, so that no module need guess it: boolean masks, True = keep.
+
+    Causal: keys alone, (B, S), as transformers' flash attention has them; they end with the last query, where those of
+    a static cache have free room after it. Bidirectional: (B,1,L,S), a view of (B, S) or of a single number where there
+    is no padding. Any other pattern, and one query in a static cache, so that all its masks have one shape: its pairs,
+    (B,1,L,S). Where no key is padding, as is looked up here once for all layers, the mask says so by EVERY_KEY: it is
+    one number, into which nothing can be written.
+    """
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask: the shape {tuple(attention_mask.shape)} does not fit, give (batch, tokens)")
+    known = (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    plain = mask_function in known and local_size is None
+    causal = mask_function is not masking_utils.bidirectional_mask_function
+    room = causal and kv_length + kv_offset > q_offset + q_length  # of a static cache, after the last token
+    end = int(q_offset) + q_length if room and q_length > 1 else kv_offset + kv_length
+    short = attention_mask is not None and attention_mask.shape[-1] < end
+    if not plain or short or (room and q_length == 1):
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask_function = mask_function or masking_utils.causal_mask_function
+        return masking_utils.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
+                                       attention_mask, local_size, device=device, **(options | skips))
+    keep = None if attention_mask is None else attention_mask[:, kv_offset:end].bool()
+    if every := keep is None or (not keep.is_meta and known_true(keep)):
+        keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, end - kv_offset)
+    mask = keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
+    if every and not torch.compiler.is_compiling():
+        setattr(mask, EVERY_KEY, True)
+    return mask
+
+
+def _is_causal(mask: Tensor | None, path: str) -> bool:
+    """Whether this is what `interface_mask` gives for causal attention."""
+    if mask is None or mask.ndim != 2:
+        return False
+    if mask.dtype != torch.bool:
+        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: "
+                         "it does not say whether it is causal; leave this layer out with layers=[...]")
+    return True
+
+
+def _wants_matrix(extras: dict) -> bool:
+    """Whether the caller collects attention matrices: transformers tells its hooks, not the layers."""
+    if extras.get("output_attentions") or _active_collector is None:
+        return bool(extras.get("output_attentions"))
+    wanted = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
+    return wanted is not None and any("attentions" in key for key in wanted)
+
+
+def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix,
+               extras) -> tuple[Tensor, Tensor | None]:
+    """Exact attention of the layers that were not swapped, in a model whose masks are those of swapped ones."""
+    L, S = query.shape[2], key.shape[2]
+    if _is_causal(mask, type(module).__name__):
+        mask, causal = (None if bool(mask.all()) else mask[:, None, None]), True
+    elif mask is not None:
+        causal = False  # the pairs say everything
+    if causal and L > 1 and (mask is not None or matrix or L != S):
+        past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)
+        mask = past if mask is None else mask & past
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask | ~mask.any(-1, keepdim=True)  # a query that sees no key would be NaN
+    if not matrix:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal, **extras)
+    key, value = (repeat_kv(t, query.shape[1] // t.shape[1]) for t in (key, value))
+    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    weights = nn.functional.dropout(logits.softmax(-1, dtype=torch.float32).to(value.dtype), dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+for _name, _mask in {INTERFACE: interface_mask,
+                     **{name: AttentionMaskInterface()[own] for own, name in AS_BEFORE.items()}}.items():
+    AttentionInterface.register(_name, interface_attention)
+    AttentionMaskInterface.register(_name, _mask)

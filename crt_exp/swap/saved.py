@@ -1,0 +1,180 @@
+"""What a swapped model saves: which attention each layer has, noise and statistics.
+
+`config.crt_exp` is a dictionary of plain values: `version`; `mechanisms`, each as `Mechanism.saved` gives it, with
+`causal` as the swap was given it; `layers`, the path of every attention module -> the number of its mechanism, null for
+one that kept its own. save_pretrained of transformers stores it, and the buffers of `swapped` with the weights.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from crt_exp import __version__
+from crt_exp.config import ConfigError
+from crt_exp.options import Whole, check
+from crt_exp.stored import json_object
+from crt_exp.swap.families import attention_modules
+
+KEY = "crt_exp"
+NEW_NOISE = "saved=False makes new noise"
+
+
+# ---- the record in the configuration
+
+def write_record(model: nn.Module) -> None:
+    """Bring the configuration of each outermost model that has one up to date."""
+    for holder in holders(model):
+        mechanisms, layers = [], {}
+        for path, module in attention_modules(holder):
+            state = module._modules.get("swapped")
+            if state is not None and state.record not in mechanisms:
+                mechanisms.append(state.record)
+            layers[path] = None if state is None else mechanisms.index(state.record)
+        if mechanisms:
+            setattr(holder.config, KEY, {"version": __version__, "mechanisms": mechanisms, "layers": layers})
+        else:
+            take_record(holder)
+
+
+def holders(model: nn.Module) -> list[nn.Module]:
+    """The outermost models of transformers: the model itself, or those within a wrapper."""
+    bases = {kind.__name__ for kind in type(model).__mro__}
+    if "PreTrainedModel" in bases and getattr(model, "config", None) is not None:
+        return [model]
+    return [holder for child in model.children() for holder in holders(child)]
+
+
+def take_record(holder: nn.Module) -> dict[str, Any] | None:
+    """Remove the record from the configuration and return it."""
+    return vars(holder.config).pop(KEY, None)
+
+
+def check_record(record: Any, source: Any) -> dict[str, Any]:
+    """The record that a file holds. Raises ConfigError, naming `source`, for another form.
+
+    Mechanisms are read by `Mechanism.of_saved`.
+    """
+    try:
+        check(KEY, record, dict)
+        mechanisms, layers = (record.get(key) for key in ("mechanisms", "layers"))
+        check("mechanisms", mechanisms, Sequence[dict])
+        check("layers", layers, dict)
+        for path, number in layers.items():
+            check(f"layers.{path}", number, Annotated[Whole, Field(lt=len(mechanisms))] | None)
+        if all(number is None for number in layers.values()):
+            raise ConfigError("none of its layers is swapped")
+    except (ConfigError, RecursionError) as error:
+        raise ConfigError(f"{source}: {KEY} in its config.json is not what swap_attention writes: {error}") from None
+    return record
+
+
+# ---- noise and statistics
+
+def weight_files(source: str | Path, **fetching: Any) -> list[Path]:
+    """The safetensors files of a folder, or of the hub's copy on this machine.
+
+    fetching: as cached_file of transformers takes it.
+    """
+    from transformers.utils import cached_file
+
+    def fetch(name: str) -> str | None:
+        return cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **fetching)
+
+    if whole := fetch("model.safetensors"):
+        return [Path(whole)]
+    index = fetch("model.safetensors.index.json")
+    shards = sorted(set(json_object(Path(index))["weight_map"].values())) if index else []
+    return [Path(file) for shard in shards if (file := fetch(Path(shard).name))]
+
+
+def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
+    """`restore` from the folder that a model of transformers was loaded from, if any."""
+    source = getattr(getattr(model, "config", None), "_name_or_path", None)
+    if isinstance(source, str) and source and Path(source).is_dir():
+        restore(model, states, weight_files(source), source)
+
+
+def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder: str | Path,
+            strict: bool = False) -> None:
+    """Load the buffers of `swapped`, which from_pretrained of transformers leaves out.
+
+    In their number format where that is the model's, as after model.bfloat16(). strict: raises ValueError where the
+    buffers of a layer are missing.
+    """
+    dtype, saved = next((p.dtype for p in model.parameters()), None), _saved_buffers(files)
+    paths = {state.path: next((path for path in saved if same_path(path, state.path)), None) for state in states}
+    left = [path for path in saved if path not in paths.values()]
+    for state in states:
+        path = paths[state.path] or _same_numbers(state.path, left)
+        own = saved.get(path, {})
+        if own.keys() != state.state_dict().keys():
+            if strict:
+                raise ValueError(f"{folder}: its weights have no noise of {state.path}: call swap_attention")
+            continue
+        if any(t.dtype == dtype for t in own.values()):
+            state.to(dtype)
+        try:
+            state.load_state_dict(own)
+        except ValueError as error:
+            raise ValueError(f"{state.path} in {folder}: {error}; {NEW_NOISE}") from None
+
+
+def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
+    """Path of the layer -> buffers of its `swapped`, without reading other tensors."""
+    saved: dict[str, dict[str, Tensor]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a dictionary)
+                path, _, buffer = key.partition(".swapped.")
+                if buffer:
+                    saved.setdefault(path, {})[buffer] = tensors.get_tensor(key)
+    return saved
+
+
+def largest_dimension(files: list[Path]) -> int:
+    """The largest dimension of all tensors of `swapped`; 0 where there are none."""
+    shapes = (tensor.shape for buffers in _saved_buffers(files).values() for tensor in buffers.values())
+    return max((size for shape in shapes for size in shape), default=0)
+
+
+def same_path(path: str, other: str) -> bool:
+    """Whether both name one layer; a bare model and one with a head differ by a prefix."""
+    return path == other or path.endswith(f".{other}") or other.endswith(f".{path}")
+
+
+def _same_numbers(path: str, saved: list[str]) -> str | None:
+    """The saved layer with the same numbers in its path: save_pretrained renames some models.
+
+    Of several the one whose path begins alike, as those of an encoder and a decoder do not.
+    """
+    alike = [other for other in saved if re.findall(r"\.(\d+)\b", other) == re.findall(r"\.(\d+)\b", path)]
+    shared = [len(os.path.commonprefix([path.split("."), other.split(".")])) for other in alike]
+    best = [other for other, count in zip(alike, shared) if count == max(shared)]
+    if len(best) > 1:
+        raise ValueError(f"{path}: the saved noise of {' and of '.join(best)} may each be its own; {NEW_NOISE}")
+    return best[0] if best else None
+
+
+@contextmanager
+def ignoring_buffers() -> Iterator[None]:
+    """Within it transformers does not list the buffers of a swap as unknown weights."""
+    from transformers import PreTrainedModel
+
+    own = PreTrainedModel.post_init
+
+    def post_init(model: PreTrainedModel) -> None:
+        own(model)
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), r"\.swapped\."}
+
+    PreTrainedModel.post_init = post_init
+    try:
+        yield
+    finally:
+        PreTrainedModel.post_init = own
