@@ -4,7 +4,7 @@ In both directions its time is linear in the length. A causal call looks at all 
 of the length, by a small constant.
 """
 
-from crt_exp.nearfar.call import Result, near_far_attention
+from crt_exp.nearfar.call import near_far_attention
 from crt_exp.nearfar.layer import PRESETS, NearFar
 
-__all__ = ["PRESETS", "NearFar", "Result", "near_far_attention"]
+__all__ = ["PRESETS", "NearFar", "near_far_attention"]

@@ -3,7 +3,7 @@
    The measured keys z are kept by chunks of 64 tokens, transposed, so that distances to centres are products of few
    rows, and what follows is done for a vector of tokens at a time. */
 
-#include "head.h"
+#include "near_far.h"
 
 typedef struct {
     const NearFar *c;

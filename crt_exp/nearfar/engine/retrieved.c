@@ -5,7 +5,7 @@
    above its bar, which is raised as they get more. What a query sees of a part of the keys sets the first bar, at which
    it will most likely keep enough; where it does not, it looks at all of them again. */
 
-#include "looks.h"
+#include "past.h"
 
 /* ---- The largest of many ---- */
 
@@ -94,7 +94,7 @@ size_t room_for_best(int64_t open) { return most_kept(open) + LOOKED + 2 * PAD; 
 /* Adds those of n keys that lie in cells and whose logits, over the step of the query, exceed the bar. The first is at
    place j, and panels follow each other `share` panels apart. */
 INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int share, Best *best) {
-    const float *looked = h->s.looked + j;
+    const float *looked = h->looked + j;
     float *value = best->value;
     int32_t *place = best->place;
     int i = 0, count = best->n;
@@ -121,12 +121,11 @@ INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int
 /* AT_ONCE queries at most, from the i-th on, look at n keys from place j, the first of a panel, or of one of `share`
    panels, as far as they are far from them; they keep their k best, or more. */
 static void look_once(Past *h, int i, int R, int64_t j, int64_t n, int share, int k) {
-    const Seen *s = &h->s;
     Work *w = &h->k;
-    const int64_t panel = PANEL * s->dp;
+    const int64_t panel = PANEL * h->dp;
     for (; n > 0; j += LOOKED * share, n -= LOOKED) {
         const int keys = (int)least_of(LOOKED, n);
-        look_at(w->whole + i * s->dp, w->bias + i, R, s->dp, s->panels + j / PANEL * panel, share * panel, keys, w->looks);
+        look_at(w->whole + i * h->dp, w->bias + i, R, h->dp, h->panels + j / PANEL * panel, share * panel, keys, w->looks);
         for (int e = 0; e < R; e++) {
             Best *best = &w->best[i + e];
             const int own = (int)least_of(keys, w->asks[i + e].far - j);
@@ -156,7 +155,6 @@ static void set_bars(Past *h, int64_t open) {
 }
 
 void choose_keys(Past *h, int open) {
-    const Seen *s = &h->s;
     Work *k = &h->k;
     const int64_t far = k->asks[k->ahead - 1].far;
     to_panels(h, far);
@@ -171,6 +169,6 @@ void choose_keys(Past *h, int open) {
         }
         if (best->n > open) keep_above(best, bar_of(best->value, best->n, open, open), open);
         k->count[r] = best->n;
-        memcpy(k->places + r * s->open, best->place, sizeof(int32_t) * best->n);
+        memcpy(k->places + r * h->open, best->place, sizeof(int32_t) * best->n);
     }
 }

@@ -1,17 +1,24 @@
 /* The products of queries with all keys of the past, as integers: exact, so the same in vectors and in PyTorch
    (nearfar/looks.py). */
 
-#include "looks.h"
+#include "past.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+
+typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* ---- Whole numbers ---- */
 
+/* 0, 1, 2, ... */
+INLINE ivec lane_numbers(void) {
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lane;
+    memcpy(&lane, lanes, sizeof lane);
+    return lane;
+}
+
 /* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
    in an order that looks.py keeps. */
-void turn(const float *from, int dp, float *x) {
+static void turn(const float *from, int dp, float *x) {
     const int run = dp & -dp;
     const ivec lane = lane_numbers();
     for (int p = 0; p < dp; p += LANES) {
@@ -30,7 +37,9 @@ void turn(const float *from, int dp, float *x) {
 
 /* Halves are rounded away from 0: twice a number is cut, and nothing is added to a product, which some processors do
    without rounding between. */
-float whole_of(const float *turned, int dp, int8_t *to) {
+float whole_of(const float *from, int dp, int8_t *to) {
+    float turned[dp];
+    turn(from, dp, turned);
     vec most_of = {0};
     for (int p = 0; p < dp; p += LANES) most_of = maximum(most_of, maximum(AT(turned + p), -AT(turned + p)));
     const float most = largest(most_of), twice = most > LEAST ? 254 / most : 0;
