@@ -232,8 +232,9 @@ def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
 
 
 def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor | None = None) -> Tensor:
-    """What queries (Z, N, r, d) gather (Z, N, r, dv): some blocks at a time, and again in the backward pass. own (r,): their places within a block; None: the tokens of a whole
-    block, for each head of a group."""
+    """What queries (Z, N, r, d) gather (Z, N, r, dv): some blocks at a time, and again in the backward pass.
+
+    own (r,): their places within a block; None: the tokens of a whole block, for each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
     open, of_blocks = sizes.opens(epoch.start), (q, seen.far, *seen.cells)
     read = min(open, seen.v.shape[1])

@@ -10,10 +10,9 @@ from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Statistics
 from crt_exp.nearfar.layer import NearFar
 
-# the first two: |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
+# |output - exact| / |exact| of the layer's output, and the same of uniform attention, the mean of the
 # values that a query may see; over heads and queries, measured on the batches of the last calibration; empty before.
-# "predicted error": of near-far attention, the mean far weight of a query times (sum_k N_k tau_k)^(1/2)
-ERRORS = ("error on calibration", "uniform's error", "predicted error")
+ERRORS = ("error on calibration", "uniform's error")
 # chosen: how many heads have which map, where each takes its own
 # open: keys that each query of causal near-far attention reads
 # reached: whether the first forward pass of the model after the swap, and each call since, came to this module; empty
@@ -86,6 +85,5 @@ def _chosen(state: RandomFeatureAttention, params) -> str | None:
 
 
 def _errors(state: nn.Module | None) -> tuple[float | None, ...]:
-    measured, predicted = getattr(state, "measured", None), getattr(state, "predicted", None)
-    own = (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)
-    return *own, predicted
+    measured = getattr(state, "measured", None)
+    return (None, None) if measured is None else (measured.relative_error, measured.relative_uniform)

@@ -48,10 +48,11 @@ def as_integers(t):
 @torch.enable_grad()
 def read_in_c(x, y, v, given):
     """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, by the gaps between them."""
-    kept = native.recall(x.detach().requires_grad_(), y, v, given)
+    plain, numbers = native.recall_memory(x.detach().requires_grad_(), y, v, given)
+    native._InC.apply("near_far_recall", plain, numbers, x.detach(), y, v)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):
-        gaps = kept.gaps[z, kept.gaps_at[z, g, i]:].numpy()
+        gaps = plain["gaps"][z, plain["gaps_at"][z, g, i]:].numpy()
         gaps = gaps[:(gaps == 0).argmax()].astype(int)
         ends = gaps < WIDEST
         own = (gaps - ~ends).cumsum()[ends] - 1

@@ -77,7 +77,7 @@ def test_more_keys_are_read_of_a_longer_past():
     ours, theirs = choices(x, y, v, sizes)
     assert torch.equal(ours, theirs) and ours.shape[-1] == 56 and (ours >= 0).all()
     call, state = RecallNearFar(sizes, native=True), RecallState(sizes, 1)
-    whole, _ = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
+    whole = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
     parts = [state.step(x[:, :, at], y[:, None, at], v[:, None, at])
              for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960)))]
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=2e-4)
@@ -109,5 +109,5 @@ def test_keys_of_equal_looks_are_read_from_the_first_on():
 def test_what_is_chosen_carries_no_gradient():
     x, y, v = (t.requires_grad_() for t in vectors("normal", 1, 1, 200, 8, seed=0))
     call = RecallNearFar(Sizes(8, 0, 3, open=4, exact_until=32))
-    out, _ = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
+    out = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
     assert all(torch.autograd.grad(out.sum(), t, retain_graph=True)[0].isfinite().all() for t in (x, y, v))

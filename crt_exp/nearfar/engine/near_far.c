@@ -25,9 +25,8 @@ typedef struct {
     float *centres, *off, *spread;     /* (K, dp) twice: centres, and means as z less these; (K) */
     float *keys, *values;              /* (M, dp), (M, lv): of shared keys; the values of cells are those for a block */
     float *bias, *high, *mass;         /* (M): of logits; powers of two above N; N */
-    float *states, *far;               /* (N, K, lv): of each block, of the blocks that are far from it; in the backward
-                                          pass then the gradients to them */
-    float *total;                      /* (K, lv): the state of all blocks */
+    float *total, *before, *after;     /* states of all blocks; of those before a block that are far from it, (N, K, lv)
+                                          of those behind */
     float *zs, *work;                  /* (CHUNK, dp), (K or CHUNK, dp or lv): keys of a chunk */
     float *slope, *slopeT, *weight;    /* (dv, dp), (d, lv), (K): C and e^(level - the highest) */
     float *doubles;                    /* (K, d + 2), of doubles */
@@ -38,6 +37,7 @@ typedef struct {
     int64_t group[QUERIES], token[QUERIES];  /* of the queries of a piece */
     float *G, *Gt, *Gs;                /* (most, lv), (dv + 1, most), (most, lv) */
     float *dY, *dV, *dkeys, *dvalues;  /* gradients: as Y, V; (M, dp); (n, lv) */
+    float *dstates, *dstate;           /* (N, K, lv): to the states that each block sees; (K, lv): a sum */
     float *dbias, *dsums;              /* (K); (K, dp + PAD): the mean |z - centre|^2 in column dp, N in dp + 1 */
     float *back;                       /* (K, dp): off root^T */
     float *dslope, *dslopeT;           /* as slope, slopeT */
@@ -63,7 +63,7 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
     const Scratch pieces[] = {
         {&e->tilt, dp}, {&e->root, d * dp}, {&e->rootT, d * dp}, {&e->centres, K * dp}, {&e->off, K * dp},
         {&e->spread, K}, {&e->keys, M * dp}, {&e->values, M * lv}, {&e->bias, M}, {&e->high, M}, {&e->mass, M},
-        {&e->total, K * lv}, {&e->states, e->N * K * lv}, {&e->far, e->N * K * lv},
+        {&e->total, K * lv}, {&e->before, K * lv}, {&e->after, e->N * K * lv},
         {&e->zs, CHUNK * dp}, {&e->work, (K > CHUNK ? K : CHUNK) * wide},
         {&e->slope, slope * dv * dp}, {&e->slopeT, slope * d * lv}, {&e->weight, K}, {&e->doubles, 2 * K * (d + 2)},
         {&e->Y, S * dp}, {&e->V, S * lv}, {&e->hidden, S}, {&e->A, seen * most},
@@ -71,7 +71,7 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
         {&e->top, most}, {&e->scale, most}, {&e->part, most},
         {&e->B, back * seen * most}, {&e->G, back * most * lv}, {&e->Gt, back * lv * most}, {&e->Gs, back * most * lv},
         {&e->dY, back * S * dp}, {&e->dV, back * S * lv}, {&e->dkeys, back * M * dp}, {&e->dvalues, back * e->n * lv},
-        {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
+        {&e->dstates, back * e->N * K * lv}, {&e->dstate, back * K * lv}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
         {&e->moments, back * d * dp}, {&e->dslope, back * slope * dv * dp}, {&e->dslopeT, back * slope * d * lv},
         {&e->to_y, back * CHUNK * dp}, {&e->to_v, back * CHUNK * lv}};
     if (!take_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
@@ -100,31 +100,37 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
 
 /* ---- States ---- */
 
-/* Of states of each block the sums over the blocks that are far from a block, or over all where queries are of another
-   sequence. What is there is added up, never a total less what is not: positive sums stay exactly 0 where no key is left,
-   and large terms of near blocks leave no trace. */
-static void far_states(Head *e) {
-    const int64_t state = e->K * e->lv;
-    const size_t size = sizeof(float) * state;
-    memset(e->total, 0, size);
-    for (int64_t t = 0; t < e->N; t++) {
-        if (t >= 2) add_row(e->total, 1, e->states + (t - 2) * state, state);
-        memcpy(e->far + t * state, e->total, size);
-    }
-    memset(e->total, 0, size);
-    for (int64_t t = e->N - 1; t >= 0; t--) {
-        if (t + 2 < e->N) add_row(e->total, 1, e->states + (t + 2) * state, state);
-        add_row(e->far + t * state, 1, e->total, state);
-    }
-    for (int64_t t = 0; t < 2 && t < e->N; t++) add_row(e->total, 1, e->states + t * state, state);
-    if (e->c->cross) memcpy(e->far, e->total, size);
+/* Adds u [v, 1] of the keys of block s to a state. */
+static void add_block(const Head *e, int64_t s, float *state) {
+    for (int64_t j = s * e->b, stop = j + in_block(e, s); j < stop; j++)
+        if (e->u[j] > 0) add_row(state + e->cell[j] * e->lv, e->u[j], e->V + j * e->lv, e->lv);
 }
 
-static void sum_states(Head *e) {
-    memset(e->states, 0, sizeof(float) * e->N * e->K * e->lv);
-    for (int64_t j = 0; j < e->c->S; j++)
-        if (e->u[j] > 0) add_row(e->states + (j / e->b * e->K + e->cell[j]) * e->lv, e->u[j], e->V + j * e->lv, e->lv);
-    far_states(e);
+/* The same of the gradients to the states of queries of block s. */
+static void add_gradients(const Head *e, int64_t s, float *state) {
+    add_row(state, 1, e->dstates + s * e->K * e->lv, e->K * e->lv);
+}
+
+/* What `add` adds up over the blocks that lie behind each block and are far from it, or over all where queries are of
+   another sequence. What is there is added up, never a total less what is not: positive sums stay exactly 0 where no key
+   is left, and large terms of near blocks leave no trace. */
+INLINE void sum_states(Head *e, void (*add)(const Head *e, int64_t s, float *state)) {
+    const size_t state = e->K * e->lv, size = sizeof(float) * state;
+    memset(e->before, 0, size);
+    memset(e->total, 0, size);
+    for (int64_t t = e->N - 1; t >= 0; t--) {
+        if (t + 2 < e->N) add(e, t + 2, e->total);
+        memcpy(e->after + t * state, e->total, size);
+    }
+    for (int64_t t = 0; t < least_of(e->N, 2); t++) add(e, t, e->total);
+    if (e->c->cross) memcpy(e->after, e->total, size);
+}
+
+/* To those of the blocks up to t - 2, in `before`, block t - 2 is added; `to` is their sum with those behind. */
+INLINE void far_states(Head *e, int64_t t, void (*add)(const Head *e, int64_t s, float *state), float *to) {
+    const float *after = e->after + t * e->K * e->lv;
+    if (t >= 2) add(e, t - 2, e->before);
+    for (int i = 0; i < e->K * e->lv; i += LANES) AT(to + i) = AT(e->before + i) + AT(after + i);
 }
 
 /* ---- Sums over the keys of a cell ---- */
@@ -210,7 +216,7 @@ static void place_cells(Head *e) {
         e->bias[e->n + k] = (level[k] - dot(mu + k * e->dp, e->tilt, e->dp) + log1pf(e->spread[k] / 2)) * LOG2E;
     }
     find_weights(e);
-    sum_states(e);
+    sum_states(e, add_block);
 }
 
 /* V (K, lv) of all keys of the cells, by how their weights compare, in `work`; returns the sum of these weights. */
@@ -261,7 +267,7 @@ static Block block_at(const Head *e, int64_t t) {
 
 /* What the cells weigh for block t: the masses N and the powers of two above them. */
 static void take_states(Head *e, int64_t t) {
-    memcpy(e->values + e->n * e->lv, e->far + t * e->K * e->lv, sizeof(float) * e->K * e->lv);
+    far_states(e, t, add_block, e->values + e->n * e->lv);
     for (int k = e->n; k < e->M; k++) {
         const float N = e->values[k * e->lv + e->dv];
         e->mass[k] = N > LEAST ? N : 0;
@@ -426,7 +432,7 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
 
     product(ALL, near, dv, R, e->A, ld, 1, e->G, lv, e->dV + at->at * lv, lv, 1);
     product(ALL, e->n, dv, R, A, ld, 1, e->G, lv, e->dvalues, lv, 1);
-    product(ALL, e->K, dv + 1, R, cells_A, ld, 1, e->G, lv, e->states + at->t * e->K * lv, lv, i > 0);
+    product(ALL, e->K, dv + 1, R, cells_A, ld, 1, e->G, lv, e->dstates + at->t * e->K * lv, lv, i > 0);
     product(ALL, near, d, R, e->B, ld, 1, e->Q, dp, e->dY + at->at * dp, dp, 1);
     float *dx = e->O;
     if (e->c->first_order) {
@@ -480,10 +486,11 @@ static void sums_backward(Head *e) {
 }
 
 /* What the log weight of key j, the i-th of a chunk, gains from the gradient to its far state; and to its value. */
-static float weight_backward(Head *e, int64_t j, int i, const float *state) {
+static float weight_backward(Head *e, int64_t j, int i) {
     const int64_t k = e->cell[j];
     const int dp = e->dp, dv = e->dv;
-    const float u = e->u[j], *sums = e->dsums + k * (dp + PAD), *v = e->V + j * e->lv;
+    const float u = e->u[j], *state = e->dstate + k * e->lv, *sums = e->dsums + k * (dp + PAD),
+                *v = e->V + j * e->lv;
     float *to = e->dV + j * e->lv;
     float gain = dot(state, v, dv + 1) + dot(sums, e->Y + j * dp, dp) + sums[dp] * e->square[j] + sums[dp + 1];
     add_row(to, u, state, dv);
@@ -494,11 +501,11 @@ static float weight_backward(Head *e, int64_t j, int i, const float *state) {
     return u * gain;
 }
 
-/* Adds what the gradients to far states and to the sums give to those of n keys of one block. z - centre = (y - mu) root
+/* Adds what the gradients to far states, in dstate, and to the sums give to those of n keys of one block. z - centre = (y - mu) root
    + off; with values to first order to_v = (y - mu) D^T for the gradient D to C. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const int dp = e->dp, lv = e->lv, slope = e->c->first_order;
-    const float *mu = e->keys + e->n * dp, *states = e->far + start / e->b * e->K * lv;
+    const float *mu = e->keys + e->n * dp;
     for (int i = 0; i < n; i++)
         for (int p = 0; p < dp; p += LANES)
             AT(e->work + i * dp + p) = AT(e->Y + (start + i) * dp + p) - AT(mu + e->cell[start + i] * dp + p);
@@ -507,7 +514,7 @@ static void finish_keys(Head *e, int64_t start, int n) {
     for (int i = 0; i < n; i++) {
         const int64_t j = start + i, k = e->cell[j];
         const float u = e->u[j], *sums = e->dsums + k * (dp + PAD), twice = 2 * u * sums[dp];
-        const float gain = u > 0 ? weight_backward(e, j, i, states + k * lv) : 0;
+        const float gain = u > 0 ? weight_backward(e, j, i) : 0;
         for (int p = 0; p < dp; p += LANES) {
             const vec step = AT(e->to_y + i * dp + p) + AT(e->back + k * dp + p);
             AT(e->to_y + i * dp + p) = twice * step + u * AT(sums + p) + gain * AT(e->tilt + p);
@@ -532,10 +539,12 @@ static void backward_head(Head *e) {
     if (c->first_order) memset(e->dslope, 0, sizeof(float) * e->dv * dp);
     take_queries(e, attend_backward);
     sums_backward(e);
-    far_states(e);
-    for (int64_t s = 0; s < e->N; s++)
+    sum_states(e, add_gradients);
+    for (int64_t s = 0; s < e->N; s++) {
+        far_states(e, s, add_gradients, e->dstate);
         for (int i = 0, tokens = in_block(e, s); i < tokens; i += CHUNK)
             finish_keys(e, s * e->b + i, least_of(tokens - i, CHUNK));
+    }
     for (int i = 0, k = 0; i < c->heavy; i++) {
         if (!c->there[e->z * c->heavy + i]) continue;
         const int64_t j = c->places[e->z * c->heavy + i];
