@@ -1,6 +1,6 @@
 """Near-far attention: near and heavy keys exactly, all others by cells, in one softmax.
 
-In both directions its time is linear in the length. A causal call looks at all keys of the past, in 8 bits: the square
+In both directions its time is linear in the length. A causal call scores all keys of the past in 8 bits: the square
 of the length, by a small constant.
 """
 

@@ -1,11 +1,11 @@
-"""Causal near-far attention that remembers: each query reads the keys of its past that it asks for.
+"""Causal near-far attention: each query retrieves keys of its past and sees the rest by cells.
 
-Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
-cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
-block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
-query looks at all of these as whole numbers (looks.py), and reads those exactly that it asks for most: `open` of them,
-from GROWS tokens on as the root of the last renewal's place more. They leave their cells, and what is left there lies
-below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
+Notation: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys,
+K cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their
+own block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
+query scores all of these in 8 bits (retrieval.py) and retrieves those of the largest scores: `open` of them, from GROWS
+tokens on as the root of the last renewal's place more. It sees these exactly. They leave their cells, and what is left
+there lies below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
 
 What keys are measured by is of those before the first renewal, about the means of their blocks; heavy keys and centres
 of cells are of the keys before the last one. Renewals lie where the sequence has grown by a half or so, at places that
@@ -44,7 +44,7 @@ from crt_exp.nearfar.choice import (
 )
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
-from crt_exp.nearfar.looks import opened
+from crt_exp.nearfar.retrieval import retrieved
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
@@ -255,7 +255,7 @@ def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
     far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * b                 # keys of each block
     place = torch.arange(seen.member.shape[1], device=q.device)
     member = seen.member[:, None, None] & (place < far[:, None, None])
-    return opened(seen.y[:, :len(place)], member, q, open)
+    return retrieved(seen.y[:, :len(place)], member, q, open)
 
 
 def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, places: Tensor, q: Tensor, far: Tensor,

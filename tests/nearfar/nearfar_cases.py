@@ -6,7 +6,7 @@ import torch
 
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.constants import WIDEST
-from crt_exp.nearfar.looks import opened
+from crt_exp.nearfar.retrieval import retrieved
 from crt_exp.nearfar.recall import RecallNearFar, kept_of, options_of, renewals
 
 
@@ -74,6 +74,6 @@ def choices(x, y, v, sizes, keep=None):
         epoch = next(e for e in epochs if e.start <= i < e.stop)
         far = (i // sizes.block - 1) * sizes.block
         member = torch.cat([epoch.pool, kept[:, epoch.pool.shape[1]:far]], 1)
-        read = opened(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
+        read = retrieved(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
         theirs[:, :, i - start, :read.shape[-1]] = read
     return ours.sort(-1).values, theirs.sort(-1).values

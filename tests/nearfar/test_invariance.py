@@ -7,7 +7,7 @@ from native_cases import needs_library
 from nearfar_cases import read_in_c
 
 from crt_exp.attention import exact_attention
-from crt_exp.nearfar import looks, near_far_attention, recall
+from crt_exp.nearfar import retrieval, near_far_attention, recall
 from crt_exp.nearfar.choice import Sizes, centres_of, largest
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.layer import PRESETS
@@ -76,7 +76,7 @@ def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
 @torch.no_grad()
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_with_few_different_keys_the_past_alone_decides(engine):
-    """20 different keys, each many times: looks tie, and so do scores and distances."""
+    """20 different keys, each many times: 8-bit scores tie, and so do scores and distances."""
     g, sizes = torch.Generator().manual_seed(0), Sizes(**SMALL, open=16, exact_until=32)
     x, y, v = drawn()
     y = torch.randn(1, 2, 20, D, generator=g)[:, :, torch.randint(20, (S,), generator=g)]
@@ -103,7 +103,7 @@ def test_the_engines_choose_the_same_of_copies():
     if native.native.library() is None:
         pytest.skip("there is no C compiler")
     g, sizes = torch.Generator().manual_seed(3), Sizes(**SMALL, open=16, exact_until=32)
-    x = torch.randint(-3, 4, (2, 1, S, D), generator=g).float()          # exact in bfloat16, so that looks are equal
+    x = torch.randint(-3, 4, (2, 1, S, D), generator=g).float()          # exact in bfloat16, so that scores are equal
     y = torch.randint(-2, 3, (2, 30, D), generator=g).float()[:, torch.randint(30, (S,), generator=g)]
     metric = recall.metric_of(y, None, sizes)
     given = native.Given(None, metric.shift, metric.root, recall.options_of(sizes, S))
@@ -114,7 +114,7 @@ def test_the_engines_choose_the_same_of_copies():
     member = torch.zeros(2, 1, S, dtype=torch.bool)
     member[:, :, :88] = True
     member.scatter_(2, epoch.heavy.unsqueeze(1), False)
-    read = looks.opened(y, member, x[:, 0, start:start + 1], sizes.open)
+    read = retrieval.retrieved(y, member, x[:, 0, start:start + 1], sizes.open)
     assert native.applies(x, y)
     assert places[:, 0, start - 32].sort().values.tolist() == read[:, 0].sort().values.tolist()
 

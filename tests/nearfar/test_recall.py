@@ -8,7 +8,7 @@ from nearfar_cases import as_integers, same
 from scipy.special import log_ndtr
 
 from crt_exp.attention import exact_attention, uniform_attention
-from crt_exp.nearfar import looks, near_far_attention, past, recall
+from crt_exp.nearfar import retrieval, near_far_attention, past, recall
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.layer import NearFar
@@ -56,7 +56,7 @@ def dense(x, y, v, sizes, keep):
         near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
         far = past & ~near & ~heavy
-        read = looks.opened(y[None], far[None, None], x[i][None, None], sizes.open).flatten()
+        read = retrieval.retrieved(y[None], far[None, None], x[i][None, None], sizes.open).flatten()
         read = read[read >= 0]
         numbers, step = as_integers(y)
         look = ((numbers @ as_integers(x[i])[0]).float() * step.float()).masked_fill(~far, -torch.inf)

@@ -1,8 +1,8 @@
 /* What cells weigh after queries have read the keys of the largest logits: the twin of left_in_cells and
    log_mean_below in nearfar/choice.py.
 
-   The logits of a cell are taken as normal, with the mean's logit mu and deviation sd; what is left lies below `bar`. With
-   t = (bar - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs
+   The logits of a cell are taken as normal, with the mean's logit mu and deviation sd; what is left lies below `bar`.
+   With t = (bar - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs
 
        e^bar mills(-a) / mills(-t)                  where t <= 0,
        e^(bar - t^2 / 2) mills(-a) / Phi(t)         where a < 0 < t,

@@ -1,11 +1,11 @@
-/* Near-far attention of a sequence to itself in both directions, or to another one, for sets that have been chosen: the C
-   version of Both.attend in nearfar/both.py, whose formulas and names these are. See near_far.h.
+/* Near-far attention of a sequence to itself in both directions, or to another one, for sets that have been chosen:
+   the C version of Both.attend in nearfar/both.py, whose formulas and names these are. See near_far.h.
 
    One thread takes one head, block by block. Logits have keys as rows and the queries of a block as columns, so that
-   keys and values are read as they lie and a softmax goes down the columns. In the sets N e^logit is the weight of a key
-   and V e^logit what it adds. With G = [g, -g.out] the gradient to a logit of the window is e^logit G.[v, 1], of a set
-   e^logit G.[V, N]; with values to first order, out = o + share C (x - tilt), G of the cells has g.C (x - tilt) more
-   in its last column. */
+   keys and values are read as they lie and a softmax goes down the columns. In the sets N e^logit is the weight of a
+   key and V e^logit what it adds. With G = [g, -g.out] the gradient to a logit of the window is e^logit G.[v, 1], of
+   a set e^logit G.[V, N]; with values to first order, out = o + share C (x - tilt), G of the cells has g.C (x -
+   tilt) more in its last column. */
 
 #include "near_far.h"
 
@@ -59,7 +59,8 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
     e->u = c->u + z * c->S, e->square = c->square + z * c->S;
     e->sums = c->sums + z * c->cells * (c->d + 2);
     const size_t d = e->d, dp = e->dp, dv = e->dv, lv = e->lv, K = e->K, M = e->M, most = e->most, S = c->S,
-                 wide = lv > dp ? lv : dp, seen = (c->cross ? 0 : 3 * e->b) + M, back = backward, slope = c->first_order;
+                 wide = lv > dp ? lv : dp, seen = (c->cross ? 0 : 3 * e->b) + M, back = backward,
+                 slope = c->first_order;
     const Scratch pieces[] = {
         {&e->tilt, dp}, {&e->root, d * dp}, {&e->rootT, d * dp}, {&e->centres, K * dp}, {&e->off, K * dp},
         {&e->spread, K}, {&e->keys, M * dp}, {&e->values, M * lv}, {&e->bias, M}, {&e->high, M}, {&e->mass, M},
@@ -71,7 +72,8 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
         {&e->top, most}, {&e->scale, most}, {&e->part, most},
         {&e->B, back * seen * most}, {&e->G, back * most * lv}, {&e->Gt, back * lv * most}, {&e->Gs, back * most * lv},
         {&e->dY, back * S * dp}, {&e->dV, back * S * lv}, {&e->dkeys, back * M * dp}, {&e->dvalues, back * e->n * lv},
-        {&e->dstates, back * e->N * K * lv}, {&e->dstate, back * K * lv}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
+        {&e->dstates, back * e->N * K * lv}, {&e->dstate, back * K * lv}, {&e->dbias, back * K},
+        {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
         {&e->moments, back * d * dp}, {&e->dslope, back * slope * dv * dp}, {&e->dslopeT, back * slope * d * lv},
         {&e->to_y, back * CHUNK * dp}, {&e->to_v, back * CHUNK * lv}};
     if (!take_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
@@ -111,9 +113,9 @@ static void add_gradients(const Head *e, int64_t s, float *state) {
     add_row(state, 1, e->dstates + s * e->K * e->lv, e->K * e->lv);
 }
 
-/* What `add` adds up over the blocks that lie behind each block and are far from it, or over all where queries are of
-   another sequence. What is there is added up, never a total less what is not: positive sums stay exactly 0 where no key
-   is left, and large terms of near blocks leave no trace. */
+/* What `add` adds up over the blocks that lie behind each block and are far from it, or over all where queries are
+   of another sequence. What is there is added up, never a total less what is not: positive sums stay exactly 0 where
+   no key is left, and large terms of near blocks leave no trace. */
 INLINE void sum_states(Head *e, void (*add)(const Head *e, int64_t s, float *state)) {
     const size_t state = e->K * e->lv, size = sizeof(float) * state;
     memset(e->before, 0, size);
@@ -301,7 +303,8 @@ static void load_queries(Head *e, const Block *at, int i, int R) {
     product(ALL, e->M, ld, e->d, e->keys, e->dp, 1, e->Qt, ld, e->A + at->near * ld, ld, 0);
 }
 
-/* Of column j of the logits: no term of a sum of exponentials is larger. What is left in cells lies below what is read. */
+/* Of column j of the logits: no term of a sum of exponentials is larger. What is left in cells lies below what is
+   read. */
 INLINE vec highest(const Head *e, const Block *at, int ld, int j) {
     const float *hidden = e->hidden + at->at, *A = e->A + j;
     vec top = {0};
@@ -501,8 +504,8 @@ static float weight_backward(Head *e, int64_t j, int i) {
     return u * gain;
 }
 
-/* Adds what the gradients to far states, in dstate, and to the sums give to those of n keys of one block. z - centre = (y - mu) root
-   + off; with values to first order to_v = (y - mu) D^T for the gradient D to C. */
+/* Adds what the gradients to far states, in dstate, and to the sums give to those of n keys of one block. z - centre
+   = (y - mu) root + off; with values to first order to_v = (y - mu) D^T for the gradient D to C. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const int dp = e->dp, lv = e->lv, slope = e->c->first_order;
     const float *mu = e->keys + e->n * dp;

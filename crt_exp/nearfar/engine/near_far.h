@@ -1,9 +1,10 @@
-/* What the kernels of near-far attention share. One thread takes one head (of keys, with the G query heads that share it).
+/* What the kernels of near-far attention share. One thread takes one head (of keys, with the G query heads that
+   share it).
 
    Notation as in nearfar/call.py: Z heads of keys, G query heads of each, L queries of S keys, d, dv; N blocks of b
-   tokens, n heavy keys, K cells. Queries of another sequence (`cross`) have no near keys, so that L may be any number.
-   Queries x, keys y less their shift, values v; z = y root, w = y.tilt; u_j = exp(w_j - level of the cell). Rows with d
-   columns are dp apart, with dv + 1 columns lv. */
+   tokens, n heavy keys, K cells. Queries of another sequence (`cross`) have no near keys, so that L may be any
+   number. Queries x, keys y less their shift, values v; z = y root, w = y.tilt; u_j = exp(w_j - level of the cell).
+   Rows with d columns are dp apart, with dv + 1 columns lv. */
 
 #pragma once
 

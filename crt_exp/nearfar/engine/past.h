@@ -8,8 +8,8 @@
 #include <immintrin.h>
 #endif
 
-enum { PIECE = 48, AT_ONCE = 32, AHEAD = 256 };        /* queries of a piece; that look at once, and that are ahead */
-enum { PANEL = 16, FOUR = 64, LOOKED = 128 };          /* keys of a panel, of four, and that are looked at at once */
+enum { PIECE = 48, AT_ONCE = 32, AHEAD = 256 };        /* queries of a piece; that are scored at once, and that are ahead */
+enum { PANEL = 16, FOUR = 64, SCORED = 128 };          /* keys of a panel, of four, and that are scored at once */
 enum { NEARBY = 1 << 17 };                             /* numbers of the keys that are read before those behind them */
 
 /* How many keys queries behind a renewal at this place read, at most `open`: `Sizes.opens` of choice.py. */
@@ -21,8 +21,8 @@ INLINE int64_t opens_at(const NearFar *c, int64_t place) {
     return least_of(root, c->open);
 }
 
-/* Looks and the places of their keys, which rise; behind the last there is room for a whole vector. All that exceed
-   `bar` are there. */
+/* 8-bit scores and the places of their keys, which rise; behind the last there is room for a whole vector. All that
+   exceed `bar` are there. */
 typedef struct {
     float *value, bar;
     int32_t *place;
@@ -33,16 +33,16 @@ typedef struct {
 typedef struct {
     int64_t g, j;
     int32_t far;
-} Asks;
+} Query;
 
 /* What queries that are ahead work with, most in pieces of at most PIECE. */
 typedef struct {
     int ahead, taken;                                  /* how many there are, and of these that are done */
-    Asks asks[AHEAD];
+    Query query[AHEAD];
     float *Q, *O, *top, *scale, *part;                 /* (AHEAD, dp), in base 2, (AHEAD, lv), (AHEAD) thrice */
     int8_t *whole;                                     /* (AHEAD, dp): queries as whole numbers */
-    int32_t *bias;                                     /* (AHEAD), of looks */
-    int32_t *looks;                                    /* (AT_ONCE, LOOKED) */
+    int32_t *bias;                                     /* (AHEAD), of scores */
+    int32_t *scores;                                    /* (AT_ONCE, SCORED) */
     Best best[AHEAD];
     float *read;                                       /* (AHEAD, room_to_read): logits, then weights */
     int32_t *places, *count, *from;                    /* (AHEAD, open), of keys that are read, rising; (AHEAD) twice */
@@ -64,8 +64,8 @@ typedef struct {
     Work k;
     int64_t *numbers;                                  /* (4): what is kept of these between calls */
     float *Y, *V;                                      /* (S, dp), (S, lv) */
-    uint8_t *panels;                                   /* (S / PANEL up, dp / 4, PANEL, 4): whole numbers, see look_at */
-    float *step, *looked;                              /* (S): their steps; the same, NaN for keys that lie in no cell */
+    uint8_t *panels;                                   /* (S / PANEL up, dp / 4, PANEL, 4): whole numbers, see score_keys */
+    float *step, *valid_step;                              /* (S): their steps; the same, NaN for keys that lie in no cell */
     int32_t *heavy;                                    /* (n): places, -1 where there are fewer */
     int32_t *cell;                                     /* (S), -1 for keys that have none */
     float *square;                                     /* (S): |z|^2 */
@@ -103,33 +103,33 @@ size_t place_pieces(const Piece *pieces, size_t number, float *at);
 /* Means, tau and powers of two above N of the cells, from their sums. */
 void place_cells_of(Past *h);
 
-/* Cells after reads (left.c). R queries (R, dp), times `factor`, that have read nothing yet; the r-th one reads n keys of
-   these cells and logits, in base 2. */
+/* Cells after reads (left.c). R queries (R, dp), times `factor`, that have read nothing yet; the r-th one reads n
+   keys of these cells and logits, in base 2. */
 void begin_left(Past *h, int R, int ld, const float *Q, float factor);
 void leave(Past *h, int r, int ld, const int32_t *places, const float *logits, int n, const int32_t *cell);
 
-/* From logits (K, ld) of the means of cells, in base 2: what each of the keys that are left weighs relative to e^top (ld),
-   0 where there are none. */
+/* From logits (K, ld) of the means of cells, in base 2: what each of the keys that are left weighs relative to e^top
+   (ld), 0 where there are none. */
 void weigh_left(const Past *h, const float *top, int ld, float *logits);
 
 /* A vector (dp), times random signs and Hadamard matrices, as whole numbers of at most 127 in magnitude, times the step
    that this returns. */
 float whole_of(const float *from, int dp, int8_t *to);
 
-/* to (R, LOOKED): the products of R queries (R, dp), AT_ONCE at most, with n keys, LOOKED at most, of panels that lie
-   `step` numbers apart. Panels (dp / 4, PANEL) hold four numbers of each key, each 128 more than the number: what
-   processors multiply is one with a sign by one without; so products begin at the bias of a query, -128 times its sum. There is memory for
-   AT_ONCE queries and their products, and for the panels of n keys rounded up to FOUR. */
-void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
+/* to (R, SCORED): the products of R queries (R, dp), AT_ONCE at most, with n keys, SCORED at most, of panels that
+   lie `step` numbers apart. Panels (dp / 4, PANEL) hold four numbers of each key, each 128 more than the number:
+   what processors multiply is one with a sign by one without; so products begin at the bias of a query, -128 times
+   its sum. There is memory for AT_ONCE queries and their products, and for the panels of n keys rounded up to FOUR. */
+void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
              int32_t *to);
 
 /* Keys before the place `stop`, of which those before h.paneled are there, to panels. */
 void to_panels(Past *h, int64_t stop);
 
-/* The places of the `open` keys that each query that is ahead reads. */
-void choose_keys(Past *h, int open);
+/* The places of the `open` keys that each query that is ahead retrieves. */
+void retrieve(Past *h, int open);
 
-/* Looks that are kept of the keys that a query has looked at. */
+/* 8-bit scores that are kept of the keys that a query has scored. */
 size_t room_for_best(int64_t open);
 
 /* The gradients of head z, with memory of the thread (recall_backward.c); 0 where memory ended. */
@@ -141,9 +141,9 @@ INLINE int room_to_read(const Past *h) { return up(h->open) + PAD; }
 INLINE int there(const Past *h, int64_t j) { return !h->keep || h->keep[j]; }
 INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->dp; }
 
-/* Places of keys, which rise, as what each is more than the one before: a byte, behind as many of WIDEST as it needs, which
-   stand for WIDEST - 1 each; 0 ends. Of S keys n take n + S / (WIDEST - 1) + 1 at most. put_gaps returns their number,
-   get_gaps that of the keys. */
+/* Places of keys, which rise, as what each is more than the one before: a byte, behind as many of WIDEST as it
+   needs, which stand for WIDEST - 1 each; 0 ends. Of S keys n take n + S / (WIDEST - 1) + 1 at most. put_gaps
+   returns their number, get_gaps that of the keys. */
 
 INLINE int64_t put_gaps(uint8_t *to, const int32_t *places, int n) {
     const uint8_t *start = to;

@@ -1,11 +1,11 @@
-/* Causal near-far attention that remembers: the twin of nearfar/recall.py, whose names these are.
+/* Causal near-far attention: the C version of nearfar/recall.py, whose names these are.
 
-   One thread takes one head of keys, block by block. Behind the window the keys go to their cells. A query looks at all
-   of them, as whole numbers, and reads those of the largest logits; cells weigh what is left in them (left.c). Logits are in
-   base 2; dense ones have keys as rows and the queries of a piece as columns, as in near_far.c, those of keys that are
-   looked at lie side by side.
+   One thread takes one head of keys, block by block. Behind the window the keys go to their cells. A query scores
+   all of them in 8 bits and retrieves those of the largest scores; cells weigh what is left in them (left.c). Logits
+   are in base 2; dense ones have keys as rows and the queries of a piece as columns, as in near_far.c, those of
+   retrieved keys lie side by side.
 
-   Legend: see head.h. A key that is heavy, masked or near has no cell, -1. */
+   Notation: see near_far.h. A key that is heavy, masked or near has no cell, -1. */
 
 #include "past.h"
 
@@ -85,8 +85,8 @@ static void add_rows(const float *rows, int ld, const float *weight, const int32
     }
 }
 
-/* From the logits of cells (K, ld) what each key that is left weighs; the largest logits of the next R queries get those of
-   the keys that they read. */
+/* From the logits of cells (K, ld) what each key that is left weighs; the largest logits of the next R queries get
+   those of the keys that they read. */
 static void leave_cells(Past *h, int R, float *top, float *logits) {
     Work *k = &h->k;
     const int ld = up(R);
@@ -100,8 +100,8 @@ static void leave_cells(Past *h, int R, float *top, float *logits) {
     weigh_left(h, top, ld, logits);
 }
 
-/* The weights of the keys that the next R queries read: more than as one of those that are left in their cells, which weigh
-   `left` (K, ld). */
+/* The weights of the keys that the next R queries read: more than as one of those that are left in their cells,
+   which weigh `left` (K, ld). */
 static void weigh_read(Past *h, int R, const float *left) {
     Work *k = &h->k;
     const int ld = up(R);
@@ -118,11 +118,11 @@ static void weigh_read(Past *h, int R, const float *left) {
     }
 }
 
-/* Of each query that is ahead the reads [from, to) of keys before a place, for all places in steps: keys come from memory
-   once for all queries. */
+/* Of each query that is ahead the reads [from, to) of keys before a place, for all places in steps: keys come from
+   memory once for all queries. */
 INLINE void read_nearby(Past *h, void (*read)(Past *h, int r, int from, int to), int row) {
     Work *k = &h->k;
-    const int64_t step = NEARBY / row, last = k->asks[k->ahead - 1].far;
+    const int64_t step = NEARBY / row, last = k->query[k->ahead - 1].far;
     memset(k->from, 0, sizeof(int32_t) * k->ahead);
     for (int64_t stop = step; stop < last + step; stop += step)
         for (int r = 0; r < k->ahead; r++) {
@@ -149,7 +149,7 @@ static void read_values(Past *h, int r, int from, int to) {
    `read`; total weights in `scale` and logs of them in `top`. */
 static void attend_piece(Past *h, int R) {
     Work *k = &h->k;
-    const Asks *asks = k->asks + k->taken;
+    const Query *query = k->query + k->taken;
     const float *Q = k->Q + k->taken * h->dp;
     float *O = k->O + k->taken * h->lv, top_of[PIECE];
     const int ld = up(R), near = (int)(h->stop - h->near), M = h->n + h->K, lv = h->lv;
@@ -157,11 +157,11 @@ static void attend_piece(Past *h, int R) {
     product(ALL, near, ld, h->d, h->Y + h->near * h->dp, h->dp, 1, k->Qt, ld, k->A, ld, 0);
     float *shared = k->A + near * ld;
     product(ALL, M, ld, h->d, h->shared, h->dp, 1, k->Qt, ld, shared, ld, 0);
-    int64_t all = asks[0].j;                                     /* keys up to there are seen by all */
-    for (int r = 1; r < R; r++) all = least_of(all, asks[r].j);
+    int64_t all = query[0].j;                                     /* keys up to there are seen by all */
+    for (int r = 1; r < R; r++) all = least_of(all, query[r].j);
     for (int64_t j = h->near; j < h->stop; j++)
         for (int r = 0; r < R && (j > all || !there(h, j)); r++)
-            if (j > asks[r].j || !there(h, j)) k->A[(j - h->near) * ld + r] = HIDDEN;
+            if (j > query[r].j || !there(h, j)) k->A[(j - h->near) * ld + r] = HIDDEN;
     for (int j = 0; j < ld; j += LANES) {
         vec top = {0};
         top += HIDDEN;
@@ -205,7 +205,7 @@ static size_t place_kept(Past *h, const NearFar *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->cells, M = n + K;
     const size_t panels = (S + c->block) / PANEL + FOUR / PANEL, steps = panels * PANEL;
     const Piece pieces[] = {
-        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->looked, steps},
+        {&h->numbers, PAD}, {&h->panels, panels * PANEL * dp / 4}, {&h->step, steps}, {&h->valid_step, steps},
         {&h->cell, S}, {&h->square, S},
         {&h->shared, M * dp}, {&h->values, M * lv}, {&h->high, M}, {&h->mass, M}, {&h->ysum, K * dp},
         {&h->zsum, K * dp}, {&h->squares, K}, {&h->tau, K}, {&h->heavy, n}, {&h->rows, d * dp}, {&h->shift, dp},
@@ -222,7 +222,7 @@ static size_t place_scratch(Past *h, const NearFar *c, float *memory) {
         {&h->Y, S * dp}, {&h->V, S * lv}, {&h->drawn, drawn * d}, {&h->counts, drawn}, {&h->X, CHUNK * dp},
         {&h->apart, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->next, dp}, {&h->nearest, 2 * drawn},
         {&k->Q, ahead * dp}, {&k->O, ahead * lv}, {&k->top, ahead}, {&k->scale, ahead},
-        {&k->whole, ahead * dp / 4}, {&k->bias, ahead}, {&k->looks, AT_ONCE * LOOKED}, {&k->best[0].value, ahead * best},
+        {&k->whole, ahead * dp / 4}, {&k->bias, ahead}, {&k->scores, AT_ONCE * SCORED}, {&k->best[0].value, ahead * best},
         {&k->best[0].place, ahead * best}, {&k->read, ahead * (up(open) + PAD)}, {&k->places, ahead * open},
         {&k->count, ahead}, {&k->from, ahead}, {&k->Qt, d * PIECE}, {&k->A, (2 * c->block + M) * PIECE},
         {&k->number, K * PIECE}, {&k->bar, PIECE}, {&k->along, PIECE}, {&k->turned, PIECE * dp}};
@@ -236,8 +236,8 @@ static size_t place_scratch(Past *h, const NearFar *c, float *memory) {
 
 int64_t near_far_recall_size(const NearFar *c) { return place_kept(&(Past){0}, c, NULL); }
 
-/* Memory for one head at a time, or null. In large pages, where there are such: rows are read here and there, and each of
-   the small ones has to be looked up. */
+/* Memory for one head at a time, or null. In large pages, where there are such: rows are read here and there, and
+   each of the small ones has to be valid_step up. */
 static float *past_memory(const NearFar *c) {
     Past h = {0};
     const size_t size = c->kept ? 0 : place_kept(&h, c, NULL), page = 1 << 21;
@@ -299,8 +299,8 @@ static void find_nearest(Past *h, int m, int32_t *nearest) {
     }
 }
 
-/* Adds keys [j, j + m), m <= CHUNK, which are measured, to the sums of their nearest centres. X then holds each key less
-   its centre, whose squares stay precise where keys are alike. */
+/* Adds keys [j, j + m), m <= CHUNK, which are measured, to the sums of their nearest centres. X then holds each key
+   less its centre, whose squares stay precise where keys are alike. */
 static void to_cells(Past *h, int64_t j, int m) {
     const int dp = h->dp, lv = h->lv, n = h->n;
     int32_t nearest[CHUNK];
@@ -309,11 +309,11 @@ static void to_cells(Past *h, int64_t j, int m) {
         const int64_t at = j + i;
         if (h->cell[at] == -2 || !there(h, at)) {                        /* heavy, or masked */
             h->cell[at] = -1;
-            h->looked[at] = NAN;
+            h->valid_step[at] = NAN;
             continue;
         }
         const int k = h->cell[at] = nearest[i];
-        h->looked[at] = h->step[at];
+        h->valid_step[at] = h->step[at];
         add_row(h->ysum + k * dp, 1, key(h, at), dp);
         add_row(h->X + i * dp, -1, h->centres + k * dp, dp);
         add_row(h->zsum + k * dp, 1, h->X + i * dp, dp);
@@ -340,7 +340,7 @@ void to_panels(Past *h, int64_t stop) {
     for (int64_t j = h->paneled; j < stop; j++) {
         uint8_t *panel = h->panels + j / PANEL * PANEL * dp + j % PANEL * 4;
         h->step[j] = whole_of(key(h, j), dp, whole);
-        h->looked[j] = there(h, j) ? h->step[j] : NAN;
+        h->valid_step[j] = there(h, j) ? h->step[j] : NAN;
         for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(whole[p] ^ 0x80);
     }
     h->paneled = stop > h->paneled ? stop : h->paneled;
@@ -433,15 +433,19 @@ void place_cells_of(Past *h) {
 /* ---- All queries ---- */
 
 /* The place of the first query of block t, and how many there are. */
-INLINE int64_t first_query(const NearFar *c, int64_t t) { return t * c->block > c->S - c->L ? t * c->block : c->S - c->L; }
-INLINE int64_t queries_of(const NearFar *c, int64_t t) { return least_of((t + 1) * c->block, c->S) - first_query(c, t); }
-
-static float *out_of(const Past *h, const Asks *asks) {
-    return of(h->c->out, h->z, asks->g) + (asks->j - h->c->S + h->c->L) * h->c->out.token;
+INLINE int64_t first_query(const NearFar *c, int64_t t) {
+    return t * c->block > c->S - c->L ? t * c->block : c->S - c->L;
+}
+INLINE int64_t queries_of(const NearFar *c, int64_t t) {
+    return least_of((t + 1) * c->block, c->S) - first_query(c, t);
 }
 
-/* AHEAD queries from the i-th of block t on, or as many as there are, also of the next blocks, for which the same keys are
-   heavy. */
+static float *out_of(const Past *h, const Query *query) {
+    return of(h->c->out, h->z, query->g) + (query->j - h->c->S + h->c->L) * h->c->out.token;
+}
+
+/* AHEAD queries from the i-th of block t on, or as many as there are, also of the next blocks, for which the same
+   keys are heavy. */
 static void load_ahead(Past *h, int64_t t, int64_t i) {
     const NearFar *c = h->c;
     const int dp = h->dp;
@@ -451,10 +455,10 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
             t++, i = 0;
             if (t * c->block >= c->S || t * c->block == following(h->start, c->block)) break;
         }
-        Asks *asks = k->asks + k->ahead;
+        Query *query = k->query + k->ahead;
         float *q = k->Q + k->ahead * dp;
-        *asks = (Asks){i / queries_of(c, t), first_query(c, t) + i % queries_of(c, t), t > 0 ? (t - 1) * c->block : 0};
-        put_row(q, (float)c->factor, of(c->x, h->z, asks->g) + (asks->j - c->S + c->L) * c->x.token, c->d);
+        *query = (Query){i / queries_of(c, t), first_query(c, t) + i % queries_of(c, t), t > 0 ? (t - 1) * c->block : 0};
+        put_row(q, (float)c->factor, of(c->x, h->z, query->g) + (query->j - c->S + c->L) * c->x.token, c->d);
         for (int p = c->d; p < dp; p++) q[p] = 0;
         int8_t *whole = k->whole + k->ahead * dp;
         whole_of(q, dp, whole);
@@ -466,7 +470,7 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
     memset(k->Q + k->ahead * dp, 0, sizeof(float) * PAD * dp);
     memset(k->count, 0, sizeof(int32_t) * k->ahead);
     k->taken = 0;
-    choose_keys(h, (int)opens_at(c, h->start));
+    retrieve(h, (int)opens_at(c, h->start));
     read_nearby(h, read_keys, dp);
 }
 
@@ -476,10 +480,10 @@ static void give_out(Past *h) {
     Work *k = &h->k;
     read_nearby(h, read_values, h->lv);
     for (int r = 0; r < k->ahead; r++) {
-        const Asks *asks = k->asks + r;
-        const int64_t number = (h->z * c->G + asks->g) * c->L + asks->j - c->S + c->L;
+        const Query *query = k->query + r;
+        const int64_t number = (h->z * c->G + query->g) * c->L + query->j - c->S + c->L;
         const float scale = k->scale[r] > 0 ? 1 / k->scale[r] : 0;
-        put_row(out_of(h, asks), scale, k->O + r * h->lv, c->dv);
+        put_row(out_of(h, query), scale, k->O + r * h->lv, c->dv);
         c->logsum[number] = k->top[r] + log2f(k->scale[r]);
         if (!c->gaps) continue;
         c->gaps_at[number] = h->bytes;

@@ -1,9 +1,10 @@
 /* The gradients of recall.c, for keys that were read and log-sums that are known.
 
-   First the past goes by once more. The cells at the end of each renewal are kept, and tau at each block, which would
-   lose its digits in a subtraction. Then blocks are taken from the last to the first, and the keys that had joined are
-   taken off the sums of their cells again. What a key gives to its cell it gives to all later blocks of the renewal:
-   gradients to the sums of cells are added up until the block at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1].
+   First the past goes by once more. The cells at the end of each renewal are kept, and tau at each block, which
+   would lose its digits in a subtraction. Then blocks are taken from the last to the first, and the keys that had
+   joined are taken off the sums of their cells again. What a key gives to its cell it gives to all later blocks of
+   the renewal: gradients to the sums of cells are added up until the block at which the key joined. With G = [g,
+   -g.out] the gradient to a logit is its weight times G.[v, 1].
 
    Per cell, for keys j of it: mu and V are means and sums over them, so that dy_j = dmu / N and dv_j = dV. */
 
@@ -105,8 +106,8 @@ static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
     }
 }
 
-/* What R queries have read, their logits in h.k.read, and what is left in the cells, in base 2 and relative to top (ld),
-   from the logits of these (K, ld). */
+/* What R queries have read, their logits in h.k.read, and what is left in the cells, in base 2 and relative to top
+   (ld), from the logits of these (K, ld). */
 static void read_again(Back *e, const int32_t *cell, const int32_t *places, int R, int ld, float *logits) {
     Past *h = &e->h;
     const NearFar *c = h->c;

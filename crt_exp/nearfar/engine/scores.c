@@ -1,5 +1,5 @@
 /* The products of queries with all keys of the past, as integers: exact, so the same in vectors and in PyTorch
-   (nearfar/looks.py). */
+   (nearfar/retrieval.py). */
 
 #include "past.h"
 
@@ -16,8 +16,8 @@ INLINE ivec lane_numbers(void) {
     return lane;
 }
 
-/* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
-   in an order that looks.py keeps. */
+/* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by
+   element, in an order that retrieval.py keeps. */
 static void turn(const float *from, int dp, float *x) {
     const int run = dp & -dp;
     const ivec lane = lane_numbers();
@@ -82,7 +82,7 @@ INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
 
 enum { WIDE = LANES == 16 ? 4 : 2, BESIDE = 4 };        /* vectors of keys and queries at once */
 
-INLINE void look_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
+INLINE void score_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
                             const int32_t *bias, int32_t *to) {
     ivec sum[BESIDE][WIDE];
     const uint8_t *at[WIDE];
@@ -102,15 +102,15 @@ INLINE void look_in_vectors(const int rows, const int8_t *queries, int dp, const
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * LOOKED + j + e * LANES) = sum[i][e];
+        UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * SCORED + j + e * LANES) = sum[i][e];
 }
 
-void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
+void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
              int32_t *to) {
     for (int j = 0; j < n; j += WIDE * LANES) {
         int i = 0;
         for (; i + BESIDE <= R; i += BESIDE)
-            look_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
-        for (; i < R; i++) look_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
+            score_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
+        for (; i < R; i++) score_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
     }
 }
