@@ -564,14 +564,17 @@ static void backward_head(Head *e) {
 
 static int run(const NearFar *c, int backward, void (*body)(Head *e)) {
     int bad = OK;
-#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
-    for (int64_t z = 0; z < c->Z; z++) {
+#pragma omp parallel num_threads((int)c->threads) reduction(max : bad)
+    {
         const unsigned mode = without_denormals();
-        Head e;
-        if (open_head(&e, c, z, backward)) body(&e);
-        else bad = NO_MEMORY;
+#pragma omp for schedule(dynamic)
+        for (int64_t z = 0; z < c->Z; z++) {
+            Head e;
+            if (open_head(&e, c, z, backward)) body(&e);
+            else bad = NO_MEMORY;
+        }
         with_mode(mode);
-        trim_scratch();
+        trim_scratch();      /* behind the last head: fresh memory for each one takes longer */
     }
     return bad;
 }
