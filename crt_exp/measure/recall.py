@@ -75,7 +75,7 @@ class FarKey(Measurement):
             raise unknown("method", name, [*OWN, *BASELINES])
         if name == "nearfar":
             sizes = Sizes(options.pop("block"), options.pop("heavy"), cells_at(self.length), **options)
-            return near_far_attention(*heads, sizes, causal=True).out
+            return near_far_attention(*heads, sizes, causal=True)
         return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=True, **options)
 
     def draw(self, seed: int) -> tuple[Tensor, ...]:

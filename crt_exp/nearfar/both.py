@@ -1,5 +1,12 @@
-"""Near-far attention of a sequence to itself in both directions, or to another one: see call.py, whose legend is that
-of this file. Derived here.
+"""Near-far attention of a sequence to itself in both directions, or to another one, in torch's own operators.
+
+Notation as in call.py; the C version is near_far.c, which is faster in float32 on CPUs. With logits q.k + bias, a set
+of weighted keys adds N e^logit to the weights of a query and V e^logit to what it gathers: a plain key has N = 1 and
+V = v, a cell sums over its keys. So
+
+    out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
+
+Derived here.
 """
 
 from dataclasses import dataclass
@@ -16,19 +23,19 @@ from crt_exp.nearfar.choice import (
     blocks,
     grouped,
     levels,
-    mean_spread,
+    moments,
+    one_hot,
+    rows_at,
     slopes,
     summed,
-    sums_of_cells,
     ungrouped,
+    weights,
     without,
 )
 from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.block_sums import block_sums, one_hot
-from crt_exp.nearfar.engine.constants import HIDDEN
-from crt_exp.nearfar.engine.sets import KeyWindow, Weighted, gather
+from crt_exp.nearfar.engine.constants import HIDDEN, LEAST
 
-QUERIES = 256    # of a block, where there is no window
+LAG = 2    # blocks from one on that are far
 
 
 class ChosenSets(NamedTuple):
@@ -51,15 +58,13 @@ class Both:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
         metric = self._across(y, keep, rows) if self.cross else None
         if self.native:
-            sets = native.choose(x.float(), y.float(), self.sizes.heavy, self.sizes.cells, keep, self.factor, metric)
-            return ChosenSets(KeyMetric(*sets[:3]), Choice(*sets[3:]))
+            return ChosenSets(*native.choose(x.float(), y.float(), self.sizes, keep, self.factor, metric))
         y = y.to(compute_dtype(x, y))
         if metric is None:
             queries = None if keep is None else keep.repeat(1, x.shape[1])
             metric = KeyMetric.of(x.flatten(1, 2).to(y.dtype), y, queries, keep)
         y = without(y - metric.shift, keep)
-        choice = Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep)
-        return ChosenSets(metric, choice)
+        return ChosenSets(metric, Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep))
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Of keys factor y (Z, S, d) of another sequence than the queries, which earlier ones stand for. Without these
@@ -70,48 +75,59 @@ class Both:
             metric = KeyMetric(metric.shift, *(t[rows].to(y.dtype) for t in self.metric[1:]))
         return metric
 
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets) -> tuple[Tensor, Tensor]:
-        """(Z, G, L, dv) and the predicted error (Z,)."""
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets) -> Tensor:
+        """(Z, G, L, dv)."""
         (metric, choice), dtype = chosen, compute_dtype(x, y, v)
         if self.native:
-            sets, tensors = native.Sets(*metric, *choice), (x.float(), y.float(), v.float())
-            result = native.attend(*tensors, sets, self.sizes.block, self.sizes.first_order, self.factor, self.cross)
-            spread = mean_spread(result.sums[:, None, :, -1], result.level, result.spread.unsqueeze(1))
-            return result.out, result.share.mean((1, 2)) * spread.sqrt()
+            return native.attend(x.float(), y.float(), v.float(), *chosen, self.sizes, self.factor, self.cross)
         x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
-        b = min(QUERIES if self.cross else self.sizes.block, x.shape[2])
-        window = None if self.cross else KeyWindow(blocks(y, b), blocks(v, b), _bias(choice, keep, b))
-        heavy = heavy_set(y, v, choice)
-        level = levels(y.detach(), metric, choice)
-        K = choice.centres.shape[1]
-        rows, sums = sums_of_cells(y, v, metric, choice, level)
-        sums = sums.unsqueeze(1)
-        cells = summed(sums, metric, choice.centres, level)
-        if self.cross:
-            far = (one_hot(choice.cell, K, dtype).mT @ rows).unsqueeze(1)
-        else:
-            far = block_sums(blocks(rows, b), blocks(choice.cell, b), K)
-        gathered = gather(grouped(x, b), window, (*heavy, Weighted(cells.mu, far, cells.bias)))
-        out, share = (ungrouped(t, *x.shape[1:3]) for t in gathered)
+        b, K = x.shape[2] if self.cross else self.sizes.block, choice.centres.shape[1]
+        level, members = levels(y.detach(), metric, choice), one_hot(choice.cell, K, dtype)
+        u = weights(y, metric, choice.pool, choice.cell, level)
+        sums = members.mT @ moments(y, u, metric, choice.cell, choice.centres)
+        cells = summed(sums.unsqueeze(1), metric, choice.centres, level)
+        rows = torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)                           # [u v, u]
+        far = (members.mT @ rows).unsqueeze(1) if self.cross else far_sums(blocks(members, b).mT @ blocks(rows, b))
+        q = grouped(x, b)                                                                      # (Z, N, G b, d)
+        keys, values = (rows_at(t, choice.heavy) for t in (y, v))
+        logits = _of_all_blocks(q, torch.cat([keys, cells.mu.squeeze(1)], 1).mT)               # heavy keys, then cells
+        plain = torch.where(choice.there, 0.0, HIDDEN).to(dtype).unsqueeze(1).expand(-1, far.shape[1], -1)
+        N, V = far[..., -1:], far[..., :-1]
+        weight = torch.where(N > LEAST, N.clamp(min=LEAST).log(), HIDDEN).squeeze(-1)
+        logits = [logits + torch.cat([plain, cells.bias + weight], -1).unsqueeze(2)]
+        if not self.cross:
+            near = torch.ones_like(choice.pool) if keep is None else keep
+            hidden = torch.where(blocks(near.scatter(1, choice.heavy, False), b), 0.0, HIDDEN).to(dtype)
+            logits.append(q @ _windows(blocks(y, b)).mT + _windows(hidden.unsqueeze(-1), HIDDEN).mT)
+        of_heavy, of_cells, *of_near = torch.cat(logits, -1).softmax(-1).split(
+            [keys.shape[1], K, *(t.shape[-1] for t in logits[1:])], -1)
+        out = _of_all_blocks(of_heavy, values) + of_cells @ torch.where(N > LEAST, V / N.clamp(min=LEAST), 0.0)
+        if of_near:
+            out = out + of_near[0] @ _windows(blocks(v, b))
+        out = ungrouped(out, *x.shape[1:3])
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
-            slope = slopes(y, v, g, one_hot(choice.cell, K, dtype), cells.mu.squeeze(1)).unsqueeze(1)
+            slope = slopes(y, v, g, members, cells.mu.squeeze(1)).unsqueeze(1)
+            share = ungrouped(of_cells.sum(-1, keepdim=True), *x.shape[1:3])
             out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
-        spread = mean_spread(sums[..., -1].detach(), level, cells.spread.detach())
-        return out, share.detach().mean((1, 2, 3)) * spread.sqrt()
+        return out
 
 
-def _bias(choice: Choice, keep: Tensor | None, b: int) -> Tensor:
-    """HIDDEN for keys that are masked, heavy or beyond the last, (Z, N, b)."""
-    near = torch.ones_like(choice.pool) if keep is None else keep
-    near = near.scatter(1, choice.heavy, False)
-    return torch.where(blocks(near, b), 0.0, HIDDEN)
+def _of_all_blocks(t: Tensor, shared: Tensor) -> Tensor:
+    """t (Z, N, r, k) times shared (Z, k, l), which is of all blocks, in one product."""
+    return (t.flatten(1, 2) @ shared).unflatten(1, t.shape[1:3])
 
 
-def heavy_set(y: Tensor, v: Tensor, choice: Choice) -> tuple[Weighted, ...]:
-    if not choice.heavy.shape[1]:
-        return ()
-    keys, values = (t.gather(1, choice.heavy.unsqueeze(-1).expand(-1, -1, t.shape[-1])) for t in (y, v))
-    there = choice.there.unsqueeze(-1).to(v.dtype)
-    return Weighted(keys.unsqueeze(1), torch.cat([values * there, there], -1).unsqueeze(1),
-                    y.new_zeros(len(y), 1, keys.shape[1])),
+def _windows(t: Tensor, beyond: float = 0.0) -> Tensor:
+    """Each of the blocks (Z, N, b, .) with the one before and the next, (Z, N, 3 b, .); `beyond` the ends."""
+    padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 1), value=beyond)
+    return torch.cat([padded[:, i:i + t.shape[1]] for i in range(3)], 2)
+
+
+def far_sums(own: Tensor) -> Tensor:
+    """Of sums (Z, N, K, k) of each block those over the blocks that are far from it.
+
+    Sums of what is there, never a total less what is not: positive columns stay exactly 0 where no row is left."""
+    none, n = torch.zeros_like(own[:, :LAG]), max(0, own.shape[1] - LAG)
+    before = torch.cat([none, own[:, :n].cumsum(1)], 1)
+    return before + torch.cat([own[:, LAG:].flip(1).cumsum(1).flip(1), none], 1)

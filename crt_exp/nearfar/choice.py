@@ -10,12 +10,12 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, transformed
-from crt_exp.nearfar.engine.block_sums import one_hot
-from crt_exp.nearfar.engine.cell_sums import CellSums, Constants, cell_sums, weighted
-from crt_exp.nearfar.engine.constants import AWAY, GROWS, LEAST, PICKS, RIDGE, SAME, SHARPEST
+from crt_exp.nearfar.engine.constants import AWAY, GROWS, HIDDEN, LEAST, PICKS, RIDGE, SAME, SHARPEST
 
 
 class Sizes(NamedTuple):
@@ -132,7 +132,7 @@ def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
             picked[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
         D = torch.minimum(D, _to_nearest(z, squares, picked[-1])).scatter(1, chosen, 0.0)
     centres = torch.cat(picked, 1)
-    members = weighted(u.squeeze(-1), nearest(z, centres), cells)
+    members = u * one_hot(nearest(z, centres), cells, u.dtype)
     N = members.sum(1).unsqueeze(-1)
     return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)
 
@@ -265,29 +265,11 @@ def summed(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass
     return Cells(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
 
 
-def sums_of_cells(y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, level: Tensor) -> CellSums:
-    """[u v, u] of each key (Z, S, dv + 1), and sums (Z, K, d + 2) of `moments` over the keys of each cell."""
-    if not torch.compiler.is_compiling() and not transformed(y, v):
-        constants = Constants(metric.tilt, metric.root, choice.centres, choice.cell, level, choice.pool)
-        return cell_sums(y, v, constants)
-    u = weights(y, metric, choice.pool, choice.cell, level)
-    members = one_hot(choice.cell, choice.centres.shape[1], y.dtype)
-    sums = members.mT @ moments(y, u, metric, choice.cell, choice.centres)
-    return CellSums(torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1), sums)
-
-
 def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tensor:
     """C (Z, dv, d), the mean of v_j (y_j - mu of its cell)^T with weights g (Z, S): what values gain from a query to
     first order is C (x - b). mu (Z, K, d)."""
     v = v * g.unsqueeze(-1)
     return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=LEAST)[:, None, None]
-
-
-@torch.no_grad()
-def mean_spread(N: Tensor, level: Tensor, spread: Tensor) -> Tensor:
-    """sum_k N_k tau_k (Z,) with N_k (Z, n, K) e^level as parts of 1, over all blocks."""
-    weight = N * torch.exp(level - level.amax(-1, keepdim=True)).unsqueeze(1)
-    return (weight * spread).sum((1, 2)) / weight.sum((1, 2)).clamp(min=LEAST)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -314,3 +296,36 @@ def grouped(x: Tensor, b: int) -> Tensor:
 def ungrouped(t: Tensor, heads: int, length: int) -> Tensor:
     """(Z, N, G b, k) -> (Z, G, L, k)."""
     return t.unflatten(2, (heads, t.shape[2] // heads)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+
+
+# ---- rows
+
+
+def one_hot(cell: Tensor, cells: int, dtype: torch.dtype) -> Tensor:
+    """(..., cells): 1 at the cell of each row."""
+    return torch.zeros(*cell.shape, cells, dtype=dtype, device=cell.device).scatter(-1, cell.unsqueeze(-1), 1.0)
+
+
+def rows_at(t: Tensor, index: Tensor) -> Tensor:
+    """Rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
+    gathered = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
+    return gathered.view(*index.shape, t.shape[-1])
+
+
+# ---- all keys
+
+
+def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True) -> Tensor:
+    """Queries (Z, G, l, d) see all keys (Z, S, d), of which causal ones are the last: those that are not later; logits
+    are scale x.y."""
+    mask = None if keep is None else keep[:, :y.shape[1]]
+    if not transformed(x, y, v):      # the fused kernel knows the backward pass alone
+        if x.shape[2] == 1 and mask is None:    # the last query sees all keys: those of a group are as of one head
+            x, y, v = x.transpose(1, 2), y.unsqueeze(1), v.unsqueeze(1)
+            return F.scaled_dot_product_attention(x, y, v, scale=scale).transpose(1, 2)
+        return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale)
+    seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
+    seen = seen.tril(y.shape[1] - x.shape[2]) if causal else seen
+    seen = seen if mask is None else seen & mask[:, None, None]
+    logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
+    return torch.where(seen.any(-1, keepdim=True), logits.softmax(-1) @ v.unsqueeze(1), 0.0)

@@ -21,7 +21,7 @@ from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Whole, checked
-from crt_exp.nearfar.call import Result, by_rows, near_far_attention
+from crt_exp.nearfar.call import by_rows, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.past import RecallState
 from crt_exp.samplers.noise import transforming
@@ -72,7 +72,6 @@ class NearFar(LinearAttention):
         self.sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
         self.exact_until = SHORT if exact_until is None else exact_until        # of calls that are not causal
         self.clusters = FittedOnce(MetricMaker(), self.kv_heads, d, fit_steps, vectors=SAMPLE) if cross else None
-        self.predicted = None    # mean predicted error of the calls of the last calibration
 
     @property
     def exact_to(self) -> int:
@@ -89,13 +88,10 @@ class NearFar(LinearAttention):
         changing = self.training and not in_backward()
         if changing and not self.going_on:
             self._advance(q, k)
-        result = self._attend(q, k, v, key_mask)
+        out = self.estimate(q, k, v, key_mask)
         if (changing or self.calibrated is not None) and self._uses_moments(q, k):
             self.clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
-        if self.calibrated is not None:
-            self.predicted += float(result.predicted.mean())
-            self.calibrated += 1
-        return result.out
+        return out
 
     def _is_one_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether this call, without a mask, is one of torch's kernel, as is seen at a glance: each query sees all its
@@ -109,9 +105,6 @@ class NearFar(LinearAttention):
                 and not torch.compiler.is_compiling() and not transformed(q, k, v))
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        return self._attend(q, k, v, key_mask).out
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
         if self.first_order is not None or self.preset == "quality" or self.causal or k.shape[2] < LONG:
             return self._with_sizes(self.sizes, q, k, v, key_mask)
         plain = partial(self._with_sizes, self.sizes)
@@ -120,7 +113,7 @@ class NearFar(LinearAttention):
             return long(q, k, v, None)
         return by_rows(key_mask.sum(1) >= LONG, long, plain, q, k, v, key_mask)
 
-    def _with_sizes(self, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Result:
+    def _with_sizes(self, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         metric, cross = None, self.cross or q.shape[2] != k.shape[2]
         sizes = sizes if self.causal else sizes._replace(exact_until=self.exact_until)
         if self._uses_moments(q, k) and self.clusters.done:
@@ -157,13 +150,12 @@ class NearFar(LinearAttention):
 
     @contextmanager
     def calibration(self):
-        self.calibrated, self.predicted = 0, 0.0
+        self.calibrated = 0
         if self.clusters is not None:
             self.clusters.calibrate(True)
         try:
             yield
         finally:
-            self.predicted = self.predicted / self.calibrated if self.calibrated else None
             self.calibrated = None
             if self.clusters is not None:
                 self.clusters.calibrate(False)

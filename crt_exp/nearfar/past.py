@@ -16,10 +16,8 @@ from torch.utils._pytree import tree_map
 from crt_exp.attention.baselines import Buffer
 from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries
 from crt_exp.attention.padding import first_kept
-from crt_exp.nearfar.choice import KeyMetric, Sizes
+from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly, one_hot
 from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.block_sums import one_hot
-from crt_exp.nearfar.exact import exactly
 from crt_exp.nearfar.recall import (
     Epoch,
     RecallNearFar,
@@ -74,7 +72,7 @@ class KeptInC(NamedTuple):
     blocks: int       # that are far
     room: int
     metric: KeyMetric
-    kept: Tensor      # (Z, numbers), never changed where another state looks at it
+    kept: Tensor      # (Z, numbers), of one state alone
 
     def of(self, heads: Tensor) -> "KeptInC":
         return self._replace(metric=KeyMetric(*(t[heads] for t in self.metric)), kept=self.kept[heads])
@@ -83,7 +81,7 @@ class KeptInC(NamedTuple):
 class RecallState:
     """What causal near-far attention with recall remembers of the tokens so far: their keys and values.
 
-    A copy, which costs nothing, is a point to come back to.
+    A copy is a point to come back to.
     """
 
     def __init__(self, sizes: Sizes, heads: int):
@@ -92,7 +90,6 @@ class RecallState:
         self.columns = ()                         # and how many of them
         self.firsts: list[int | None] = []        # of each row: the place of its first real token
         self.known: dict[int, Known | KeptInC] = {}         # by that place
-        self.own: set[int] = set()                # of those, the ones that no other state looks at
         self.until = renewals(sizes, 0)[0]        # tokens that see all keys
 
     @property
@@ -159,8 +156,8 @@ class RecallState:
     def copy(self) -> "RecallState":
         """The same state, to go on from here in two ways."""
         other = copy.copy(self)
-        other.known = dict(self.known)
-        self.own, other.own = set(), set()
+        other.known = {first: known._replace(kept=known.kept.clone()) if isinstance(known, KeptInC) else known
+                       for first, known in self.known.items()}
         return other
 
     def select(self, rows: Tensor) -> None:
@@ -213,7 +210,7 @@ class RecallState:
             b = self.sizes.block
             if (S - T) // b < (S - 1) // b or until > S - T:                # in parallel
                 call = RecallNearFar(self.sizes)
-                out, _ = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
+                out = call.attend(x, y, v, keep, call.choose(x, y, keep, slice(None)))
             else:
                 out = self._within(first, x, y, v, keep)
         out, keep = out.unflatten(0, (-1, self.heads)).flatten(1, 2), self.kept.keep
@@ -238,7 +235,7 @@ class RecallState:
         seen = Seen(y, v, keep, known.member, known.cell, far, cells, block)
         lead = y.shape[1] - x.shape[2] - block * b
         own = torch.arange(lead, lead + x.shape[2], device=x.device).repeat(x.shape[1])
-        out, _ = in_chunks(known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
+        out = in_chunks(known.epoch, seen, x.flatten(1, 2).unsqueeze(1), self.sizes, own)
         return out.squeeze(1).unflatten(1, (x.shape[1], -1))
 
     def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
@@ -251,10 +248,6 @@ class RecallState:
             room = max(LEAST_ROOM, 2 * S)
             none = native.room_for_steps(y, self.kept.values.shape[-1], options_of(self.sizes, room), room)
             known = KeptInC(blocks, room, metric, none)
-            self.own.add(first)
-        elif known.blocks < blocks and first not in self.own:
-            known = known._replace(kept=known.kept.clone())
-            self.own.add(first)
         self.known[first] = known = known._replace(blocks=blocks)
         short, parts = max(0, min(x.shape[2], self.until - S + x.shape[2])), []
         for run, at in self._runs(rows):
@@ -263,8 +256,8 @@ class RecallState:
             near = [exactly(x[at, :, :short], y[:, :stop], v[:, :stop], keep)] if short else []
             options = options_of(self.sizes, known.room)
             given = native.Given(keep, *(t[at] for t in (known.metric.shift, known.metric.root)), options)
-            result = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
-            parts.append(_joined([*near, result.out], 2))
+            out = native.recall_step(x[at, :, short:], y, v, given, known.room, known.kept[at])
+            parts.append(_joined([*near, out], 2))
         return _joined(parts, 0)
 
     def _known(self, first: int, start: int, stop: int, blocks: int, y: Tensor, v: Tensor, keep: Tensor) -> Known:

@@ -1,11 +1,11 @@
-"""Causal near-far attention that remembers: each query reads the keys of its past that it asks for.
+"""Causal near-far attention: each query retrieves keys of its past and sees the rest by cells.
 
-Legend: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys, K
-cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their own
-block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
-query looks at all of these as whole numbers (looks.py), and reads those exactly that it asks for most: `open` of them,
-from GROWS tokens on as the root of the last renewal's place more. They leave their cells, and what is left there lies
-below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
+Notation: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy keys,
+K cells. Queries before the place `exact_until` see all earlier keys exactly. After that, queries of block t see their
+own block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the others lie in cells. A
+query scores all of these in 8 bits (retrieval.py) and retrieves those of the largest scores: `open` of them, from GROWS
+tokens on as the root of the last renewal's place more. It sees these exactly. They leave their cells, and what is left
+there lies below them (`left_in_cells`). So each key counts once, and nothing is subtracted.
 
 What keys are measured by is of those before the first renewal, about the means of their blocks; heavy keys and centres
 of cells are of the keys before the last one. Renewals lie where the sequence has grown by a half or so, at places that
@@ -28,23 +28,23 @@ from crt_exp.nearfar.choice import (
     Sizes,
     blocks,
     centres_of,
+    exactly,
     grouped,
     largest,
     left_in_cells,
     mean_of,
-    mean_spread,
     moments,
     nearest,
+    one_hot,
+    rows_at,
     scores,
     summed,
     ungrouped,
     without,
 )
 from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.block_sums import one_hot
 from crt_exp.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
-from crt_exp.nearfar.exact import exactly
-from crt_exp.nearfar.looks import opened
+from crt_exp.nearfar.retrieval import retrieved
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
 
@@ -147,32 +147,22 @@ class RecallNearFar:
         return ChosenEpochs(metric, [Epoch.of(y, keep, self.sizes, a, e, metric)
                                      for a, e in zip(places, places[1:]) if e > first])
 
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
-               chosen: ChosenEpochs) -> tuple[Tensor, Tensor]:
-        """(Z, G, L, dv) and the predicted error (Z,) of the last queries."""
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenEpochs) -> Tensor:
+        """(Z, G, L, dv) of the last queries."""
         (metric, epochs), dtype, (L, S) = chosen, compute_dtype(x, y, v), (x.shape[2], y.shape[1])
         x, y, v = x.to(dtype), without(y, keep).to(dtype), without(v, keep).to(dtype)
-        first, until = S - L, min(renewals(self.sizes, S)[0], S)
-        parts, predicted = [], x.new_zeros(len(y))
+        first, until, parts = S - L, min(renewals(self.sizes, S)[0], S), []
         if first < until:
             parts.append(exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep, self.factor**2))
         if metric is not None and self.native:
             given = native.Given(keep, metric.shift, metric.root, options_of(self.sizes, S), self.factor)
-            result = native.recall(x[:, :, max(0, until - first):], y, v, given, *parts)
-            return result.out, result.share.mean((1, 2)) * self._deviation(x, metric, result.spread)
+            parts.append(native.recall(x[:, :, max(0, until - first):], y, v, given))
         for epoch in epochs:
             a, e = max(first, epoch.start), min(S, epoch.stop)
-            out, predicted = self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep)
-            parts.append(out)
-        return torch.cat(parts, 2), predicted
+            parts.append(self.within(epoch, x[:, :, a - first:e - first], y[:, :e], v[:, :e], keep))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    @torch.no_grad()
-    def _deviation(self, x: Tensor, metric: KeyMetric, spread: Tensor) -> Tensor:
-        """Of the logits of the last queries (Z, G, L, d) over cells of that spread (Z,): (Z,)."""
-        along = self.factor * x[:, :, -self.sizes.block:] @ metric.root.unsqueeze(1)
-        return (along.square().sum(-1).mean((1, 2)) * spread).sqrt()
-
-    def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    def within(self, epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
         S, b, keep = y.shape[1], self.sizes.block, kept_of(y, keep)
         first = (S - x.shape[2]) // b                             # the block of the first query
@@ -185,10 +175,7 @@ class RecallNearFar:
             member = torch.cat([epoch.pool, keep[:, start:stop]], 1)
         far, cells = epoch_cells(far_sums(epoch, member, cell, y, v, b, first), v.shape[-1], epoch)
         here = Seen(y, v, keep, member, cell, far, cells, first)
-        out, share = (ungrouped(t, x.shape[1], x.shape[2])[:, :, lead:]
-                      for t in in_chunks(epoch, here, q, self.sizes))
-        spread = mean_spread(far[:, -1:, :, -1].detach(), far.new_zeros(1, 1), cells.spread[:, -1:].detach())
-        return out, share.detach().mean((1, 2, 3)) * self._deviation(x, epoch.metric, spread)
+        return ungrouped(in_chunks(epoch, here, q, self.sizes), x.shape[1], x.shape[2])[:, :, lead:]
 
 
 def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
@@ -244,10 +231,10 @@ def drawn(keys: int, wanted: int, device: torch.device) -> Tensor:
     return run * step + run * MIXED % step
 
 
-def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What queries (Z, N, r, d) gather (Z, N, r, dv), and how much of their weight lies in cells (Z, N, r, 1): some
-    blocks at a time, and again in the backward pass. own (r,): their places within a block; None: the tokens of a whole
-    block, for each head of a group."""
+def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor | None = None) -> Tensor:
+    """What queries (Z, N, r, d) gather (Z, N, r, dv): some blocks at a time, and again in the backward pass.
+
+    own (r,): their places within a block; None: the tokens of a whole block, for each head of a group."""
     own = torch.arange(sizes.block, device=q.device).repeat(q.shape[2] // sizes.block) if own is None else own
     open, of_blocks = sizes.opens(epoch.start), (q, seen.far, *seen.cells)
     read = min(open, seen.v.shape[1])
@@ -259,8 +246,7 @@ def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor | N
         places = chosen_keys(seen, here[0], at, sizes.block, open)
         reading = partial(gathered, epoch, seen, own, sizes.block, at, places)
         results.append(checkpoint(reading, *here, use_reentrant=False) if again else reading(*here))
-    out, share = (torch.cat(t, 1) for t in zip(*results))
-    return out, share
+    return torch.cat(results, 1)
 
 
 @torch.no_grad()
@@ -269,13 +255,13 @@ def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
     far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * b                 # keys of each block
     place = torch.arange(seen.member.shape[1], device=q.device)
     member = seen.member[:, None, None] & (place < far[:, None, None])
-    return opened(seen.y[:, :len(place)], member, q, open)
+    return retrieved(seen.y[:, :len(place)], member, q, open)
 
 
 def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, places: Tensor, q: Tensor, far: Tensor,
-             *cells: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries (Z, m, r, d) of the blocks from seen.first + at on gather, and how much of their weight lies in
-    cells: a softmax over near, heavy and read keys and what is left in the cells, (Z, m, K, .), of these blocks."""
+             *cells: Tensor) -> Tensor:
+    """What queries (Z, m, r, d) of the blocks from seen.first + at on gather: a softmax over near, heavy and retrieved
+    keys and what is left in the cells, (Z, m, K, .), of these blocks."""
     cells, m = Cells(*cells), q.shape[1]
     here = seen.first + at + torch.arange(m, device=q.device).unsqueeze(1)
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
@@ -296,15 +282,8 @@ def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, places: Ten
                                exact.masked_fill(~there, torch.inf), cell)
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
     shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)
-    in_cells = (each * left).sum(-1, keepdim=True)
-    total = sum(t.sum(-1, keepdim=True) for t in (*shares, read)) + in_cells
+    total = sum(t.sum(-1, keepdim=True) for t in (*shares, read, each * left))
     more = read - each.gather(-1, cell).masked_fill(~there, 0.0)      # than as one of those that are left
     out = sum(share @ value for share, value in zip(shares, values))
     out = out + each @ far[..., :-1] + (more.unsqueeze(-2) @ rows_at(seen.v, places)).squeeze(-2)
-    return out / total, in_cells / total
-
-
-def rows_at(t: Tensor, index: Tensor) -> Tensor:
-    """Rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
-    gathered = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
-    return gathered.view(*index.shape, t.shape[-1])
+    return out / total

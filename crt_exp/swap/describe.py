@@ -22,9 +22,8 @@ from crt_exp.swap.swap import swappable
 # open: keys that each query of causal near-far attention reads
 # chosen: how many heads have which map, where each takes its own
 # errors: |output - exact| / |exact| of the layer and of uniform attention on the batches of the last calibration
-# predicted error: of near-far attention, the mean far weight of a query times (sum_k N_k tau_k)^(1/2)
 COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A mean", "A min", "A max", "chosen",
-           "parameters", "error on calibration", "uniform's error", "predicted error")
+           "parameters", "error on calibration", "uniform's error")
 
 
 def describe_attention(model: nn.Module):
@@ -43,7 +42,7 @@ def _row(i: int | None, path: str, module: nn.Module) -> dict[str, Any]:
            "parameters": sum(p.numel() for p in module.parameters())}
     if state is None:
         return row | {"mechanism": "cannot be swapped" if i is None else "unchanged"}
-    row |= {"mechanism": state.mechanism, "predicted error": getattr(state, "predicted", None)}
+    row["mechanism"] = state.mechanism
     if (measured := getattr(state, "measured", None)) is not None:
         row |= {"error on calibration": measured.relative_error, "uniform's error": measured.relative_uniform}
     if isinstance(state, NearFar) and state.causal:

@@ -99,7 +99,7 @@ def assert_near_far_is_near():
         found = []
         for dtype in (torch.float32, torch.float64):
             inputs = [t.to(dtype).requires_grad_() for t in (x, y, v)]
-            out = near_far_attention(*inputs, Sizes(4, 3, 6, True)).out
+            out = near_far_attention(*inputs, Sizes(4, 3, 6, True))
             found.append([out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))])
         assert_near(*found)
 
@@ -110,7 +110,7 @@ def assert_recall_is_its_twin(monkeypatch):
     for in_c in (True, False):
         if not in_c:
             monkeypatch.setattr(near_far, "applies", lambda *tensors: False)
-        out = near_far_attention(*inputs, sizes, causal=True).out
+        out = near_far_attention(*inputs, sizes, causal=True)
         found.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
     assert_near(*found)
 

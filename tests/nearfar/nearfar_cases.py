@@ -6,7 +6,7 @@ import torch
 
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.engine.constants import WIDEST
-from crt_exp.nearfar.looks import opened
+from crt_exp.nearfar.retrieval import retrieved
 from crt_exp.nearfar.recall import RecallNearFar, kept_of, options_of, renewals
 
 
@@ -48,10 +48,11 @@ def as_integers(t):
 @torch.enable_grad()
 def read_in_c(x, y, v, given):
     """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, by the gaps between them."""
-    kept = native.recall(x.detach().requires_grad_(), y, v, given)
+    plain, numbers = native.recall_memory(x.detach().requires_grad_(), y, v, given)
+    native._InC.apply("near_far_recall", plain, numbers, x.detach(), y, v)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):
-        gaps = kept.gaps[z, kept.gaps_at[z, g, i]:].numpy()
+        gaps = plain["gaps"][z, plain["gaps_at"][z, g, i]:].numpy()
         gaps = gaps[:(gaps == 0).argmax()].astype(int)
         ends = gaps < WIDEST
         own = (gaps - ~ends).cumsum()[ends] - 1
@@ -73,6 +74,6 @@ def choices(x, y, v, sizes, keep=None):
         epoch = next(e for e in epochs if e.start <= i < e.stop)
         far = (i // sizes.block - 1) * sizes.block
         member = torch.cat([epoch.pool, kept[:, epoch.pool.shape[1]:far]], 1)
-        read = opened(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
+        read = retrieved(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
         theirs[:, :, i - start, :read.shape[-1]] = read
     return ours.sort(-1).values, theirs.sort(-1).values

@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 from crt_exp.attention import softmax_attention, uniform_attention
 from crt_exp.nearfar import NearFar, near_far_attention
 from crt_exp.nearfar import call as nearfar
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, levels, moments, summed, weights
+from crt_exp.nearfar.both import far_sums
+from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, levels, moments, one_hot, summed, weights
 from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.block_sums import block_sums, one_hot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_in_both_directions(sizes, options, masked):
     x, y, v, keep = tensors(**options)
     expected = reference.both(x, y, v, keep if masked else None, **dict(zip(Sizes._fields[:4], sizes)))
-    out = near_far_attention(x, y, v, sizes, key_mask=keep if masked else None).out
+    out = near_far_attention(x, y, v, sizes, key_mask=keep if masked else None)
     if masked:  # what padded queries see depends on no law
         out, expected = (torch.where(keep[:, None, :, None], t, 0.0) for t in (out, expected))
     same(out, expected, (x, y, v))
@@ -37,13 +37,13 @@ def test_in_both_directions(sizes, options, masked):
 def test_across(sizes, options, masked):
     x, y, v, keep = tensors(L=9, S=23, **options)
     keep = keep if masked else None
-    out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=True).out
+    out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=True)
     same(out, reference.both(x, y, v, keep, cross=True, **dict(zip(Sizes._fields[:4], sizes))), (x, y, v))
 
 
 def test_derivatives_under_transforms():
     x, y, v, _ = tensors(B=1, L=13)
-    call = lambda x, y, v: near_far_attention(x, y, v, Sizes(3, 2, 3)).out.square().sum()
+    call = lambda x, y, v: near_far_attention(x, y, v, Sizes(3, 2, 3)).square().sum()
     expected = torch.autograd.grad(call(x, y, v), (x, y, v))
     for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(x, y, v), expected):
         torch.testing.assert_close(ours, theirs)
@@ -54,10 +54,10 @@ def test_derivatives_under_transforms():
 def test_a_tangent_of_one_alone(sizes, causal, which):
     """The engine is chosen once, by queries, keys and values: a tangent of any rules the C engine out."""
     inputs = [t.detach().float() for t in tensors(L=40)[:3]]
-    expected = near_far_attention(*inputs, sizes, causal=causal).out
+    expected = near_far_attention(*inputs, sizes, causal=causal)
     with forward_ad.dual_level():
         inputs[which] = forward_ad.make_dual(inputs[which], torch.ones_like(inputs[which]))
-        out, tangent = forward_ad.unpack_dual(near_far_attention(*inputs, sizes, causal=causal).out)
+        out, tangent = forward_ad.unpack_dual(near_far_attention(*inputs, sizes, causal=causal))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert tangent.shape == out.shape
     if which == 2:      # weights are a mean's
@@ -72,7 +72,7 @@ def test_a_tangent_of_one_alone(sizes, causal, which):
 def test_exact_where_every_key_has_its_own(sizes, masked):
     x, y, v, keep = tensors()
     keep = keep if masked else None
-    out = near_far_attention(x, y, v, sizes, key_mask=keep).out
+    out = near_far_attention(x, y, v, sizes, key_mask=keep)
     same(out, softmax_attention(x, y, v, key_mask=keep), (x, y, v), rtol=1e-6, atol=1e-9)
 
 
@@ -84,7 +84,7 @@ def test_each_key_is_in_one_set(causal):
     for L, block, heavy, cells in torch.randint(1, 40, (25, 4), generator=g).tolist():
         x, y, v, keep = tensors(B=2, L=L, seed=L)
         keep, x, sizes = keep if L % 2 else None, torch.zeros_like(x), Sizes(1 + block // 4, heavy // 3, cells, open=3)
-        out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep).out
+        out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep)
         close = {"rtol": 0, "atol": 1e-6} if causal else {}             # logits of cells deviate by SHARPEST at least
         torch.testing.assert_close(out, uniform_attention(x, y, v, causal=causal, key_mask=keep), **close)
 
@@ -92,7 +92,8 @@ def test_each_key_is_in_one_set(causal):
 @torch.no_grad()
 def test_sums_of_cells_are_those_of_the_far_keys():
     u, v, cell = torch.rand(2, 6, 4), torch.randn(2, 6, 4, 3), torch.randint(5, (2, 6, 4))
-    found = block_sums(torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1), cell, 5)
+    rows = torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)
+    found = far_sums(one_hot(cell, 5, rows.dtype).mT @ rows)
     for t in range(6):
         far = torch.tensor([abs(s - t) > 1 for s in range(6)])
         torch.testing.assert_close(found[:, t, :, -1].sum(-1), u[:, far].sum((1, 2)))
@@ -127,7 +128,7 @@ def test_a_mean_key_weighs_less_than_its_keys():
 def test_a_cell_of_equal_keys_is_exact():
     x, y, v, _ = tensors(B=1, L=24)
     y = y.detach()[:, :, :4].repeat(1, 1, 6, 1).requires_grad_()
-    out = near_far_attention(x, y, v, Sizes(2, 0, 24)).out      # eight centres at a time may be of equal keys
+    out = near_far_attention(x, y, v, Sizes(2, 0, 24))      # eight centres at a time may be of equal keys
     same(out, softmax_attention(x, y, v), (x, v), rtol=1e-6, atol=1e-8)      # a mean key moves with all its keys alike
     *_, metric, choice, sums, level = cells_of(y.detach()[:, 0], K=24)
     assert summed(sums, metric, choice.centres, level).spread.max() < 1e-12
@@ -136,8 +137,8 @@ def test_a_cell_of_equal_keys_is_exact():
 @torch.no_grad()
 def test_a_shift_of_all_keys_changes_nothing():
     x, y, v, _ = tensors(L=40)
-    out = near_far_attention(x, y, v, Sizes(3, 4, 5, True)).out
-    torch.testing.assert_close(near_far_attention(x, y + 7 * torch.randn(4).double(), v, Sizes(3, 4, 5, True)).out, out)
+    out = near_far_attention(x, y, v, Sizes(3, 4, 5, True))
+    torch.testing.assert_close(near_far_attention(x, y + 7 * torch.randn(4).double(), v, Sizes(3, 4, 5, True)), out)
 
 
 @torch.no_grad()
@@ -146,9 +147,9 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     is 1 in all queries and adds nothing to their moments."""
     x, y, v, _ = tensors(L=40, d=4)
     s = torch.randn(4).double()
-    shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5)).out
+    shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5))
     more = torch.cat([x, torch.ones_like(x[..., :1])], -1), torch.cat([y, (y * s).sum(-1, keepdim=True)], -1)
-    torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)).out, shifted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)), shifted, rtol=1e-4, atol=1e-5)
 
 
 # ---- padding, the future, numbers ------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def test_padding_is_truncation(causal, L):
     keep = (torch.arange(20) < L).expand(2, -1)
     bad = [t.detach().masked_fill(~keep[:, None, :, None], torch.nan) for t in (y, v)]
     queries = x.detach().masked_fill(~keep[:, None, :, None], 0.0)
-    call = lambda *t, **mask: near_far_attention(*t, Sizes(3, 2, 3, True, open=2), causal=causal, **mask).out
+    call = lambda *t, **mask: near_far_attention(*t, Sizes(3, 2, 3, True, open=2), causal=causal, **mask)
     out = call(queries, *bad, key_mask=keep)
     torch.testing.assert_close(out[:, :, :L], call(*(t[:, :, :L] for t in (x, y, v))))
     assert out.isfinite().all()
@@ -177,7 +178,7 @@ def test_rows_that_begin_with_padding_are_as_alone(causal, lead, dtype):
     keep[:] = True
     keep[0, :lead], keep[1, -1] = False, False
     bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
-    call = lambda *t, **mask: near_far_attention(*t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask).out
+    call = lambda *t, **mask: near_far_attention(*t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask)
     out = call(*bad, key_mask=keep)
     close = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     rows = slice(lead, 24), slice(0, 23)
@@ -191,7 +192,7 @@ def test_queries_behind_the_padding_of_their_rows():
     x, y, v, keep = tensors(L=24)
     keep[:] = True
     keep[0, :7], keep[1, :2] = False, False
-    call = lambda x: near_far_attention(x, y, v, Sizes(5, 4, 3, open=2), causal=True, key_mask=keep).out
+    call = lambda x: near_far_attention(x, y, v, Sizes(5, 4, 3, open=2), causal=True, key_mask=keep)
     same(call(x[:, :, 15:]), call(x)[:, :, 15:], (x, y, v))
 
 
@@ -200,7 +201,7 @@ def test_no_key_gives_no_output_and_no_gradient():
     keep = torch.zeros(2, 12, dtype=torch.bool)
     keep[1, 4:8] = True                                       # the blocks around it are padding alone
     for causal in (False, True):
-        out = near_far_attention(x, y, v, Sizes(4, 2, 3, True, open=2), causal=causal, key_mask=keep).out
+        out = near_far_attention(x, y, v, Sizes(4, 2, 3, True, open=2), causal=causal, key_mask=keep)
         grads = torch.autograd.grad(out.square().sum(), (x, y, v))
         assert (out[0] == 0).all() and all((g[0] == 0).all() and g.isfinite().all() for g in grads)
         assert (out[1, :, :4] == 0).all() == causal
@@ -209,7 +210,7 @@ def test_no_key_gives_no_output_and_no_gradient():
 def test_nothing_of_the_future():
     x, y, v, _ = tensors(L=26)
     sizes = Sizes(3, 2, 3, open=2)
-    call = lambda n: near_far_attention(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes, causal=True).out
+    call = lambda n: near_far_attention(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes, causal=True)
     whole = call(26)
     for n in (1, 3, 4, 11, 25):
         torch.testing.assert_close(call(n), whole[:, :, :n])
@@ -245,7 +246,7 @@ def test_values_to_first_order():
     y = 0.1 * y.detach()
     v = y @ torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = softmax_attention(x, y, v)
-    error = lambda first: float((near_far_attention(x, y, v, Sizes(2, 0, 1, first)).out - exact).norm())
+    error = lambda first: float((near_far_attention(x, y, v, Sizes(2, 0, 1, first)) - exact).norm())
     assert error(True) < 0.3 * error(False)
 
 
@@ -256,7 +257,7 @@ def test_large_scores(causal, dtype):
     x, y, v = ((t.detach() * s).to(dtype).requires_grad_() for t, s in ((x, 20.0), (y, 20.0), (v, 1.0)))
     assert 1e3 < (x @ y.mT).abs().max() < 1e4
     for sizes in (Sizes(4, 4, 5, open=3), Sizes(4, 4, 5, True, open=3), Sizes(40, 0, 1, open=1)):
-        out = near_far_attention(x, y, v, sizes, causal=causal).out
+        out = near_far_attention(x, y, v, sizes, causal=causal)
         out.float().square().sum().backward()
         assert out.dtype == dtype and out.isfinite().all() and all(t.grad.isfinite().all() for t in (x, y, v))
     expected = softmax_attention(*(t.detach().double() for t in (x, y, v)), causal=causal)
@@ -266,7 +267,7 @@ def test_large_scores(causal, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     x, y, v, keep = tensors(L=40, d=8, H=4, dtype=torch.float32)
-    call = lambda *t: near_far_attention(*t, Sizes(4, 4, 5, open=3), causal=causal, key_mask=keep).out
+    call = lambda *t: near_far_attention(*t, Sizes(4, 4, 5, open=3), causal=causal, key_mask=keep)
     whole = call(x, y, v)
     low = call(*(t.bfloat16() for t in (x, y, v)))
     assert low.dtype == torch.bfloat16
@@ -284,5 +285,5 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
 def test_no_matrix_of_pairs():
     """2^15 tokens: the matrix would take 4 GB, and its gradient as much."""
     x = torch.randn(1, 1, 2**15, 4).requires_grad_()
-    near_far_attention(x, x, x, Sizes(64, 4, 4)).out.square().mean().backward()
+    near_far_attention(x, x, x, Sizes(64, 4, 4)).square().mean().backward()
     assert x.grad.isfinite().all()

@@ -78,7 +78,7 @@ def test_vmap_and_export():
     inputs = q[0].detach(), k[0].detach(), v[0].detach()
     program = torch.export.export(layer, inputs, strict=False).module()
     torch.testing.assert_close(program(*inputs), layer(*inputs))
-    with pytest.raises(ValueError, match="cannot be exported with a length that is left open"):
+    with pytest.raises(ValueError, match="cannot be exported with an open length"):
         open_length = {2: torch.export.Dim("length", min=2, max=99)}
         torch.export.export(layer, inputs, dynamic_shapes=(open_length,) * 3, strict=False)
 
@@ -183,7 +183,7 @@ def test_swapped_encoders_are_described():
     swap_attention(model, "nearfar", block=4, heavy=4, cells=8)
     calibrate_attention(model, [ids])
     rows = describe_attention(model)
-    assert rows["mechanism"].tolist() == ["nearfar"] * 2 and rows["predicted error"].between(0, 1).all()
+    assert rows["mechanism"].tolist() == ["nearfar"] * 2
     assert (rows["error on calibration"] < rows["uniform's error"]).all()
     assert (model(ids).last_hidden_state - exact).norm() < 0.1 * exact.norm()
 
@@ -232,7 +232,7 @@ def test_one_graph_for_any_length_is_refused_where_keys_are_opened(fresh_graphs)
     layer = layer_of()
     x, y, v, _ = tensors(H=4, L=30)
     compiled = torch.compile(layer, dynamic=True, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="has no graph for lengths that are left open: compile it with dynamic=False"):
+    with pytest.raises(Exception, match="attention=nearfar: causal calls need compile.dynamic=False"):
         compiled(x, y, v)
 
 

@@ -9,7 +9,7 @@ from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.both import Both, ChosenSets
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root, mean_spread
+from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root
 from crt_exp.nearfar.engine import native as near_far
 from crt_exp.features.nonfinite import NotFinite
 
@@ -21,8 +21,8 @@ CASES = {
     "masked": (Sizes(4, 3, 9, True), dict(S=70, masked=True)),
     "grouped": (Sizes(5, 5, 7, True), dict(S=151, G=3, dv=17, masked=True)),
     "many queries of a block": (Sizes(50, 5, 7, True), dict(S=230, G=2, d=20)),
-    "several segments": (Sizes(40, 3, 5, True), dict(S=700, masked=True)),
-    "segments of one block": (Sizes(150, 3, 5), dict(S=700, d=4)),
+    "many blocks": (Sizes(40, 3, 5, True), dict(S=700, masked=True)),
+    "few large blocks": (Sizes(150, 3, 5), dict(S=700, d=4)),
     "one block": (Sizes(64, 4, 9), dict(S=23, masked=True)),
     "one token": (Sizes(3, 4, 9, True), dict(S=1, d=2, dv=1)),
     "all heavy": (Sizes(3, 40, 90), dict(S=30)),
@@ -67,22 +67,18 @@ def test_equals_float64(name):
     chosen = call.choose(*exact[:2], keep, slice(None))
     assert not near_far.applies(*exact) and near_far.applies(*inputs)
     single = lambda t: t.float() if t.is_floating_point() else t
-    sets = near_far.Sets(*map(single, (*chosen.metric, *chosen.choice)))
-    double = lambda t: t.double() if t.is_floating_point() else t
-    metric, choice = KeyMetric(*map(double, sets[:3])), Choice(*map(double, sets[3:]))
-    out, predicted = call.attend(*exact, keep, ChosenSets(metric, choice))
+    double = lambda t: single(t).double() if t.is_floating_point() else t
+    sets = [[kind(*map(to, own)) for kind, own in zip((KeyMetric, Choice), chosen)] for to in (single, double)]
+    out = call.attend(*exact, keep, ChosenSets(*sets[1]))
     if keep is not None:
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
     inputs = [t.requires_grad_() for t in inputs]
-    found = near_far.attend(*inputs, sets, sizes.block, sizes.first_order, 1.0, call.cross)
+    found = near_far.attend(*inputs, *sets[0], sizes, cross=call.cross)
     if keep is not None and not call.cross:    # what padded queries see depends on no law
         grad = grad * keep[:, None, :, None]
-    assert_near([found.out * (grad != 0)], [out * (grad != 0)])
-    assert_near(gradients(found.out, inputs, grad), gradients(out, exact, grad))
-    spread = mean_spread(found.sums[:, None, :, -1], found.level, found.spread.unsqueeze(1))
-    if keep is None:
-        torch.testing.assert_close(found.share.mean((1, 2)) * spread.sqrt(), predicted.float(), rtol=1e-4, atol=1e-5)
+    assert_near([found * (grad != 0)], [out * (grad != 0)])
+    assert_near(gradients(found, inputs, grad), gradients(out, exact, grad))
 
 
 @torch.no_grad()
@@ -135,7 +131,7 @@ def test_repeated_keys(way, masked, seed):
 
     def near_far(*t):
         return near_far_attention(*t, sizes._replace(exact_until=60 * causal), causal=causal, cross=across,
-                                  key_mask=keep).out
+                                  key_mask=keep)
 
     def exact(*t):
         return exact_attention(*t, causal=causal, key_mask=keep)
@@ -153,7 +149,7 @@ def test_repeated_keys(way, masked, seed):
 
 def attended(x, y, v, grad):
     x, y, v = (t.detach().requires_grad_() for t in (x, y, v))
-    out = near_far_attention(x, y, v, Sizes(4, 3, 9, True)).out
+    out = near_far_attention(x, y, v, Sizes(4, 3, 9, True))
     return [out.detach(), *torch.autograd.grad(out, (x, y, v), grad)]
 
 
@@ -161,15 +157,15 @@ def attended(x, y, v, grad):
 def test_a_factor_of_queries_and_keys(dtype):
     x, y, v, grad, _ = (None if t is None else t.to(dtype) for t in tensors(Z=3, S=70))
     x, y, v = x.transpose(0, 1).requires_grad_(), y[None].requires_grad_(), v[None].requires_grad_()
-    call = lambda x, y, **options: near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options).out
+    call = lambda x, y, **options: near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options)
     found = [call(x, y, factor=0.4), call(0.4 * x, 0.4 * y)]
     grads = [torch.autograd.grad(out, (x, y, v), grad.transpose(0, 1)) for out in found]
     for ours, expected in zip((found[0], *grads[0]), (found[1], *grads[1])):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes, said", [(Sizes(8, 4, 0), "cells = 0"), (Sizes(0, 4, 4), "block = 0"),
-                                         (Sizes(-1, 4, 4), "block = -1"), (Sizes(8, -1, 4), "heavy = -1")])
+@pytest.mark.parametrize("sizes, said", [(Sizes(8, 4, 0), "cells=0"), (Sizes(0, 4, 4), "block=0"),
+                                         (Sizes(-1, 4, 4), "block=-1"), (Sizes(8, -1, 4), "heavy=-1")])
 def test_sizes_that_cannot_be(sizes, said):
     x, y, v = torch.randn(3, 1, 2, 50, 8)
     with pytest.raises(ValueError, match=said):
@@ -182,12 +178,12 @@ def test_no_batch_another_type_another_device(served, monkeypatch):
         monkeypatch.setattr(native, "library", lambda: None)
     x, y, v = torch.randn(3, 1, 2, 50, 8)
     sizes = Sizes(8, 4, 4)
-    assert near_far_attention(x[:0], y[:0], v[:0], sizes).out.shape == (0, 2, 50, 8)
-    out = near_far_attention(x, y, v, sizes).out
-    torch.testing.assert_close(near_far_attention(x, y, v.double(), sizes).out, out.double(), rtol=1e-4, atol=1e-5)
+    assert near_far_attention(x[:0], y[:0], v[:0], sizes).shape == (0, 2, 50, 8)
+    out = near_far_attention(x, y, v, sizes)
+    torch.testing.assert_close(near_far_attention(x, y, v.double(), sizes), out.double(), rtol=1e-4, atol=1e-5)
     if served:
         with torch.device("meta"):
-            assert torch.equal(near_far_attention(x, y, v, sizes).out, out)
+            assert torch.equal(near_far_attention(x, y, v, sizes), out)
 
 
 def test_repeats_exactly_for_any_threads():
@@ -232,7 +228,7 @@ def test_queries_and_keys_of_few_directions(side, rank, causal):
     many = draw(1, 2, 1500, 48)
     x, y = (0.3 * few, many) if side == "queries" else (0.3 * many, 3 * few)
     v, sizes = draw(1, 2, 1500, 48), Sizes(16, 24, 32, open=16, exact_until=256 * causal)
-    ours, wide = (near_far_attention(x.to(t), y.to(t), v.to(t), sizes, causal=causal).out
+    ours, wide = (near_far_attention(x.to(t), y.to(t), v.to(t), sizes, causal=causal)
                   for t in (torch.float32, torch.float64))
     exact = exact_attention(x.double(), y.double(), v.double(), causal=causal)
     off, allowed = ((out - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1)) for out in (ours, wide))
@@ -252,7 +248,7 @@ def test_not_finite(side, value):
     inputs = list(tensors(S=70)[:2])
     inputs[side][1, ..., 33, 2] = value
     with pytest.raises(NotFinite, match="NaN or infinite"):
-        near_far.choose(*inputs, 3, 9, None)
+        near_far.choose(*inputs, Sizes(8, 3, 9), None)
 
 
 def test_what_it_leaves_to_pytorch(monkeypatch):
@@ -261,7 +257,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
     assert not near_far.applies(x, y.double(), v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
-        out = near_far_attention(x, y[None], v[None], Sizes(4, 2, 3)).out
+        out = near_far_attention(x, y[None], v[None], Sizes(4, 2, 3))
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
     class Full:
@@ -270,7 +266,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
 
     monkeypatch.setattr(native, "library", lambda: Full())
     with pytest.raises(MemoryError, match="20 tokens with d = 8"):
-        near_far.choose(x.transpose(0, 1).detach(), y, 3, 9, None)
+        near_far.choose(x.transpose(0, 1).detach(), y, Sizes(8, 3, 9), None)
 
 
 def test_another_sequence_by_known_moments():
@@ -283,7 +279,7 @@ def test_another_sequence_by_known_moments():
     found = []
     for dtype in (torch.float32, torch.float64):
         t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
-        out = near_far_attention(*t, Sizes(8, 3, 9, True), cross=True, metric=metric, key_mask=keep).out
+        out = near_far_attention(*t, Sizes(8, 3, 9, True), cross=True, metric=metric, key_mask=keep)
         found.append([out, *torch.autograd.grad(out.square().sum(), t)])
     assert_near(*found, tolerance=5e-5)
     assert not found[0][0][1].any()

@@ -8,7 +8,7 @@ from nearfar_cases import as_integers, same
 from scipy.special import log_ndtr
 
 from crt_exp.attention import exact_attention, uniform_attention
-from crt_exp.nearfar import looks, near_far_attention, past, recall
+from crt_exp.nearfar import retrieval, near_far_attention, past, recall
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.layer import NearFar
@@ -26,7 +26,7 @@ def drawn(B=2, H=2, kv_heads=1, S=LENGTH, L=None, d=5, dv=3, seed=0, dtype=torch
 
 
 def attend(x, y, v, sizes=SIZES, keep=None):
-    return near_far_attention(x, y, v, sizes, causal=True, key_mask=keep).out
+    return near_far_attention(x, y, v, sizes, causal=True, key_mask=keep)
 
 
 # ---- the sums ----
@@ -56,7 +56,7 @@ def dense(x, y, v, sizes, keep):
         near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
         far = past & ~near & ~heavy
-        read = looks.opened(y[None], far[None, None], x[i][None, None], sizes.open).flatten()
+        read = retrieval.retrieved(y[None], far[None, None], x[i][None, None], sizes.open).flatten()
         read = read[read >= 0]
         numbers, step = as_integers(y)
         look = ((numbers @ as_integers(x[i])[0]).float() * step.float()).masked_fill(~far, -torch.inf)
@@ -241,14 +241,14 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
 @torch.no_grad()
 def test_one_thread_takes_a_token(monkeypatch):
     """Several would wait for each other longer than it takes."""
-    threads, do = [], native._do
-    monkeypatch.setattr(native, "_do", lambda name, call: (threads.append(call.threads), do(name, call)))
+    threads, call = [], native.Call
+    monkeypatch.setattr(native, "Call", lambda **fields: (threads.append(fields.get("threads")), call(**fields))[1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     x, y, v = drawn(1, 4, 4, d=16, dv=16, dtype=torch.float32)
     state = RecallState(SIZES._replace(block=8), 4)
     for at in (slice(0, 200), slice(200, 201), slice(201, 202)):
         state.step(*(t[:, :, at] for t in (x, y, v)))
-    assert threads == [3, 1, 1]
+    assert threads == [None, 3, 1, 1]       # the first is asked for a size
 
 
 @torch.no_grad()
@@ -379,7 +379,7 @@ def test_half_precision_and_large_scores():
 
 def test_what_is_refused():
     x, y, v = drawn(S=20)
-    with pytest.raises(ValueError, match="open = 0: it must be at least 1"):
+    with pytest.raises(ValueError, match="open=0: expected an integer >= 1"):
         attend(x, y, v, SIZES._replace(open=0))
     with pytest.raises(ValueError, match="NaN or infinite"):
         attend(x, y * torch.nan, v)

@@ -26,15 +26,15 @@ for seed in range(60):
     draw = lambda heads, n, k: torch.randn(2, heads, n, k, generator=g).requires_grad_()
     x, y, v = draw(group * kv, L, d), draw(kv, S, d), draw(kv, S, dv)
     keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
-    out = near_far_attention(x, y, v, sizes, causal=True, key_mask=keep).out
+    out = near_far_attention(x, y, v, sizes, causal=True, key_mask=keep)
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     both = Sizes(block, *sizes[1:3], seed % 3 > 0)
-    out = near_far_attention(x, y, v, both, cross=True, key_mask=keep).out
+    out = near_far_attention(x, y, v, both, cross=True, key_mask=keep)
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     x = draw(group * kv, S, d)
-    out = near_far_attention(x, y, v, both, key_mask=keep).out
+    out = near_far_attention(x, y, v, both, key_mask=keep)
     grads = torch.autograd.grad(out.square().sum(), (x, y, v))
     assert all(t.isfinite().all() for t in (out, *grads))
     if seed % 6 == 0:

@@ -26,9 +26,8 @@ from pathlib import Path
 ENGINES = Path(__file__).parent
 NEAR_FAR = ENGINES.parents[1] / "nearfar" / "engine"
 SOURCES = (*(ENGINES / name for name in ("constants.h", "vectors.h", "products.c", "native.c")),
-           *(NEAR_FAR / name for name in ("constants.h", "head.h", "choice.c", "states.c", "cells.c", "near_far.c",
-                                          "past.h", "looks.h", "looks.c", "opened.c", "recall.c", "left.c",
-                                          "recall_backward.c")))
+           *(NEAR_FAR / name for name in ("constants.h", "near_far.h", "choice.c", "near_far.c", "past.h", "scores.c",
+                                          "retrieved.c", "recall.c", "left.c", "recall_backward.c")))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 PRODUCTS = "PyTorch's matrix products do the work, in 1.5 to 3 times the time"
 SILENCE = "CRT_EXP_NATIVE=0 silences this"

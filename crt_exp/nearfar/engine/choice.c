@@ -3,7 +3,7 @@
    The measured keys z are kept by chunks of 64 tokens, transposed, so that distances to centres are products of few
    rows, and what follows is done for a vector of tokens at a time. */
 
-#include "head.h"
+#include "near_far.h"
 
 typedef struct {
     const NearFar *c;
@@ -56,9 +56,9 @@ static void mean_of(Pick *e, View t, int64_t heads, float *to) {
     for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total_of[p] / (count ? count : 1));
 }
 
-/* The lower triangular root of a matrix (d, dp) of which the lower part is given; L (d, d) is scratch. A pivot below half
-   of the ridge is rounding alone: a small number to divide by, and what is divided is rounding too. It is the ridge then,
-   and nothing else lies along it. */
+/* The lower triangular root of a matrix (d, dp) of which the lower part is given; L (d, d) is scratch. A pivot below
+   half of the ridge is rounding alone: a small number to divide by, and what is divided is rounding too. It is the
+   ridge then, and nothing else lies along it. */
 static void cholesky(int d, int dp, const float *from, double ridge, double *L, float *to) {
     for (int j = 0; j < d; j++) {
         double pivot = from[j * dp + j] + ridge;
@@ -138,7 +138,9 @@ static void measure_keys(Pick *e) {
 
 /* ---- Heavy keys ---- */
 
-INLINE int lower(const float *score, int64_t a, int64_t b) { return score[a] < score[b] || (score[a] == score[b] && a > b); }
+INLINE int lower(const float *score, int64_t a, int64_t b) {
+    return score[a] < score[b] || (score[a] == score[b] && a > b);
+}
 
 /* Moves place i of a heap whose lowest score, of equal ones the last, is first down to where it belongs. */
 static void sift(const float *score, int64_t *heap, int n, int i) {

@@ -16,5 +16,5 @@
 #define LEAST 1e-30f    /* weights below it count as none */
 #define HIDDEN (-1e30f) /* the logit of a key that is not there */
 #define WIDEST 255      /* gaps between keys that are read, from which on they take another byte */
-#define TURNED 16       /* columns of vectors that are looked at are a multiple of it */
+#define TURNED 16       /* columns of vectors that are scored in 8 bits are a multiple of it */
 #define SIGNS 2654435769 /* whose multiples decide by which signs these are turned */

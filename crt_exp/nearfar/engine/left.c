@@ -1,8 +1,8 @@
 /* What cells weigh after queries have read the keys of the largest logits: the twin of left_in_cells and
    log_mean_below in nearfar/choice.py.
 
-   The logits of a cell are taken as normal, with the mean's logit mu and deviation sd; what is left lies below `bar`. With
-   t = (bar - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs
+   The logits of a cell are taken as normal, with the mean's logit mu and deviation sd; what is left lies below `bar`.
+   With t = (bar - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs
 
        e^bar mills(-a) / mills(-t)                  where t <= 0,
        e^(bar - t^2 / 2) mills(-a) / Phi(t)         where a < 0 < t,
@@ -35,29 +35,31 @@ INLINE vec phi_of(vec u, vec half) {
     return choose(u < 0.0f, below, 1.0f - exp2_of(-half) * below);
 }
 
-void begin_left(const Seen *s, Left *left, int R, int ld, const float *Q, float factor) {
-    const int dp = s->dp;
-    for (int k = 0; k < s->K; k++)
-        for (int r = 0; r < ld; r++) left->number[k * ld + r] = s->mass[s->n + k];
-    product(ALL, R, s->d, s->d, Q, dp, 1, s->rows, dp, left->turned, dp, 0);
-    for (int r = 0; r < R; r++) left->along[r] = factor * sqrtf(dot(left->turned + r * dp, left->turned + r * dp, s->d));
+void begin_left(Past *h, int R, int ld, const float *Q, float factor) {
+    const int dp = h->dp;
+    Work *left = &h->k;
+    for (int k = 0; k < h->K; k++)
+        for (int r = 0; r < ld; r++) left->number[k * ld + r] = h->mass[h->n + k];
+    product(ALL, R, h->d, h->d, Q, dp, 1, h->rows, dp, left->turned, dp, 0);
+    for (int r = 0; r < R; r++) left->along[r] = factor * sqrtf(dot(left->turned + r * dp, left->turned + r * dp, h->d));
     for (int r = 0; r < ld; r++) left->bar[r] = INFINITY;
     for (int r = R; r < ld; r++) left->along[r] = 0;
 }
 
-void leave(Left *left, int r, int ld, const int32_t *places, const float *logits, int n, const int32_t *cell) {
+void leave(Past *h, int r, int ld, const int32_t *places, const float *logits, int n, const int32_t *cell) {
     float bar = INFINITY;
     for (int i = 0; i < n; i++) {
-        left->number[cell[places[i]] * ld + r] -= 1;
+        h->k.number[cell[places[i]] * ld + r] -= 1;
         bar = logits[i] < bar ? logits[i] : bar;
     }
-    left->bar[r] = bar;
+    h->k.bar[r] = bar;
 }
 
-void weigh_left(const Seen *s, const Left *left, const float *top, int ld, float *logits) {
+void weigh_left(const Past *h, const float *top, int ld, float *logits) {
+    const Work *left = &h->k;
     const vec least = (vec){0} + SHARPEST, none = {0};
-    for (int k = 0; k < s->K; k++) {
-        const float tau = sqrtf(s->tau[k]);
+    for (int k = 0; k < h->K; k++) {
+        const float tau = sqrtf(h->tau[k]);
         for (int r = 0; r < ld; r += LANES) {
             const vec number = AT(left->number + k * ld + r), bar = AT(left->bar + r) - AT(top + r);
             const vec mu = AT(logits + k * ld + r) - AT(top + r), sd = maximum(tau * AT(left->along + r), least);

@@ -1,9 +1,10 @@
 /* The gradients of recall.c, for keys that were read and log-sums that are known.
 
-   First the past goes by once more. The cells at the end of each renewal are kept, and tau at each block, which would
-   lose its digits in a subtraction. Then blocks are taken from the last to the first, and the keys that had joined are
-   taken off the sums of their cells again. What a key gives to its cell it gives to all later blocks of the renewal:
-   gradients to the sums of cells are added up until the block at which the key joined. With G = [g, -g.out] the gradient to a logit is its weight times G.[v, 1].
+   First the past goes by once more. The cells at the end of each renewal are kept, and tau at each block, which
+   would lose its digits in a subtraction. Then blocks are taken from the last to the first, and the keys that had
+   joined are taken off the sums of their cells again. What a key gives to its cell it gives to all later blocks of
+   the renewal: gradients to the sums of cells are added up until the block at which the key joined. With G = [g,
+   -g.out] the gradient to a logit is its weight times G.[v, 1].
 
    Per cell, for keys j of it: mu and V are means and sums over them, so that dy_j = dmu / N and dv_j = dV. */
 
@@ -34,7 +35,7 @@ static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 *
 
 /* The sums of the cells, each with its numbers. */
 static void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
-    const size_t dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    const size_t dp = h->dp, lv = h->lv, n = h->n;
     float *each[SUMS] = {h->ysum, h->values + n * lv, h->mass + n};
     const size_t size[SUMS] = {K * dp, K * lv, K};
     memcpy(sums, each, sizeof each), memcpy(sizes, size, sizeof size);
@@ -45,13 +46,13 @@ static int keep_end(Back *e) {
     End *end = e->ends + e->renewals++;
     float *sums[SUMS];
     size_t sizes[SUMS], all = 0;
-    sums_of(h, h->s.K, sums, sizes);
+    sums_of(h, h->K, sums, sizes);
     for (int i = 0; i < SUMS; i++) all += sizes[i];
-    *end = (End){all_of(sizeof(int32_t) * h->c->S), all_of(sizeof(int32_t) * h->s.n), all_of(sizeof(float) * all),
-                 h->start, h->s.K};
+    *end = (End){all_of(sizeof(int32_t) * h->c->S), all_of(sizeof(int32_t) * h->n), all_of(sizeof(float) * all),
+                 h->start, h->K};
     if (!end->cell || !end->heavy || !end->sums) return 0;
     memcpy(end->cell, h->cell, sizeof(int32_t) * h->c->S);
-    memcpy(end->heavy, h->heavy, sizeof(int32_t) * h->s.n);
+    memcpy(end->heavy, h->heavy, sizeof(int32_t) * h->n);
     float *to = end->sums;
     for (int i = 0; i < SUMS; to += sizes[i++]) memcpy(to, sums[i], sizeof(float) * sizes[i]);
     return 1;
@@ -63,14 +64,14 @@ static void load_end(Back *e, const End *end) {
     const float *from = end->sums;
     float *sums[SUMS];
     size_t sizes[SUMS];
-    sums_of(h, h->s.K = end->K, sums, sizes);
+    sums_of(h, h->K = end->K, sums, sizes);
     for (int i = 0; i < SUMS; from += sizes[i++]) memcpy(sums[i], from, sizeof(float) * sizes[i]);
 }
 
 /* Takes the keys of block t off the cells that they joined. */
 static void take_off(Back *e, const int32_t *cell, int64_t t) {
     Past *h = &e->h;
-    const int dp = h->s.dp, lv = h->s.lv, n = h->s.n;
+    const int dp = h->dp, lv = h->lv, n = h->n;
     for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j++) {
         const int k = cell[j];
         if (k < 0) continue;
@@ -83,7 +84,7 @@ static void take_off(Back *e, const int32_t *cell, int64_t t) {
 /* The past of all blocks. */
 static int go_by(Back *e) {
     Past *h = &e->h;
-    const Recall *c = h->c;
+    const NearFar *c = h->c;
     for (int64_t i = 0; i < e->count; i++) {
         if (!advance(h, e->first + i)) return 0;
         place_cells_of(h);
@@ -96,7 +97,7 @@ static int go_by(Back *e) {
 
 /* Gradients to the keys [j, stop) of cells from those to the sums. */
 static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
-    const int d = e->h.s.d, dp = e->h.s.dp, lv = e->h.s.lv;
+    const int d = e->h.d, dp = e->h.dp, lv = e->h.lv;
     for (; j < stop; j++) {
         const int k = cell[j];
         if (k < 0) continue;
@@ -105,28 +106,28 @@ static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
     }
 }
 
-/* What R queries have read, their logits in h.k.read, and what is left in the cells, in base 2 and relative to top (ld),
-   from the logits of these (K, ld). */
+/* What R queries have read, their logits in h.k.read, and what is left in the cells, in base 2 and relative to top
+   (ld), from the logits of these (K, ld). */
 static void read_again(Back *e, const int32_t *cell, const int32_t *places, int R, int ld, float *logits) {
     Past *h = &e->h;
-    const Recall *c = h->c;
-    const int dp = h->s.dp;
-    begin_left(&h->s, &h->k.left, R, ld, e->Q, 1);
+    const NearFar *c = h->c;
+    const int dp = h->dp;
+    begin_left(h, R, ld, e->Q, 1);
     for (int r = 0; r < R; r++) {
         const int32_t *own = places + r * c->open;
-        float *read = h->k.read + r * room_to_read(&h->s);
+        float *read = h->k.read + r * room_to_read(h);
         const int n = h->k.count[r];
         for (int i = 0; i < n; i++) read[i] = LOG2E * dot(e->Q + r * dp, key(h, own[i]), dp);
-        leave(&h->k.left, r, ld, own, read, n, cell);
+        leave(h, r, ld, own, read, n, cell);
     }
-    weigh_left(&h->s, &h->k.left, e->top, ld, logits);
+    weigh_left(h, e->top, ld, logits);
 }
 
 /* The gradients of queries [i, i + R) of block t; cell (S): of keys that are read. */
 static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
     Past *h = &e->h;
-    const Recall *c = h->c;
-    const int d = h->s.d, dp = h->s.dp, dv = h->s.dv, lv = h->s.lv, n = h->s.n, M = n + h->s.K, ld = up(R);
+    const NearFar *c = h->c;
+    const int d = h->d, dp = h->dp, dv = h->dv, lv = h->lv, n = h->n, M = n + h->K, ld = up(R);
     const int64_t first = c->S - c->L, b = c->block, from = t > 0 ? (t - 1) * b : 0;
     int32_t *places = h->k.places;
     const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
@@ -172,7 +173,7 @@ static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, i
         }
     memset(e->O, 0, sizeof(float) * ld * dp);
     for (int r = 0; r < R; r++) {                       /* keys that are read */
-        const float *q = e->Q + r * dp, *grad = e->G + r * lv, *read = h->k.read + r * room_to_read(&h->s);
+        const float *q = e->Q + r * dp, *grad = e->G + r * lv, *read = h->k.read + r * room_to_read(h);
         for (int o = 0; o < h->k.count[r]; o++) {
             const int64_t place = places[r * c->open + o];
             const float *y = key(h, place), *v = h->V + place * lv;
@@ -200,8 +201,8 @@ static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, i
 /* From the gradients of a block to means and values of cells: those to their sums. */
 static void add_sums(Back *e) {
     Past *h = &e->h;
-    const int d = h->s.d, dp = h->s.dp, lv = h->s.lv, n = h->s.n;
-    for (int k = 0; k < h->s.K; k++) {
+    const int d = h->d, dp = h->dp, lv = h->lv, n = h->n;
+    for (int k = 0; k < h->K; k++) {
         const float N = h->mass[n + k];
         add_row(e->sum + k * dp, N > 0 ? 1 / N : 0, e->dmu + (n + k) * dp, d);
         add_row(e->dvalue + k * lv, N > 0, e->dfar + (n + k) * lv, lv);
@@ -210,8 +211,8 @@ static void add_sums(Back *e) {
 
 static int go_back(Back *e) {
     Past *h = &e->h;
-    const Recall *c = h->c;
-    const int dp = h->s.dp, lv = h->s.lv, n = h->s.n, K = (int)c->cells;
+    const NearFar *c = h->c;
+    const int dp = h->dp, lv = h->lv, n = h->n, K = (int)c->cells;
     const int64_t b = c->block;
     if (!go_by(e)) return 0;
     const End *end = e->ends + e->renewals - 1;
@@ -247,15 +248,15 @@ static int go_back(Back *e) {
 }
 
 static void write_gradients(const Back *e) {
-    const Recall *c = e->h.c;
+    const NearFar *c = e->h.c;
     for (int64_t j = 0; j < c->S; j++) {
-        put_row(of(c->dy, e->h.z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * e->h.s.dp, c->d);
-        memcpy(of(c->dvalues, e->h.z, 0) + j * c->dvalues.token, e->dV + j * e->h.s.lv, sizeof(float) * c->dv);
+        put_row(of(c->dy, e->h.z, 0) + j * c->dy.token, (float)c->factor, e->dY + j * e->h.dp, c->d);
+        memcpy(of(c->dvalues, e->h.z, 0) + j * c->dvalues.token, e->dV + j * e->h.lv, sizeof(float) * c->dv);
     }
 }
 
 /* What this takes is given back by close_back, also where it returns 0. */
-static int open_back(Back *e, const Recall *c, int64_t z, float *memory) {
+static int open_back(Back *e, const NearFar *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->cells, M = c->heavy + K;
     const size_t wide = (2 * c->block + M) * PIECE;
     *e = (Back){.first = (c->S - c->L) / c->block};
@@ -281,7 +282,7 @@ static void close_back(Back *e) {
     free(e->ends), free(e->memory);
 }
 
-int recall_backward_head(const Recall *c, int64_t z, float *memory) {
+int recall_backward_head(const NearFar *c, int64_t z, float *memory) {
     Back e;
     const int done = open_back(&e, c, z, memory) && go_back(&e);
     if (done) write_gradients(&e);

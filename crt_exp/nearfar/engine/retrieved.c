@@ -1,11 +1,11 @@
-/* Which keys of the past queries read: of those that lie in cells so many of the largest logits, as whole numbers tell
-   them, of equal ones the first.
+/* Which keys of the past queries retrieve: of those that lie in cells so many of the largest logits, as whole
+   numbers tell them, of equal ones the first.
 
-   Keys are looked at by many queries at a time, so that they come from memory once for all of these. Each keeps those
-   above its bar, which is raised as they get more. What a query sees of a part of the keys sets the first bar, at which
-   it will most likely keep enough; where it does not, it looks at all of them again. */
+   Keys are scored by many queries at a time, so that they come from memory once for all of these. Each keeps those
+   above its bar, which is raised as they get more. What a query sees of a part of the keys sets the first bar, at
+   which it will most likely keep enough; where it does not, it scores all of them again. */
 
-#include "looks.h"
+#include "past.h"
 
 /* ---- The largest of many ---- */
 
@@ -39,8 +39,8 @@ static float range(const float *value, int n, int k, float *least, float *most) 
     return mean + sqrtf(moment > 0 ? moment : 0) * (part < 0.5f ? quantile : -quantile);
 }
 
-/* Of more than k numbers, all finite: a bar which k to `most` of them exceed; or where equal ones leave none, the largest
-   that fewer exceed and k reach. */
+/* Of more than k numbers, all finite: a bar which k to `most` of them exceed; or where equal ones leave none, the
+   largest that fewer exceed and k reach. */
 static float bar_of(const float *value, int n, int k, int most) {
     float low, high, bar = range(value, n, k, &low, &high);
     low = below(low);
@@ -56,7 +56,8 @@ static float bar_of(const float *value, int n, int k, int most) {
     }
 }
 
-/* Keeps those above a bar, which k of them exceed, or, where they are equal ones, reach: these alone, the first ones. */
+/* Keeps those above a bar, which k of them exceed, or, where they are equal ones, reach: these alone, the first
+   ones. */
 static void keep_above(Best *best, float bar, int k) {
     float *value = best->value;
     int32_t *place = best->place;
@@ -80,21 +81,21 @@ static void keep_above(Best *best, float bar, int k) {
     best->bar = bar > best->bar ? bar : best->bar;
 }
 
-/* ---- Looking ---- */
+/* ---- Scores ---- */
 
-/* One of SHARE panels sets the first bar, where they hold as many keys as are read; so many standard deviations more than
-   these are let through. CACHED keys stay in the cache. */
-enum { SHARE = 16, SURELY = 3, CACHED = 32 * LOOKED };
+/* One of SHARE panels sets the first bar, where they hold as many keys as are read; so many standard deviations more
+   than these are let through. CACHED keys stay in the cache. */
+enum { SHARE = 16, SURELY = 3, CACHED = 32 * SCORED };
 
 /* Where more are kept, the bar is raised. */
-INLINE int most_kept(int64_t open) { return (int)(4 * open > LOOKED ? 4 * open : LOOKED); }
+INLINE int most_kept(int64_t open) { return (int)(4 * open > SCORED ? 4 * open : SCORED); }
 
-size_t room_for_best(int64_t open) { return most_kept(open) + LOOKED + 2 * PAD; }
+size_t room_for_best(int64_t open) { return most_kept(open) + SCORED + 2 * PAD; }
 
 /* Adds those of n keys that lie in cells and whose logits, over the step of the query, exceed the bar. The first is at
    place j, and panels follow each other `share` panels apart. */
-INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int share, Best *best) {
-    const float *looked = h->s.looked + j;
+INLINE void add_above(const Past *h, const int32_t *scores, int64_t j, int n, int share, Best *best) {
+    const float *valid_step = h->valid_step + j;
     float *value = best->value;
     int32_t *place = best->place;
     int i = 0, count = best->n;
@@ -102,7 +103,7 @@ INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 bar = _mm512_set1_ps(best->bar);
     for (; i + PANEL <= n; i += PANEL) {
-        const __m512 here = _mm512_cvtepi32_ps(_mm512_loadu_si512(looks + i)) * _mm512_loadu_ps(looked + i * share);
+        const __m512 here = _mm512_cvtepi32_ps(_mm512_loadu_si512(scores + i)) * _mm512_loadu_ps(valid_step + i * share);
         const __mmask16 high = _mm512_cmp_ps_mask(here, bar, _CMP_GT_OQ);
         const __m512i places = _mm512_add_epi32(_mm512_set1_epi32((int)j + i * share), first);
         _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(high, here));
@@ -112,42 +113,41 @@ INLINE void add_above(const Past *h, const int32_t *looks, int64_t j, int n, int
 #endif
     for (; i < n; i++) {
         const int64_t at = i / PANEL * PANEL * share + i % PANEL;
-        value[count] = (float)looks[i] * looked[at], place[count] = (int32_t)(j + at);
+        value[count] = (float)scores[i] * valid_step[at], place[count] = (int32_t)(j + at);
         count += value[count] > best->bar;
     }
     best->n = count;
 }
 
-/* AT_ONCE queries at most, from the i-th on, look at n keys from place j, the first of a panel, or of one of `share`
+/* AT_ONCE queries at most, from the i-th on, score n keys from place j, the first of a panel, or of one of `share`
    panels, as far as they are far from them; they keep their k best, or more. */
-static void look_once(Past *h, int i, int R, int64_t j, int64_t n, int share, int k) {
-    const Seen *s = &h->s;
+static void score_part(Past *h, int i, int R, int64_t j, int64_t n, int share, int k) {
     Work *w = &h->k;
-    const int64_t panel = PANEL * s->dp;
-    for (; n > 0; j += LOOKED * share, n -= LOOKED) {
-        const int keys = (int)least_of(LOOKED, n);
-        look_at(w->whole + i * s->dp, w->bias + i, R, s->dp, s->panels + j / PANEL * panel, share * panel, keys, w->looks);
+    const int64_t panel = PANEL * h->dp;
+    for (; n > 0; j += SCORED * share, n -= SCORED) {
+        const int keys = (int)least_of(SCORED, n);
+        score_keys(w->whole + i * h->dp, w->bias + i, R, h->dp, h->panels + j / PANEL * panel, share * panel, keys, w->scores);
         for (int e = 0; e < R; e++) {
             Best *best = &w->best[i + e];
-            const int own = (int)least_of(keys, w->asks[i + e].far - j);
-            if (own > 0) add_above(h, w->looks + e * LOOKED, j, own, share, best);
+            const int own = (int)least_of(keys, w->query[i + e].far - j);
+            if (own > 0) add_above(h, w->scores + e * SCORED, j, own, share, best);
             if (best->n > most_kept(k)) keep_above(best, bar_of(best->value, best->n, k, k + k / 4), k);
         }
     }
 }
 
 /* Queries [r, stop): some keys at a time, which stay in the cache, as does what few queries keep. */
-static void look(Past *h, int r, int stop, int64_t j, int64_t n, int share, int k) {
+static void score(Past *h, int r, int stop, int64_t j, int64_t n, int share, int k) {
     for (; n > 0; j += CACHED * share, n -= CACHED)
         for (int i = r; i < stop; i += AT_ONCE)
-            look_once(h, i, (int)least_of(AT_ONCE, stop - i), j, least_of(CACHED, n), share, k);
+            score_part(h, i, (int)least_of(AT_ONCE, stop - i), j, least_of(CACHED, n), share, k);
 }
 
 /* The first bars: many enough of the keys of some panels exceed them, so that most likely `open` of all do. */
 static void set_bars(Past *h, int64_t open) {
     const float expected = (float)open / SHARE;
     const int k = (int)(expected + SURELY * sqrtf(expected)) + 1;
-    look(h, 0, h->k.ahead, 0, h->k.asks[0].far / (FOUR * SHARE) * FOUR, SHARE, k);
+    score(h, 0, h->k.ahead, 0, h->k.query[0].far / (FOUR * SHARE) * FOUR, SHARE, k);
     for (int r = 0; r < h->k.ahead; r++) {
         Best *best = &h->k.best[r];
         if (best->n > k) best->bar = below(bar_of(best->value, best->n, k, k + k / 8));         /* equal ones pass */
@@ -155,22 +155,21 @@ static void set_bars(Past *h, int64_t open) {
     }
 }
 
-void choose_keys(Past *h, int open) {
-    const Seen *s = &h->s;
+void retrieve(Past *h, int open) {
     Work *k = &h->k;
-    const int64_t far = k->asks[k->ahead - 1].far;
+    const int64_t far = k->query[k->ahead - 1].far;
     to_panels(h, far);
     for (int r = 0; r < k->ahead; r++) k->best[r].bar = HIDDEN, k->best[r].n = 0;
-    if (k->asks[0].far >= SHARE * open) set_bars(h, open);
-    look(h, 0, k->ahead, 0, far, 1, open);
+    if (k->query[0].far >= SHARE * open) set_bars(h, open);
+    score(h, 0, k->ahead, 0, far, 1, open);
     for (int r = 0; r < k->ahead; r++) {
         Best *best = &k->best[r];
         if (best->n < open && best->bar > HIDDEN) {           /* the first bar was too high */
             best->n = 0, best->bar = HIDDEN;
-            look(h, r, r + 1, 0, k->asks[r].far, 1, open);
+            score(h, r, r + 1, 0, k->query[r].far, 1, open);
         }
         if (best->n > open) keep_above(best, bar_of(best->value, best->n, open, open), open);
         k->count[r] = best->n;
-        memcpy(k->places + r * s->open, best->place, sizeof(int32_t) * best->n);
+        memcpy(k->places + r * h->open, best->place, sizeof(int32_t) * best->n);
     }
 }

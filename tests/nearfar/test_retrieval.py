@@ -6,7 +6,7 @@ from covering import in_turn
 from native_cases import needs_library
 from nearfar_cases import as_integers, choices
 
-from crt_exp.nearfar import looks
+from crt_exp.nearfar import retrieval
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.past import RecallState
 from crt_exp.nearfar.recall import RecallNearFar
@@ -15,7 +15,7 @@ from crt_exp.nearfar.recall import RecallNearFar
 @pytest.mark.parametrize("d", [1, 5, 16, 33, 64, 80, 96, 128])
 def test_numbers_are_those_of_the_definition(d):
     t = torch.randn(200, d, generator=torch.Generator().manual_seed(d)) * 10.0 ** torch.linspace(-12, 12, 200)[:, None]
-    numbers, step = looks.Whole.of(t)
+    numbers, step = retrieval.Integers.of(t)
     expected, width = as_integers(t)
     assert (numbers - expected).abs().max() <= 1 and (numbers != expected).double().mean() < 1e-3   # at halves alone
     torch.testing.assert_close(step.double(), width, rtol=1e-6, atol=0)
@@ -23,19 +23,20 @@ def test_numbers_are_those_of_the_definition(d):
 
 
 def test_a_vector_of_zeros_is_seen_as_zero():
-    numbers, step = looks.Whole.of(torch.zeros(2, 7))
+    numbers, step = retrieval.Integers.of(torch.zeros(2, 7))
     assert not numbers.any() and not step.any()
-    assert not looks.looks(torch.zeros(1, 3, 7), torch.ones(1, 4, 7)).any()
+    assert not retrieval.eight_bit_scores(torch.zeros(1, 3, 7), torch.ones(1, 4, 7)).any()
 
 
-def test_looks_are_near_to_logits():
+def test_scores_are_near_to_logits():
     """Of outliers too: without turning, a column that is 30 times the others would leave these 4 bits."""
     g = torch.Generator().manual_seed(0)
     q, y = torch.randn(1, 400, 64, generator=g), torch.randn(1, 500, 64, generator=g)
     q[..., 7], y[..., 7] = 30 * q[..., 7], 30 * y[..., 7]
-    look = looks.looks(q, y) * looks.Whole.of(q).step.unsqueeze(-1) / 64        # turning makes vectors 8 times as long
+    step = retrieval.Integers.of(q).step.unsqueeze(-1) / 64        # turning makes vectors 8 times as long
+    logits = retrieval.eight_bit_scores(q, y) * step
     size = torch.linalg.vector_norm(q, dim=-1).unsqueeze(-1) * torch.linalg.vector_norm(y, dim=-1).unsqueeze(1)
-    assert ((look - q @ y.mT) / size).square().mean().sqrt() < 2e-3
+    assert ((logits - q @ y.mT) / size).square().mean().sqrt() < 2e-3
 
 
 def vectors(kind, Z, G, S, d, seed):
@@ -77,7 +78,7 @@ def test_more_keys_are_read_of_a_longer_past():
     ours, theirs = choices(x, y, v, sizes)
     assert torch.equal(ours, theirs) and ours.shape[-1] == 56 and (ours >= 0).all()
     call, state = RecallNearFar(sizes, native=True), RecallState(sizes, 1)
-    whole, _ = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
+    whole = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
     parts = [state.step(x[:, :, at], y[:, None, at], v[:, None, at])
              for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960)))]
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=2e-4)
@@ -109,5 +110,5 @@ def test_keys_of_equal_looks_are_read_from_the_first_on():
 def test_what_is_chosen_carries_no_gradient():
     x, y, v = (t.requires_grad_() for t in vectors("normal", 1, 1, 200, 8, seed=0))
     call = RecallNearFar(Sizes(8, 0, 3, open=4, exact_until=32))
-    out, _ = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
+    out = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
     assert all(torch.autograd.grad(out.sum(), t, retain_graph=True)[0].isfinite().all() for t in (x, y, v))

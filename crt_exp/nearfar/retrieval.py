@@ -1,9 +1,9 @@
-"""Which keys of the past each query reads: those of the largest logits, as whole numbers tell them.
+"""Which keys of the past each query retrieves: those of the largest 8-bit scores.
 
 Queries and keys (..., d) are turned alike by random signs and Hadamard matrices, which flattens what sticks out, and
 become integers of at most 127 in magnitude, each vector by a step of its own. Sums of products of integers are exact in
 whatever order they are made, and all that comes before is done element by element, so that C, PyTorch, processors and
-GPUs choose the same keys, bit for bit. The twin of looks.c and opened.c. Derived here.
+GPUs choose the same keys, bit for bit. The C version is scores.c and retrieved.c. Derived here.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ WHOLE = 127            # the largest integer
 EXACT = 2**24          # float32 holds the integers up to it
 
 
-class Whole(NamedTuple):
+class Integers(NamedTuple):
     """Vectors as integers times a step."""
 
     numbers: Tensor   # (..., d'), whole, d' = d rounded up to a multiple of TURNED
     step: Tensor      # (...), for the vectors as they are turned; 0 for those of 0
 
     @classmethod
-    def of(cls, t: Tensor) -> "Whole":
+    def of(cls, t: Tensor) -> "Integers":
         """Of float32 vectors (..., d). Halves are rounded away from 0: a doubled number is cut, and nothing is added to
         a product, which some processors do without rounding between."""
         t = turned(t.float())
@@ -60,17 +60,17 @@ def signs(d: int, device: torch.device) -> Tensor:
     return 1.0 - 2.0 * (high & 1)
 
 
-def looks(q: Tensor, y: Tensor) -> Tensor:
-    """What queries (Z, ..., d) see of keys (Z, S, d), (Z, ..., S): logits over the query's step."""
-    (whole, _), (keys, step) = Whole.of(q), Whole.of(y)
+def eight_bit_scores(q: Tensor, y: Tensor) -> Tensor:
+    """Scores of queries (Z, ..., d) and keys (Z, S, d), (Z, ..., S): logits over the query's step."""
+    (whole, _), (keys, step) = Integers.of(q), Integers.of(y)
     wide = torch.float32 if whole.shape[-1] * WHOLE**2 < EXACT else torch.float64
     products = whole.flatten(1, -2).to(wide) @ keys.mT.to(wide)
     return (products.float() * step.unsqueeze(1)).view(*q.shape[:-1], y.shape[1])
 
 
 @torch.no_grad()
-def opened(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
-    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) reads, -1 where there are fewer: the
-    `open` of the largest looks of those that are `member` (Z, ..., S), of equal ones the first."""
-    highest, places = largest(looks(q, y).masked_fill(~member, HIDDEN), min(open, y.shape[1]))
+def retrieved(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
+    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) retrieves, -1 where there are fewer: the
+    `open` of the largest 8-bit scores of those that are `member` (Z, ..., S), of equal ones the first."""
+    highest, places = largest(eight_bit_scores(q, y).masked_fill(~member, HIDDEN), min(open, y.shape[1]))
     return torch.where(highest > HIDDEN, places, -1)

@@ -1,17 +1,24 @@
 /* The products of queries with all keys of the past, as integers: exact, so the same in vectors and in PyTorch
-   (nearfar/looks.py). */
+   (nearfar/retrieval.py). */
 
-#include "looks.h"
+#include "past.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+
+typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* ---- Whole numbers ---- */
 
-/* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by element,
-   in an order that looks.py keeps. */
-void turn(const float *from, int dp, float *x) {
+/* 0, 1, 2, ... */
+INLINE ivec lane_numbers(void) {
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lane;
+    memcpy(&lane, lanes, sizeof lane);
+    return lane;
+}
+
+/* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by
+   element, in an order that retrieval.py keeps. */
+static void turn(const float *from, int dp, float *x) {
     const int run = dp & -dp;
     const ivec lane = lane_numbers();
     for (int p = 0; p < dp; p += LANES) {
@@ -30,7 +37,9 @@ void turn(const float *from, int dp, float *x) {
 
 /* Halves are rounded away from 0: twice a number is cut, and nothing is added to a product, which some processors do
    without rounding between. */
-float whole_of(const float *turned, int dp, int8_t *to) {
+float whole_of(const float *from, int dp, int8_t *to) {
+    float turned[dp];
+    turn(from, dp, turned);
     vec most_of = {0};
     for (int p = 0; p < dp; p += LANES) most_of = maximum(most_of, maximum(AT(turned + p), -AT(turned + p)));
     const float most = largest(most_of), twice = most > LEAST ? 254 / most : 0;
@@ -73,7 +82,7 @@ INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
 
 enum { WIDE = LANES == 16 ? 4 : 2, BESIDE = 4 };        /* vectors of keys and queries at once */
 
-INLINE void look_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
+INLINE void score_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
                             const int32_t *bias, int32_t *to) {
     ivec sum[BESIDE][WIDE];
     const uint8_t *at[WIDE];
@@ -93,15 +102,15 @@ INLINE void look_in_vectors(const int rows, const int8_t *queries, int dp, const
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * LOOKED + j + e * LANES) = sum[i][e];
+        UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * SCORED + j + e * LANES) = sum[i][e];
 }
 
-void look_at(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
+void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
              int32_t *to) {
     for (int j = 0; j < n; j += WIDE * LANES) {
         int i = 0;
         for (; i + BESIDE <= R; i += BESIDE)
-            look_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
-        for (; i < R; i++) look_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * LOOKED);
+            score_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
+        for (; i < R; i++) score_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
     }
 }
