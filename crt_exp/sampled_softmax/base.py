@@ -32,7 +32,7 @@ class ClassSampler(nn.Module, ABC):
 
     def __init__(self, classes: int):
         super().__init__()
-        self.classes = whole_number(classes, "classes", 2, "the number of classes of a sampled softmax")
+        self.classes = whole_number(classes, "classes", 2)
 
     @abstractmethod
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:

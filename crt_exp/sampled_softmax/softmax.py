@@ -43,7 +43,7 @@ class SampledSoftmax(nn.Module):
         super().__init__()
         self.head = head
         classes, d = head.weight.shape
-        self.negatives = whole_number(negatives, "negatives", 1, "the number of sampled classes")
+        self.negatives = whole_number(negatives, "negatives", 1)
         if self.negatives > classes - 1:
             raise ValueError(f"negatives = {negatives}: there are {classes - 1} classes besides the target; take "
                              "fewer, or the full softmax")
