@@ -196,7 +196,7 @@ def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
 def test_what_cannot_be_loaded(tmp_path):
     with pytest.raises(DataError, match="run=.*nowhere: there is no such directory"):
         language.load(tmp_path / "nowhere", "run")
-    with pytest.raises(DataError, match="it holds no run"):
+    with pytest.raises(DataError, match="it holds no config.json"):
         language.load(tmp_path, "run")
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     with pytest.raises(DataError, match="has not ended"):

@@ -223,7 +223,7 @@ def test_missing_checkpoint_offline(typed):
     (["task.dataset=rta"], ["task.dataset=rta", "rte"]),
     (["task.source=hubb"], ["task.source=hubb", "files or hub"]),
     (["task.init=uptrian"], ["task.init=uptrian", "did you mean uptrain?"]),
-    (["task.init=/nowhere/run"], ["task.init=/nowhere/run", "no such directory"]),
+    (["task.init=/nowhere/run"], ["task.init=/nowhere/run: expected scratch, uptrain, or the directory"]),
     (["task.model=/nowhere/bert"], ["task.model=/nowhere/bert", "no such directory"]),
     (["task.max_length=41"], ["task.max_length=41", "40 tokens"]),
     (["task.max_length=2"], ["task.max_length=2: expected more than the 2 special tokens"]),

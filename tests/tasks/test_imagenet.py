@@ -290,7 +290,7 @@ def test_experiments_fit_their_models(name, tmp_path):
     (["task.data_dir=/nowhere"], ["/nowhere is not there"]),
     (["task.data_dir=null", "task.dataset=imagenet", "task.source=files"], ["CRT_DATA is not set", "image-net.org"]),
     (["task.size=13"], ["task.size=13", "patch of 4 pixels"]),
-    (["task.sizes.width=33"], ["'embed_dim': 33, 'num_heads': 2"]),
+    (["task.sizes.width=33"], ["'embed_dim': 33", "divisible by num_heads"]),
     (["task.model=vit_base_patch16_22"], ["task.model=vit_base_patch16_22", "vit_base_patch16_224"]),
     (["task.model=vit_base_patch16_224.nonsense"], ["timm has no such model; did you mean vit_base_patch16_224."]),
     (["task.model=resnet18"], ["task.model"]),

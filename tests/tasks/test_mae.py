@@ -1,6 +1,7 @@
 """task=mae as a user types it, and what task=imagenet takes of it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_a_classifier_begins_with_the_encoder(typed, tmp_path, folder, monkeypat
     theirs = ViTMAEModel.from_pretrained(tmp_path / "run" / "model", mask_ratio=0.0).eval()
     description = vision.checkpoint_of(str(tmp_path / "run")).description
     assert (description.size, description.options["patch_size"]) == (16, 4)
-    with_classes = vision.replace(description, classes=("a", "b", "c"))
+    with_classes = replace(description, classes=("a", "b", "c"))
     ours = vision.build(with_classes, Mechanism.of("exact"), str(tmp_path / "run")).eval()
     images = torch.randn(3, 3, 16, 16)
     with torch.no_grad():

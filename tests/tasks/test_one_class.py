@@ -9,7 +9,7 @@ from small_images import write_images
 
 
 def of_images(folder, task):
-    write_images(folder / "images", classes=1, size=32)
+    write_images(folder / "images", classes=1, size=32, train=40)
     own = ["task.dataset=image"] if task == "lra" else []
     return [f"task={task}", f"task.data_dir={folder / 'images'}", *own]
 
