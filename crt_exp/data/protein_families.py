@@ -1,8 +1,8 @@
-"""Generated families of sequences whose true distribution is known, so that a model's perplexity has a floor.
+"""Generated families of sequences, which need no file.
 
 A family has a Markov chain over the 20 amino acids and a lag. With probability `copied` a letter is the one `lag`
 places before it, else the chain's next one: a model needs the distant letter, and the family, which the letters so far
-alone show. Lengths are uniform. The chance of a letter given all before it is a mixture over families by Bayes' rule.
+alone show. Lengths are uniform.
 
 Legend: n sequences, T letters of the longest, F families, A = 20 letters.
 """
@@ -11,7 +11,6 @@ from typing import Annotated, TypedDict
 
 import numpy as np
 from pydantic import Field
-from scipy.special import logsumexp
 
 from crt_exp.config import ConfigError
 from crt_exp.data.protein import Sequences, hash_of
@@ -71,30 +70,3 @@ class Families:
             copies = (rng.random(len(rows)) < self.copied) & (lag <= t)
             result[:, t] = np.where(copies, result[rows, np.maximum(t - lag, 0)], drawn)
         return result
-
-    def log_chances(self, letters: np.ndarray, held_out: bool = False) -> np.ndarray:
-        """log p of each letter given those before it, where the family is not known: (n, T) float64, nats.
-
-        letters (n, T): T at most `longest`. Of families in distribution, or of the held-out ones, each as likely. The
-        chance that there is such a letter at all, and not the end, is in it.
-        """
-        which = np.arange(self.inside, len(self.lags)) if held_out else np.arange(self.inside)
-        each = np.stack([self.within(letters, f) for f in which], 2)                   # (n, T, F): log p in the family
-        before = np.cumsum(each, 1) - each                                             # of all letters before
-        weights = before - logsumexp(before, -1, keepdims=True)
-        return logsumexp(weights + each, -1) + self.log_survival()[:letters.shape[1]]
-
-    def log_survival(self) -> np.ndarray:
-        """log p that a sequence of t letters has another one, for t = 0 .. longest - 1."""
-        left = self.longest - np.maximum(np.arange(self.longest), self.shortest - 1)   # lengths above t
-        return np.diff(np.log(left / (self.longest - self.shortest + 1)), prepend=0.0)
-
-    def within(self, letters: np.ndarray, family: int) -> np.ndarray:
-        """log p of each letter given those before it and the family, (n, T)."""
-        lag, T = int(self.lags[family]), letters.shape[1]
-        chain = self.chains[family][letters[:, :-1], letters[:, 1:]]
-        chain = np.concatenate([self.starts[family][letters[:, :1]], chain], 1)
-        if lag < T:
-            same = letters[:, lag:] == letters[:, :-lag]
-            chain[:, lag:] = self.copied * same + (1 - self.copied) * chain[:, lag:]
-        return np.log(np.maximum(chain, 1e-300))

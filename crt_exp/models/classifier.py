@@ -24,15 +24,12 @@ class Classifier(SequenceModel):
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """tokens (B, L) -> (B / together, classes). key_mask (B, L), True = keep."""
-        pooled = self.pooled(self.norm(self.states(tokens, key_mask)), key_mask)
+        states = self.norm(self.states(tokens, key_mask))
+        if key_mask is None:
+            key_mask = states.new_ones(states.shape[:2], dtype=torch.bool)
+        sums = torch.where(key_mask[..., None], states, 0.0).sum(1)
+        pooled = sums / key_mask.sum(1, keepdim=True).to(sums).clamp(min=1)              # the mean of what is kept
         if self.together == 2:
             a, b = pooled.unflatten(0, (-1, 2)).unbind(1)
             pooled = torch.cat([a, b, a * b, a - b], -1)
         return self.head(pooled)
-
-    def pooled(self, states: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The mean of the states (B, L, d) that are kept: (B, d)."""
-        if key_mask is None:
-            key_mask = states.new_ones(states.shape[:2], dtype=torch.bool)
-        sums = torch.where(key_mask[..., None], states, 0.0).sum(1)
-        return sums / key_mask.sum(1, keepdim=True).to(sums).clamp(min=1)

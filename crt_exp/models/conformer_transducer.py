@@ -9,7 +9,6 @@ Sources: Graves, 2012 (transducer); Gulati et al., 2020 (Conformer); Park et al.
 
 import math
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import torch
@@ -35,7 +34,7 @@ FLOOR = 1e-6                # of a mel energy, so that silence has a logarithm: 
 class ConformerSizes(TypedDict):
     """Of the model; `norm` is that of the convolution modules: see `MaskedBatchNorm` and `FrameNorm`."""
 
-    mels: Count
+    mels: Annotated[int, Field(ge=7, le=512)]
     channels: Count        # of the subsampling convolutions
     layers: Count
     dim: Count
@@ -62,11 +61,10 @@ PRESETS = {
 
 def check_sizes(sizes: ConformerSizes) -> None:
     """Raises ConfigError for sizes that do not go together."""
-    for key, right, wanted in (("dim", sizes["dim"] % sizes["heads"] == 0, f"a multiple of heads={sizes['heads']}"),
-                               ("kernel", sizes["kernel"] % 2, "an odd number, around a frame"),
-                               ("mels", 7 <= sizes["mels"] <= 512, "7 to 512")):
-        if not right:
-            raise ConfigError(f"task.sizes.{key}={sizes[key]}: expected {wanted}")
+    if sizes["dim"] % sizes["heads"]:
+        raise ConfigError(f"task.sizes.dim={sizes['dim']}: expected a multiple of heads={sizes['heads']}")
+    if sizes["kernel"] % 2 == 0:
+        raise ConfigError(f"task.sizes.kernel={sizes['kernel']}: expected an odd number, around a frame")
 
 
 # ---- front end ---------------------------------------------------------------------------------------------
@@ -245,12 +243,10 @@ class Joiner(nn.Module):
 
 
 class Hypothesis(NamedTuple):
-    """What was recognised: symbols, the frame of the encoder at which each was said (None: not known), and the log
-    probability of the path, or of all that were joined."""
+    """What was recognised: symbols, and the frame of the encoder at which each was said."""
 
     symbols: list[int]
-    frames: list[int] | None
-    score: float
+    frames: list[int]
 
 
 class ConformerTransducer(nn.Module):
@@ -268,10 +264,10 @@ class ConformerTransducer(nn.Module):
 
     def forward(self, audio: Tensor, samples: Tensor, targets: Tensor | None = None,
                 target_lengths: Tensor | None = None, bands: Tensor | None = None, spans: Tensor | None = None,
-                search: Callable[["ConformerTransducer", Tensor, Tensor], list[Hypothesis]] | None = None):
+                search: Callable | None = None):
         """audio (B, N) int16 with samples (B,); targets (B, U) int32 with target_lengths (B,); bands, spans: `masked`.
 
-        -> losses (B,), nats, None without targets; with a search (`greedy`, `beam`) these and its hypotheses. In
+        -> losses (B,), nats, None without targets; with a search (`greedy`) these and its hypotheses. In
         training the weighted CTC loss is added.
         """
         encoded, lengths = self.encoder(audio, samples, bands, spans)
@@ -299,7 +295,7 @@ class ConformerTransducer(nn.Module):
 
 # ---- recognition -------------------------------------------------------------------------------------------
 
-MOST = 8  # symbols in one frame of 40 ms, so that every search ends
+MOST = 8  # symbols in one frame of 40 ms, so that the search ends
 
 
 @outside_graphs
@@ -310,15 +306,13 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
     heard, state = joiner.heard(encoded), None
     said, state = model.predictor(torch.full_like(lengths, model.blank)[:, None])
     frame, here = torch.zeros_like(lengths), torch.zeros_like(lengths)
-    score, steps = torch.zeros_like(lengths).float(), []
+    steps = []
     while (active := frame < lengths).any():
-        logits = joiner(heard[rows, frame.clamp(max=heard.shape[1] - 1)], joiner.said(said[:, 0]))
-        logs = logits.float().log_softmax(-1)
-        logs[:, :-1].masked_fill_((here >= MOST)[:, None], -torch.inf)
-        best, symbol = logs.max(-1)
+        logits = joiner(heard[rows, frame.clamp(max=heard.shape[1] - 1)], joiner.said(said[:, 0])).float()
+        logits[:, :-1].masked_fill_((here >= MOST)[:, None], -torch.inf)
+        symbol = logits.argmax(-1)
         says = active & (symbol != model.blank)
         steps.append(torch.stack([torch.where(says, symbol, model.blank), frame]))
-        score = score + best * active
         if says.any():
             new, after = model.predictor(symbol[:, None], state)
             said = torch.where(says[:, None, None], new, said)
@@ -326,58 +320,7 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
         here = torch.where(says, here + 1, 0)
         frame = frame + (active & ~says)
     found = []
-    for (symbols, frames), total in zip(torch.stack(steps).permute(2, 1, 0).tolist(), score.tolist()):
+    for symbols, frames in torch.stack(steps).permute(2, 1, 0).tolist():
         said = [i for i, symbol in enumerate(symbols) if symbol != model.blank]
-        found.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said], total))
+        found.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said]))
     return found
-
-
-@outside_graphs
-@torch.no_grad()
-def beam(model: ConformerTransducer, encoded: Tensor, lengths: Tensor, width: int) -> list[Hypothesis]:
-    """torchaudio's beam search, one utterance at a time: it joins the paths of a transcript, and lets a frame say
-    several symbols, which batched searches with one symbol a frame do not, and characters need.
-
-    Ranks by the log probability itself: transducers are distributions over transcripts, so no length is favoured.
-    """
-    search = _search(model, width)
-    best = [search(x[None, :n], n, width)[0] for x, n in zip(model.joiner.heard(encoded), lengths)]
-    return [Hypothesis(symbols[1:], None, score) for symbols, _, _, score in best]
-
-
-def _search(model: ConformerTransducer, width: int):
-    """torchaudio's search, which takes the `width` best of the next symbols and of the paths, where there are fewer."""
-    from torchaudio.models import RNNTBeamSearch
-
-    class Search(RNNTBeamSearch):
-        def _gen_b_hypos(self, b_hypos, *others):
-            """With paths of probability 0, which nothing extends, in front of those that there are."""
-            hypotheses = super()._gen_b_hypos(b_hypos, *others)
-            none = [([-1 - i], *hypotheses[0][1:3], -math.inf) for i in range(width - len(hypotheses))]
-            return none + hypotheses
-
-    return Search(_Parts(model, width), model.blank, hypo_sort_key=itemgetter(3), step_max_tokens=MOST)
-
-
-class _Parts(nn.Module):
-    """The model as RNNTBeamSearch calls it; blank is the last symbol, as it supposes, behind symbols of probability 0
-    that make up a choice of `width`."""
-
-    def __init__(self, model: ConformerTransducer, width: int):
-        super().__init__()
-        self.model, self.more = model, max(0, width - model.blank)
-
-    def transcribe(self, heard: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        return heard, lengths
-
-    def predict(self, symbols: Tensor, lengths: Tensor, state: list[list[Tensor]] | None):
-        """State as a list of a list of (B, 1, cells): the search picks hypotheses along the first dimension."""
-        state = None if state is None else tuple(part.transpose(0, 1).contiguous() for part in state[0])
-        said, after = self.model.predictor(symbols, state)
-        return self.model.joiner.said(said), lengths, [[part.transpose(0, 1) for part in after]]
-
-    def join(self, heard: Tensor, lengths: Tensor, said: Tensor, said_lengths: Tensor):
-        """heard (1, 1, J), said (B, 1, J) -> (B, 1, 1, V)."""
-        logits = self.model.joiner(heard, said)[:, None].float()
-        none = logits.new_full((*logits.shape[:-1], self.more), -math.inf)
-        return torch.cat([logits[..., :-1], none, logits[..., -1:]], -1), lengths, said_lengths

@@ -62,19 +62,14 @@ class ImplicitPolicy:
 
     def __post_init__(self):
         if self.size % self.patch:
-            raise ConfigError(f"task.patch = {self.patch} does not divide the image of {self.size} pixels a side")
+            raise ConfigError(f"task.patch={self.patch}: expected a divisor of the {self.size} pixels of a side")
         if not 0 < self.top <= self.length:
-            raise ConfigError(f"task.top = {self.top}: an image has {self.length} patches")
+            raise ConfigError(f"task.top={self.top}: expected 1 to {self.length}, the patches of an image")
 
     @property
     def length(self) -> int:
         """L."""
         return (self.size // self.patch) ** 2
-
-    @property
-    def width(self) -> int:
-        """T."""
-        return self.channels + 3
 
     @property
     def read(self) -> int:
@@ -84,7 +79,8 @@ class ImplicitPolicy:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of one policy's parameters, in their order."""
-        ranked = {"query": (self.heads, self.width, self.d), "key": (self.heads, self.width, self.d)}
+        width = self.channels + 3                                                      # T
+        ranked = {"query": (self.heads, width, self.d), "key": (self.heads, width, self.d)}
         return (ranked if self.looks == "attention" else {}) | {"controller": (self.read, self.actions)}
 
     @property
@@ -112,25 +108,16 @@ class ImplicitPolicy:
 
     def layer(self, mechanism: Mechanism) -> nn.Module | None:
         """What ranks the patches; None where all are kept."""
-        if self.looks == "average":
-            return None
-        return mechanism.layer(self.heads, self.d, scaling=1.0).eval()
-
-    def queries_and_keys(self, read: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens (P, L, T), on the unit sphere, (P, H, L, d) each."""
-        q, k = (torch.einsum("plt,phtd->phld", read, weight) for weight in (query, key))
-        return F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-
-    def ranks(self, layer: nn.Module, read: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Attention that each patch gets, (P, H, L)."""
-        return column_sums(layer, *self.queries_and_keys(read, query, key))
+        return None if self.looks == "average" else mechanism.layer(self.heads, self.d, scaling=1.0).eval()
 
     def kept(self, layer: nn.Module | None, theta: Tensor, images: Tensor) -> Tensor:
         """Which patches the controller reads, (P, H, L), ones and zeros; of equal ranks the first, in their order."""
         if layer is None:
             return torch.ones(len(images), self.heads, self.length)
         query, key, _ = self.parts(theta)
-        ranks = self.ranks(layer, tokens(images, self.patch), query, key)
+        read = tokens(images, self.patch)
+        q, k = (F.normalize(torch.einsum("plt,phtd->phld", read, part), dim=-1) for part in (query, key))
+        ranks = column_sums(layer, q, k)                                               # (P, H, L)
         order = ranks.argsort(dim=-1, descending=True, stable=True)[..., :self.top]
         return torch.zeros_like(ranks).scatter(-1, order, 1.0)
 

@@ -30,7 +30,7 @@ def write(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]
 def read(run: str | Path, option: str, kind: str,
          task: str) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
     """The folder, its description and tensors. Errors of these and of the block become a DataError naming `option`."""
-    named = f"{option} = {run}"
+    named = f"{option}={run}"
     folder = folder_of(run, option, f"the directory of a run of {task}")
     try:
         config = description_in(folder, named)

@@ -50,7 +50,7 @@ def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSi
     sizes = dict(zip(TransformerSizes.__annotations__, PRESETS[preset])) | dict(changes)
     check_options(option, TransformerSizes, sizes)
     if sizes["d"] % sizes["heads"]:
-        raise ConfigError(f"{option}: d = {sizes['d']} is no multiple of heads = {sizes['heads']}")
+        raise ConfigError(f"{option}.d={sizes['d']}: expected a multiple of heads={sizes['heads']}")
     return sizes
 
 
@@ -72,8 +72,8 @@ class LanguageDescription:
 
     def __post_init__(self):
         if self.positions == "rotary" and self.sizes["d"] // self.sizes["heads"] % 2:
-            raise ConfigError("positions = rotary turn pairs of coordinates, and heads of d / heads = "
-                              f"{self.sizes['d']} / {self.sizes['heads']} have an odd one")
+            raise ConfigError("task.positions=rotary: expected heads of an even number of coordinates, got d / heads = "
+                              f"{self.sizes['d']} / {self.sizes['heads']}")
 
 
 class SequenceModel(nn.Module):
@@ -133,15 +133,13 @@ class LanguageModel(SequenceModel):
         x = self.states(tokens, key_mask, pasts)
         return self.head(self.norm(x if chosen is None else x[chosen]))
 
-    def begin(self, window: int | None = None) -> list:
+    def begin(self) -> list:
         """The pasts before the first symbol: each call of the model with them takes the next symbols of B sequences.
 
-        With random features they are O(1) in the length, else keys and values of all, or of the last `window` symbols.
+        With random features they are O(1) in the length, else keys and values of all symbols.
         For eval mode, without gradient.
         """
-        if not self.description.causal:
-            raise ValueError("a bidirectional model predicts masked symbols and does not go symbol by symbol")
-        return self.body.begin(window)
+        return self.body.begin()
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def keep(description: LanguageDescription, mechanism: Mechanism, symbols: dict[s
 
 def load(run: str | Path, option: str) -> KeptLanguageModel:
     """What a run kept. Raises DataError, naming `option`, for what is none, ConfigError for attention that is gone."""
-    named = f"{option} = {run}"
+    named = f"{option}={run}"
     with kept_folder.read(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
         check_options("", LanguageDescription, config)

@@ -6,7 +6,6 @@ softmax kernel of queries (outputs) and keys (embeddings), which random features
 Legend: B columns of a text, T words of each in a batch, n of those that count, V words, D width.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -43,33 +42,6 @@ class WordLSTM(nn.Module):
         return self.dropout(outputs), torch.stack(after)
 
 
-class FullSoftmax(nn.Module):
-    """Mean cross-entropy over all classes. weight (V, D): the embeddings of the classes."""
-
-    def __init__(self, weight: nn.Parameter):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """outputs (n, D), labels (n,) -> a scalar."""
-        return F.cross_entropy(outputs @ self.weight.to(outputs.dtype).T, labels)  # split weights may be bfloat16
-
-
-@dataclass(frozen=True)
-class NormLengths:
-    """How much a squared distance of a length from 1 costs, in the mean: of queries (outputs) and of keys (embeddings).
-
-    HRF (105): queries * mean (|h| - 1)^2 + keys * mean (|e| - 1)^2, which keeps the kernel within reach of features.
-    """
-
-    queries: float = 0.0
-    keys: float = 0.0
-
-    def cost(self, outputs: Tensor, weight: Tensor) -> Tensor | float:
-        costs = [(beta, vectors) for beta, vectors in ((self.queries, outputs), (self.keys, weight)) if beta]
-        return sum(beta * (vectors.float().norm(dim=-1) - 1).square().mean() for beta, vectors in costs)
-
-
 class Found(NamedTuple):
     """What a model says of a batch. loss: in training the mean with the cost of lengths; else summed over n words.
 
@@ -83,27 +55,33 @@ class Found(NamedTuple):
 
 
 class LSTMLanguageModel(nn.Module):
-    """A WordLSTM with what turns outputs into a loss. `head` is for training alone: evaluation is by the full softmax.
+    """A WordLSTM with what turns outputs into a loss: the full softmax, or in training `head`.
 
     head(outputs (n, D), labels (n,)) -> the mean loss, of outputs that are divided by the temperature; it holds the
-    embeddings themselves where it needs them.
+    embeddings themselves where it needs them. beta, gamma: cost of the mean squared distance of lengths from 1, of
+    queries (outputs) and of keys (embeddings), HRF (105), which keeps the kernel within reach of features.
     """
 
-    def __init__(self, body: WordLSTM, head: nn.Module, temperature: float = 1.0, lengths: NormLengths = NormLengths()):
+    def __init__(self, body: WordLSTM, head: nn.Module | None = None, temperature: float = 1.0, beta: float = 0.0,
+                 gamma: float = 0.0):
         super().__init__()
-        self.body, self.head, self.temperature, self.lengths = body, head, temperature, lengths
+        self.body, self.head, self.temperature, self.beta, self.gamma = body, head, temperature, beta, gamma
 
     def forward(self, tokens: Tensor, labels: Tensor, state: Tensor | None = None) -> Found:
         """tokens, labels (B, T), labels -100 where nothing is to be predicted."""
         outputs, after = self.body(tokens, state)
         chosen = labels != IGNORED
-        outputs, labels = outputs[chosen].float(), labels[chosen]
-        if self.training:
-            cost = self.lengths.cost(outputs, self.body.embedding.weight)
-            return Found(self.head(outputs / self.temperature, labels) + cost, after)
-        logits = outputs / self.temperature @ self.body.embedding.weight.float().T
-        loss = F.cross_entropy(logits, labels, reduction="none").double().sum()
-        return Found(loss, after, logits.argmax(-1) == labels, outputs.norm(dim=-1))
+        outputs, labels, weight = outputs[chosen].float(), labels[chosen], self.body.embedding.weight
+        if self.training and self.head is not None:
+            loss = self.head(outputs / self.temperature, labels)
+        else:
+            logits = outputs / self.temperature @ weight.float().T  # split weights may be bfloat16
+            loss = F.cross_entropy(logits, labels, reduction="mean" if self.training else "none")
+        if not self.training:
+            return Found(loss.double().sum(), after, logits.argmax(-1) == labels, outputs.norm(dim=-1))
+        costs = ((self.beta, outputs), (self.gamma, weight))
+        cost = sum(factor * (x.float().norm(dim=-1) - 1).square().mean() for factor, x in costs if factor)
+        return Found(loss + cost, after)
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
@@ -130,7 +108,7 @@ def load(run: str | Path, option: str) -> KeptLSTM:
     with kept.read(run, option, KIND, "task=ptb") as (_, config, tensors):
         sizes = {"words": len(config["words"]), **config["sizes"]}
         check_options("", WordLSTM, sizes)
-        check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option} = {run}")
+        check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option}={run}")
         body = WordLSTM(**sizes)
         body.load_state_dict(tensors)
         return KeptLSTM(body.eval(), tuple(config["words"]), config["temperature"])

@@ -13,7 +13,7 @@ from crt_exp.data.symbols import Symbols
 from crt_exp.options import check_options
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import kept
-from crt_exp.models.conformer_transducer import ConformerSizes, ConformerTransducer, check_sizes
+from crt_exp.models.conformer_transducer import ConformerSizes, ConformerTransducer
 from crt_exp.models.folder import check_shapes
 
 KIND = "conformer_transducer"
@@ -47,12 +47,11 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     with kept.read(run, option, KIND, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
         symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
-        mechanism = Mechanism.of_saved(config["attention"], f"{option} = {run}")
+        mechanism = Mechanism.of_saved(config["attention"], f"{option}={run}")
         rate, sizes = config["rate"], config["sizes"]
         check_options("sizes", ConformerSizes, sizes)
-        check_sizes(sizes)
         check_shapes(lambda: ConformerTransducer(len(symbols) + 1, rate, sizes), sizes["layers"], tensors,
-                     f"{option} = {run}")
+                     f"{option}={run}")
         return Recogniser(symbols, rate, sizes, mechanism), tensors
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import KeysPast
 from crt_exp.swap.swap import LayerMaker
 
 
@@ -16,8 +15,6 @@ class Rotary(nn.Module):
 
     def __init__(self, d: int, base: float = 10_000.0):
         super().__init__()
-        if d % 2:
-            raise ValueError(f"rotary positions turn pairs of coordinates: heads of d = {d} have an odd one")
         self.register_buffer("rates", base ** (-torch.arange(0, d, 2, dtype=torch.float32) / d), persistent=False)
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -27,10 +24,8 @@ class Rotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def turned(t: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Queries or keys (B, H, L, d) at their positions; as they are where there are none."""
-    if turn is None:
-        return t
+def turned(t: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Queries or keys (B, H, L, d) at their positions."""
     first, second = t.chunk(2, -1)
     cos, sin = (part.to(t.dtype) for part in turn)
     return t * cos + torch.cat([-second, first], -1) * sin
@@ -50,7 +45,7 @@ class TransformerBlock(nn.Module):
                 past=None) -> Tensor:
         """turn: of `Rotary`. past: what the attention remembers of earlier tokens, and then of these too."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, d)
-        q, k = turned(q, turn), turned(k, turn)
+        q, k = (turned(q, turn), turned(k, turn)) if turn else (q, k)
         out = self.attention(q, k, v, key_mask) if past is None else past.step(q, k, v)
         x = x + self.dropout(self.proj(out.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.ffn(self.norm2(x)))
@@ -66,8 +61,6 @@ class Transformer(nn.Module):
     def __init__(self, heads: int, layers: int, ffn: int, dim: int, make: LayerMaker, causal: bool = False, *,
                  dropout: float = 0.0, rotary: bool = False, checkpointing: bool = False):
         super().__init__()
-        if dim % heads:
-            raise ValueError(f"dim = {dim} must be a multiple of heads = {heads}")
         attentions = (make(heads, dim // heads, causal=causal, layer=i) for i in range(layers))
         self.blocks = nn.ModuleList(TransformerBlock(dim, heads, ffn, attention, dropout) for attention in attentions)
         self.rotary = Rotary(dim // heads) if rotary else None
@@ -83,13 +76,6 @@ class Transformer(nn.Module):
             x = checkpoint(block, x, key_mask, turn, use_reentrant=False) if again else block(x, key_mask, turn, past)
         return x
 
-    def begin(self, window: int | None = None) -> list:
-        """What each attention remembers before the first token, to decode with; causal attention alone.
-
-        window: what keeps keys and values keeps those of the last so many tokens; None: of all.
-        """
-        pasts = [block.attention.past() for block in self.blocks]
-        for past in pasts:
-            if isinstance(past, KeysPast):
-                past.window = window
-        return pasts
+    def begin(self) -> list:
+        """What each attention remembers before the first token, to decode with; causal attention alone."""
+        return [block.attention.past() for block in self.blocks]

@@ -5,12 +5,11 @@ in timm's form and model.safetensors, with exact attention. Under `crt_exp` conf
 weights were trained; attention.safetensors holds the noise and statistics of that attention.
 """
 
-import difflib
 import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +19,13 @@ from torch import Tensor, nn
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.options import check, format_value
+from crt_exp.data.hub import reason_of
+from crt_exp.options import did_you_mean
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import CONFIG, MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
 from crt_exp.pretrained.published import fetched
-from crt_exp.stored import SavedValue, json_object
+from crt_exp.stored import json_object
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said
@@ -33,7 +33,6 @@ SIZES = {"patch": "patch_size", "width": "embed_dim", "depth": "depth", "heads":
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)     # of ImageNet
 ATTENTION = "attention.safetensors"
 HEAD = ("head.", "head_dist.", "fc_norm.", "norm.", "attn_pool.")   # what depends on classes and pooling
-DEEPEST, LARGEST = 512, 2**13                                # layers and pixels of a side that a file may ask for
 MAE_NAMES = {  # of transformers and of timm
     r"^embeddings\.patch_embeddings\.projection": "patch_embed.proj", r"^embeddings\.position_embeddings": "pos_embed",
     r"^embeddings\.cls_token": "cls_token", r"^layers": "blocks", r"^layernorm\.": "norm.", "layernorm_before": "norm1",
@@ -61,7 +60,7 @@ class VisionDescription:
         """With random weights and exact attention. Raises ConfigError where timm makes no ViT of it."""
         import timm
 
-        with buildable(f"task.model = {self.model} with {self.options | {'img_size': self.size}}"):
+        with buildable(f"task.model={self.model} with {self.options | {'img_size': self.size}}"):
             return timm.create_model(self.model, **self.arguments(), **options)
 
     def arguments(self) -> dict[str, Any]:
@@ -69,15 +68,8 @@ class VisionDescription:
 
     def check(self) -> None:
         """Raises ConfigError for sizes that do not go together, before anything is written."""
-        width, heads = self.options.get("embed_dim"), self.options.get("num_heads")
-        if width and heads and width % heads:
-            raise ConfigError(f"task.sizes.width={width}: expected a multiple of task.sizes.heads={heads}")
-        with torch.device("meta"):                           # which takes neither memory nor random numbers
-            model = self.make()
-        patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-        if patch is None:
-            raise ConfigError(f"task.model={self.model} has no patches: it is not a vision transformer")
-        check_patch(self.size, patch[0])
+        with torch.device("meta"), buildable(f"task.model={self.model}"):   # which takes no memory
+            check_patch(self.size, self.make().patch_embed.patch_size[0])
 
     def transform(self) -> Callable[[Any], Tensor]:
         """A PIL.Image to (3, size, size) as the model is evaluated on."""
@@ -95,8 +87,7 @@ class VisionDescription:
                   "interpolation": self.interpolation, "mean": self.mean, "std": self.std, "num_classes": count,
                   "label_names": self.classes, "first_conv": "patch_embed.proj", "classifier": "head"}
         return {"architecture": self.model, "num_classes": count, "model_args": self.options | {"img_size": self.size},
-                "pretrained_cfg": config,
-                "crt_exp": mechanism.saved()}
+                "pretrained_cfg": config, "crt_exp": mechanism.saved()}
 
     @classmethod
     def read(cls, content: dict[str, Any], path: Path) -> "VisionDescription":
@@ -107,7 +98,6 @@ class VisionDescription:
             config = content.get("pretrained_cfg", content)
             config |= {"num_classes": content.get("num_classes", config.get("num_classes"))}
             options = {k: v for k, v in content.get("model_args", {}).items() if k not in ("img_size", "num_classes")}
-            check_written(content["architecture"], config, options)
             return cls.of_timm(content["architecture"], config, options)
         except (ConfigError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DataError(f"{path} is no configuration as timm writes it: {type(error).__name__}: {error}") from None
@@ -133,21 +123,7 @@ class VisionDescription:
 def check_patch(size: int, patch: int) -> None:
     """Raises ConfigError for an image whose side is no multiple of the patch."""
     if size % patch:
-        near = max(patch, round(size / patch) * patch)
-        raise ConfigError(f"task.size={size}: expected a multiple of the patch of {patch} pixels, such as {near}")
-
-
-def check_written(model: Any, config: dict[str, Any], options: dict[str, Any]) -> None:
-    """Raises ConfigError for what a file may not say: another name than timm's, values that are none, huge sizes."""
-    import timm
-
-    if not isinstance(model, str) or not timm.is_model(model.partition(".")[0]):
-        raise ConfigError(f"architecture={format_value(model)}: timm has no such model")
-    sizes = {"num_classes": config["num_classes"] or 0, "input_size": list(config["input_size"])}
-    for key, value in (options | sizes).items():
-        check(f"options.{key}", value, SavedValue)
-    if not 0 < options.get("depth", 1) <= DEEPEST or max(config["input_size"]) > LARGEST:
-        raise ConfigError(f"expected at most {DEEPEST} layers and {LARGEST} pixels of a side")
+        raise ConfigError(f"task.size={size}: expected a multiple of the patch of {patch} pixels")
 
 
 def known(model: str) -> VisionDescription:
@@ -155,10 +131,9 @@ def known(model: str) -> VisionDescription:
     import timm
 
     base, _, tag = model.partition(".")
-    names = timm.list_models(f"{base}*", pretrained=bool(tag))
-    if not timm.is_model(base) or tag and model not in names:
-        near = names[:5] or difflib.get_close_matches(model, timm.list_models("*vit*"), n=1)
-        raise ConfigError(f"task.model={model}: timm has no such model{', but ' * bool(near)}{', '.join(near)}")
+    if not timm.is_model(base) or tag and not timm.is_model_pretrained(model):
+        near = did_you_mean(model, timm.list_models("*vit*", pretrained=bool(tag)))
+        raise ConfigError(f"task.model={model}: timm has no such model{near}")
     config = timm.get_pretrained_cfg(model)
     return VisionDescription.of_timm(model, config.to_dict(), {}) if config else VisionDescription(model, 224)
 
@@ -172,10 +147,6 @@ class Checkpoint(NamedTuple):
     path: Path                                               # a file, or a folder with config.json
     description: VisionDescription | None
     attention: dict[str, Any]                                # `crt_exp` of config.json; empty for exact attention
-
-    @property
-    def described(self) -> dict[str, Any]:
-        return self.attention.get("described", EXACT)
 
     def state(self) -> dict[str, Tensor]:
         """By timm's names, without noise. Raises DataError."""
@@ -199,33 +170,25 @@ def checkpoint_of(init: str) -> Checkpoint | None:
         if (config := folder / CONFIG).is_file():
             content = json_object(config)
             own = content.get("crt_exp", {})
-            if not isinstance(own, dict):
-                raise ConfigError(f"{config}: crt_exp={format_value(own)} is not what a run writes there")
             return Checkpoint(named, folder, VisionDescription.read(content, config),
                               {} if own.get("described", EXACT) == EXACT else own)
     refuse_adapters(path, named)
     if (path / "config.yaml").is_file():
         raise DataError(f"{named}: this run has not ended: continue it with resume=auto hydra.run.dir={init}")
-    near = difflib.get_close_matches(init, ("scratch", "pretrained"), n=1)
     raise DataError(f"{named}: expected scratch, pretrained, a file of weights, a model's folder with {CONFIG} or run "
-                    f"of task=imagenet or task=mae{f'; did you mean {near[0]}?' if near else ''}")
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+                    f"of task=imagenet or task=mae{did_you_mean(init, ('scratch', 'pretrained'))}")
 
 
 def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
     """Of safetensors, or of torch.save (tensors alone, nothing else is unpickled); of a folder that of timm."""
     from safetensors.torch import load_file
 
-    names = [path, path / "model.safetensors", path / "pytorch_model.bin"]
-    file = next((each for each in names if each.is_file()), names[1])
+    file = path if path.is_file() else path / "model.safetensors"
     try:
         safe = file.suffix == ".safetensors"
         tensors = load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # safetensors, zipfile and pickle have their own
-        raise DataError(f"{named}: {file} cannot be read as weights: {first_line(error)}") from None
+        raise DataError(f"{named}: {file} cannot be read as weights: {reason_of(error)[:300]}") from None
     for key in ("model", "state_dict"):                      # as training scripts wrap them
         tensors = tensors[key] if isinstance(tensors.get(key), dict) else tensors
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
@@ -239,7 +202,7 @@ def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
         with quiet():
             theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()   # files of all versions
     except Exception as error:
-        raise DataError(f"{named}: its weights cannot be read: {first_line(error)}") from None
+        raise DataError(f"{named}: its weights cannot be read: {reason_of(error)[:300]}") from None
     state = {}
     for name, tensor in theirs.items():
         for old, new in MAE_NAMES.items():
@@ -283,16 +246,14 @@ def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -
     import timm
 
     config, name = timm.get_pretrained_cfg(description.model), description.model
-    if config is None or not config.has_weights:
-        raise ConfigError(f"task.init=pretrained: timm has no weights of task.model={name}")
     if config.num_classes and not new_head and config.num_classes != len(description.classes):
         raise other_classes(f"task.model={name}", config.num_classes, len(description.classes))
     try:
         with quiet():
             model = timm.create_model(name, pretrained=True, drop_path_rate=drop_path, **description.arguments())
     except (OSError, RuntimeError) as error:
-        raise DataError(f"task.init=pretrained: the weights of task.model={name} are not here "
-                        f"({first_line(error)}): `hf download timm/{name} --local-dir DIR`, task.init=DIR") from None
+        raise DataError(f"task.init=pretrained: the weights of task.model={name} are not here ({reason_of(error)[:300]}"
+                        f"): `hf download timm/{name} --local-dir DIR`, task.init=DIR") from None
     if new_head and config.num_classes:
         model.reset_classifier(len(description.classes))
     return model
@@ -316,7 +277,7 @@ def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_he
 
 def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
     """Raises ConfigError, naming the keys that differ, for weights of another attention that is not the exact one."""
-    changed = differing_keys(checkpoint.described, mechanism.describe()) if checkpoint.attention else []
+    changed = differing_keys(checkpoint.attention["described"], mechanism.describe()) if checkpoint.attention else []
     if changed:
         raise ConfigError(f"{checkpoint.named} was trained with another attention; these keys differ: "
                           f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
@@ -326,24 +287,21 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
 def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool) -> None:
     """Loads weights of timm's names, position embeddings interpolated to the model's grid by timm.
 
-    A missing head stays as it is. Raises DataError for weights of another width, depth or kind, ConfigError for a head
-    of other classes.
+    A missing head stays as it is. Raises DataError for weights of another width, depth or kind.
     """
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", lambda state, model: state)
     try:
         with quiet():
             state = adapt(dict(state), model)
         state = {name: tensor for name, tensor in state.items() if not (new_head and name.startswith("head."))}
-        head = model.state_dict().get("head.weight")
-        if head is not None and len(state.get("head.weight", head)) != len(head):
-            raise other_classes(named, len(state["head.weight"]), len(head))
         missing, more = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         missing, more = [" ".join(str(error).split())[:300]], []
     wrong = [name for name in missing if not name.startswith(HEAD)]
     wrong += [name for name in more if not name.startswith((*HEAD, *FOREIGN))]
     if wrong:
-        raise DataError(f"{named} does not fit this task.model with these task.sizes, first at: {wrong[0]}")
+        raise DataError(f"{named} does not fit this task.model with these task.sizes (a head of other classes: "
+                        f"task.new_head=true), first at: {wrong[0]}")
 
 
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -371,14 +329,6 @@ def keep(description: VisionDescription, mechanism: Mechanism, tensors: dict[str
             save_tensors(noise, folder / ATTENTION)
 
 
-def check_memory(checkpoint: Checkpoint) -> None:
-    """Raises DataError for a description of a far larger model than its weights are of, before it takes memory."""
-    with torch.device("meta"):
-        described = sum(weight.numel() for weight in checkpoint.description.make().parameters())
-    if described > 2 * sum(tensor.numel() for tensor in checkpoint.state().values()):
-        raise DataError(f"{checkpoint.named}: its {CONFIG} describes a far larger model than its weights are of")
-
-
 class KeptClassifier(NamedTuple):
     """The model of a run in eval mode, the names of its classes, and what makes its input of a PIL.Image in RGB."""
 
@@ -387,19 +337,15 @@ class KeptClassifier(NamedTuple):
     transform: Callable[[Any], Tensor]
 
 
-def load(run: str | Path, size: int | None = None) -> KeptClassifier:
+def load(run: str | Path) -> KeptClassifier:
     """What a run of task=imagenet kept, with the attention it was trained with; `unswap_attention` takes that out.
 
-    size: of the images, where it is another than the run's; position embeddings are interpolated. Raises DataError
-    where the run has not ended or is of another task, ConfigError where its attention's name is another one in conf/.
+    Raises DataError where the run has not ended or is of another task, ConfigError where its attention's name is
+    another one in conf/.
     """
     checkpoint = checkpoint_of(str(run))
     if checkpoint is None or checkpoint.description is None or checkpoint.description.classes is None:
         raise DataError(f"{run} holds no classifier: give the directory of a run of task=imagenet")
-    description = replace(checkpoint.description, size=size or checkpoint.description.size)
-    description.check()
-    check_memory(checkpoint)
-    saved = checkpoint.attention
+    description, saved = checkpoint.description, checkpoint.attention
     mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
-    model = build(description, mechanism, str(run))
-    return KeptClassifier(model.eval(), description.classes, description.transform())
+    return KeptClassifier(build(description, mechanism, str(run)).eval(), description.classes, description.transform())

@@ -124,7 +124,7 @@ class Books(SymbolTask):
     # ---- metrics
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        metrics = self.metrics(model, split, reader)
+        metrics = super().evaluate(model, split, reader)
         ratio = self.data[split].tokens_per_word(self.places[split])
         return metrics | {"word_perplexity": exp(metrics["loss"] * ratio), "tokens_per_word": ratio,
                           "unigram_word_perplexity": exp(math.log(metrics["unigram_perplexity"]) * ratio)}

@@ -115,7 +115,14 @@ class GLUE(Task):
         return metrics | {"train_examples": self.length("train"), "train_examples_available": self.published}
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        rows = self.answered(model, split, reader)
+        """Of every example of one split, in the order in which they are read."""
+        rows = []
+        for batch in reader.batches(split):
+            outputs = self.outputs(model, batch)
+            answers = outputs.argmax(-1) if self.described.names else outputs
+            losses = self.losses(outputs, batch["labels"]).double()
+            rows += zip(answers.tolist(), batch["labels"].tolist(), losses.tolist())
+        rows = reader.gather(rows)
         answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
             raise NotFinite(f"{self.dataset}: the predicted scores are not finite; a lower trainer.lr may help")
@@ -123,16 +130,6 @@ class GLUE(Task):
         whole = split == "dev" and len(rows) == self.length(split)
         parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and whole else []
         return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
-
-    def answered(self, model: nn.Module, split: str, reader: Reader) -> list[tuple[float, float, float]]:
-        """(answer, label, loss) of every example of the split, in the order in which they are read."""
-        rows = []
-        for batch in reader.batches(split):
-            outputs = self.outputs(model, batch)
-            answers = outputs.argmax(-1) if self.described.names else outputs
-            losses = self.losses(outputs, batch["labels"]).double()
-            rows += zip(answers.tolist(), batch["labels"].tolist(), losses.tolist())
-        return reader.gather(rows)
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         encoders.keep(model, tensors, self.tokenizer, directory)

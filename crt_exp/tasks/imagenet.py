@@ -3,19 +3,15 @@
 Legend: B rows of a batch, C classes, H = W pixels of a side.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import functional as F
-
 from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
 from crt_exp.data import check_classes
@@ -24,12 +20,11 @@ from crt_exp.options import Count, NotNegative, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 
-Share = Annotated[float, Field(ge=0), Field(le=1)]
-Part = Annotated[float, Field(gt=0), Field(le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, le=1)]
 NAMED_CLASSES = 5                                            # top-5 accuracy is ImageNet's
 
 
@@ -70,10 +65,9 @@ class ImageNet(ImageTask):
     new_head: bool
     crop: Part
     augment: ImageAugment
-    smoothing: Annotated[float, Field(ge=0), Field(lt=1)]
-    drop_path: Annotated[float, Field(ge=0), Field(lt=1)]
+    smoothing: Annotated[float, Field(ge=0, lt=1)]
+    drop_path: Annotated[float, Field(ge=0, lt=1)]
     layer_decay: Part
-    ema: Annotated[float, Field(gt=0), Field(lt=1)] | None
 
     metric = "accuracy"
 
@@ -83,7 +77,6 @@ class ImageNet(ImageTask):
         self.description = self.described()
         self.description.check()
         self.training = training_transform(self.augment, self.description)
-        self.average: dict[str, Tensor] = {}                 # of parameters by name, with task.ema
 
     # ---- the model
 
@@ -111,8 +104,6 @@ class ImageNet(ImageTask):
         model = vision.build(self.description, mechanism, self.init, self.new_head, self.drop_path)
         self.mechanism = mechanism
         self.layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
-        if self.ema:
-            self.average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         return model
 
     def lr_scale(self, name: str) -> float:
@@ -150,51 +141,26 @@ class ImageNet(ImageTask):
         logits, targets = model(batch["images"]).float(), batch["targets"]
         return F.cross_entropy(logits, targets, label_smoothing=0.0 if targets.dim() == 2 else self.smoothing)
 
-    def check_shards(self) -> None:
-        if self.ema:
-            raise ConfigError(f"task.ema={self.ema} averages whole weights, and trainer=fsdp splits them")
-
-    def check_adapters(self) -> None:
-        if self.ema:
-            raise ConfigError(f"task.ema={self.ema} averages weights, of which trainer.adapt=lora trains none")
-
-    def updated(self, model: nn.Module, step: int) -> None:
-        for name, value in self.average.items():
-            parameter = model.get_parameter(name).detach()
-            self.average[name] = value.to(parameter.device).lerp_(parameter, 1 - self.ema)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return dict(self.average)
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.average = dict(state)
-
     # ---- results
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Loss in nats, top-1 and top-5 accuracy of the images that can be read; of averaged weights with task.ema."""
-        rows, loss, before, forward = [], 0.0, self.left_out, model
-        if self.average:                                         # torch.compile has other names for parameters
-            average = {name: value.to(reader.device) for name, value in self.average.items()}
-            forward = partial(functional_call, getattr(model, "_orig_mod", model), average)
+        """Loss in nats, top-1 and top-5 accuracy of the images that can be read."""
+        loss = right = near = count = 0
+        left_out = self.left_out
         for batch in reader.batches(split):
-            logits, labels = forward(batch["images"]).float(), batch["targets"]
+            logits, labels = model(batch["images"]).float(), batch["targets"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
-            best = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices
-            rows += torch.cat([labels[:, None], best], 1).tolist()
-        predicted = np.array(reader.gather(rows))                # (n, 1 + 5): the label, then the likeliest classes
-        loss, left_out = reader.sum(loss, self.left_out - before)
-        if not np.isfinite(loss):
+            hits = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices == labels[:, None]
+            right, near, count = right + int(hits[:, 0].sum()), near + int(hits.sum()), count + len(labels)
+        loss, right, near, count, left_out = reader.sum(loss, right, near, count, self.left_out - left_out)
+        if not math.isfinite(loss):
             raise NotFinite("the model predicts classes with a loss that is not finite; a lower trainer.lr may help")
-        self.confusion = pictures.counts(predicted[:, 0], predicted[:, 1], len(self.classes))
-        right = predicted[:, :1] == predicted[:, 1:]
-        metrics = {"accuracy": right[:, 0].mean(), "accuracy_top5": right.any(1).mean(), "loss": loss / len(predicted)}
+        metrics = {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
         return metrics | ({"unreadable_images": left_out} if left_out else {})
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """`<run>/model`, averaged weights with task.ema, and the confusion of classes as confusion.csv and .png."""
-        vision.keep(self.description, self.mechanism, tensors | self.average, directory)
-        pictures.confusion(self.confusion, self.classes, directory)
+        """`<run>/model`."""
+        vision.keep(self.description, self.mechanism, tensors, directory)
 
 
 def plain(images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:

@@ -8,7 +8,7 @@ Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of t
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -27,7 +27,7 @@ from crt_exp.data.symbols import ALPHABET, Symbols
 from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser
-from crt_exp.models.conformer_transducer import PRESETS, ConformerSizes, beam, check_sizes, frames_of, greedy
+from crt_exp.models.conformer_transducer import PRESETS, ConformerSizes, check_sizes, frames_of, greedy
 from crt_exp.models.recogniser import Recogniser
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.metrics import error_rates
@@ -90,7 +90,6 @@ class LibriSpeech(Task):
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
     init: str
-    beam: Count | None
 
     metric, lower_is_better = "wer", True
 
@@ -240,40 +239,25 @@ class LibriSpeech(Task):
         return len(batch["rows"])                            # none where none could be read
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        loss, rows, searches = 0.0, {}, self.searches(split)
-        for name, search in searches.items():
-            for batch in reader.batches(split):
-                losses, hypotheses = model(**self.arguments(batch), search=search)
-                loss += float(losses.double().sum()) if name == "greedy" and batch["rows"] else 0.0
-                for row, hypothesis in zip(batch["rows"], hypotheses):
-                    rows.setdefault(row, []).append(self.vocabulary.decode(hypothesis.symbols))
+        loss, rows = 0.0, []
+        for batch in reader.batches(split):
+            losses, hypotheses = model(**self.arguments(batch), search=greedy)
+            loss += float(losses.double().sum()) if batch["rows"] else 0.0
+            rows += [(row, self.vocabulary.decode(each.symbols)) for row, each in zip(batch["rows"], hypotheses)]
         loss, = reader.sum(loss)
-        return self.scores(split, dict(sorted(reader.gather(list(rows.items())))), loss, list(searches))
-
-    def searches(self, split: str) -> dict[str, Any]:
-        """All splits are searched greedily, the test split by beam too where that is wanted: it takes longer."""
-        return {"greedy": greedy} | ({"beam": partial(beam, width=self.beam)} if self.beam and split == "test" else {})
-
-    def scores(self, split: str, rows: dict[int, list[str]], loss: float, searches: list[str]) -> dict[str, float]:
-        said = [self.splits[split].utterances[row] for row in rows]
-        self.transcripts = [(split, each.name, each.text, *texts) for each, texts in zip(said, rows.values())]
-        texts = [each.text for each in said]
-        scores = {"loss": loss / len(rows), "utterances": len(rows)}
-        for i, name in enumerate(searches):
-            rates = error_rates(texts, [hypotheses[i] for hypotheses in rows.values()])
-            scores |= {key if name == "greedy" else f"{key}_{name}": value for key, value in rates.items()}
-        return scores
+        rows = sorted(reader.gather(rows))
+        said = [self.splits[split].utterances[row] for row, _ in rows]
+        self.transcripts = [(split, each.name, each.text, heard) for each, (_, heard) in zip(said, rows)]
+        rates = error_rates([each.text for each in said], [heard for _, heard in rows])
+        return {"loss": loss / len(rows), "utterances": len(rows)} | rates
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """<run>/model, and what was recognised of the split that was evaluated last as <run>/transcripts.tsv."""
         recogniser.keep(self.recogniser, tensors, directory)
-        heads = ("split", "utterance", "transcript", "greedy", *(("beam",) if self.beam else ()))
-        lines = ["\t".join(row) for row in (heads, *self.transcripts)]
+        rows = [("split", "utterance", "transcript", "greedy"), *self.transcripts]
         with whole(directory / "transcripts.tsv") as part:
-            part.write_text("\n".join(lines) + "\n")
+            part.write_text("".join("\t".join(row) + "\n" for row in rows))
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        beam = f", by beam search {last['wer_beam']:.2%}" if "wer_beam" in last else ""
-        return (f"librispeech: WER {last['wer']:.2%}{beam}, CER {last['cer']:.2%} ({last['split']}, step "
-                f"{last['step']})")
+        return (f"librispeech: WER {last['wer']:.2%}, CER {last['cer']:.2%} ({last['split']}, step {last['step']})")

@@ -22,7 +22,7 @@ from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.classifier import Classifier
 from crt_exp.tasks.base import Batch, Plan, Reader
-from crt_exp.tasks.sequences import SequenceTask
+from crt_exp.tasks.sequences import SequenceTask, without_labels
 
 
 @checked("task")
@@ -78,7 +78,7 @@ class LRA(SequenceTask):
                           self.arena.together)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(**{key: part for key, part in batch.items() if key != "labels"}).float()
+        return model(**without_labels(batch)).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.outputs(model, batch), batch["labels"])
@@ -92,18 +92,11 @@ class LRA(SequenceTask):
         loss = right = count = base = 0
         for batch in reader.batches(split):
             logits, labels = self.outputs(model, batch), batch["labels"]
-            if batch.get("start", 0) > 0:                    # the process with the first part of the rows counts them
-                continue
             loss += float(F.cross_entropy(logits, labels, reduction="sum"))
             right, count = right + int((logits.argmax(-1) == labels).sum()), count + len(labels)
             base += int((labels == majority).sum())
         loss, right, count, base = reader.sum(loss, right, count, base)
         return {"accuracy": right / count, "loss": loss / count, "majority_accuracy": base / count, "examples": count}
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (f"lra, {self.dataset}: accuracy {last['accuracy']:.4f} (majority {last['majority_accuracy']:.4f}; "
-                f"{last['split']}, step {last['step']}; {self.row_length} symbols at most)")
 
 
 def lengths_of(data: Labelled, together: int) -> np.ndarray:

@@ -20,13 +20,9 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription, check_patch
 from crt_exp.features.nonfinite import NotFinite
-from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 from crt_exp.tasks.imagenet import Part, Share
-
-DRAWN = 6                                                    # images in the picture of reconstructions
-
 
 class MAESizes(TypedDict):
     """Of a new model."""
@@ -76,7 +72,6 @@ class MAE(ImageTask):
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
         if int(self.patches * (1 - self.mask_share)) == 0:
             raise ConfigError(f"task.mask_share={self.mask_share} leaves none of the {self.patches} patches to see")
-        self.shown: list[tuple[Tensor, Tensor, Tensor]] = []
 
     # ---- the model
 
@@ -141,45 +136,19 @@ class MAE(ImageTask):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """The mean squared error of masked pixels; with task.normalised each patch's own mean colour would have 1."""
-        total, count, self.shown = 0.0, 0, []
-        batches = -(-(self.length(split) or 1) // (reader.plan.batch * reader.plan.world))
-        every = batches // DRAWN or 1                        # images lie by class: a batch may hold a single one
-        for i, batch in enumerate(reader.batches(split)):
-            result, size = model(**batch), len(batch["noise"])
-            total += float(result.loss) * size
-            count += size
-            if i % every == 0 and len(self.shown) < DRAWN:
-                places = range(0, size, size if every > 1 else -(-size // DRAWN))
-                self.shown += [tuple(t[j].float().cpu() for t in (batch["pixel_values"], result.logits, result.mask))
-                               for j in places]
+        total, count = 0.0, 0
+        for batch in reader.batches(split):
+            size = len(batch["noise"])
+            total, count = total + float(model(**batch).loss) * size, count + size
         total, count = reader.sum(total, count)
         if not np.isfinite(total):
             raise NotFinite("the model predicts pixels that are not finite; a lower trainer.lr may help")
         return {"loss": total / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """`<run>/model`, which from_pretrained and task.init of task=imagenet load, and reconstructions.png."""
+        """`<run>/model`, which from_pretrained and task.init of task=imagenet load."""
         from transformers import ViTImageProcessorPil
 
         size = {"height": self.config.image_size, "width": self.config.image_size}
         processor = ViTImageProcessorPil(size=size, image_mean=list(MEAN), image_std=list(STD))
         encoders.keep(model, tensors, processor, directory)
-        images, predicted, masks = map(torch.stack, zip(*self.shown[:DRAWN]))
-        panels = reconstructions(model, images, predicted, masks, self.normalised)
-        titles = ("seen", "reconstructed" + ", mean and\nspread by the image" * self.normalised, "image")
-        colours = [(part.permute(0, 2, 3, 1) * torch.tensor(STD) + torch.tensor(MEAN)).clamp(0, 1) for part in panels]
-        pictures.table(colours, titles, directory / "reconstructions.png")
-
-
-def reconstructions(model: nn.Module, images: Tensor, predicted: Tensor, masks: Tensor, normalised: bool
-                    ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is seen, seen and predicted patches together, and the images, each (B, 3, H, W).
-
-    predicted: (B, P, numbers of a patch). masks: (B, P), 1 where masked. normalised: predictions have mean 0 and
-    variance 1 in each patch; they get its own.
-    """
-    patches, masked = model.patchify(images), masks[..., None].bool()
-    if normalised:
-        predicted = predicted * (patches.var(-1, keepdim=True) + 1e-6).sqrt() + patches.mean(-1, keepdim=True)
-    seen = patches.masked_fill(masked, 0.0)                  # the mean colour of the data
-    return model.unpatchify(seen), model.unpatchify(patches.where(~masked, predicted)), images

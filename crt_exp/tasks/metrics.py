@@ -1,6 +1,6 @@
 """Metrics of classification and regression, each a fraction, defined for degenerate inputs too.
 
-`predictions` and `labels` are sequences, arrays or tensors of equal length n > 0. Constant predictions (or labels)
+`predictions` and `labels` are sequences or arrays of equal length n > 0. Constant predictions (or labels)
 carry no information, so a correlation with them counts as 0. Each function raises ValueError for lengths that differ,
 for no examples, and for values that are not finite: a model that diverged must not look like one that scored 0.
 """
@@ -68,33 +68,22 @@ def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[flo
     parts * whole - (parts - 1) * without that part.
 
     Of an accuracy on parts of one size they are the parts' accuracies. Their mean is the metric, but for its bias, with
-    Student's interval over examples; those of two models on the same examples are pairs. Raises ValueError for a number
-    of parts that is not 2 to n.
+    Student's interval over examples; those of two models on the same examples are pairs.
     """
     predictions, labels = checked(predictions, labels)
-    if not 2 <= parts <= len(labels):
-        raise ValueError(f"got {parts} parts of {len(labels)} examples, expected 2 to {len(labels)}")
     whole, part = METRICS[metric](predictions, labels), np.arange(len(labels)) % parts
     left = [METRICS[metric](predictions[part != i], labels[part != i]) for i in range(parts)]
     return [parts * whole - (parts - 1) * without for without in left]
 
 
 def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
-    predictions, labels = vector(predictions), vector(labels)
+    predictions, labels = np.asarray(predictions, np.float64), np.asarray(labels, np.float64)
     if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
         raise ValueError(f"predictions {predictions.shape} and labels {labels.shape} must be two vectors of one length "
                          "n > 0")
-    for name, values in (("prediction", predictions), ("label", labels)):
-        if not np.isfinite(values).all():
-            place = int(np.argmin(np.isfinite(values)))
-            raise ValueError(f"{name} {place} is {values[place]}, not a finite number")
+    if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
+        raise ValueError("predictions and labels must be finite")
     return predictions, labels
-
-
-def vector(values: Any) -> np.ndarray:
-    """Tensors of any device and precision too."""
-    values = values.detach().cpu().double() if hasattr(values, "detach") else values
-    return np.asarray(values, np.float64)
 
 
 def constant(*vectors: np.ndarray) -> bool:

@@ -179,7 +179,7 @@ class MLM(Task):
         given = {"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer), **self.sizes}
         marks = {f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id") for mark in ("pad", "bos", "eos")}
         marks = {mark: number for mark, number in marks.items() if number is not None}
-        with encoders.buildable(f"task.sizes = {dict(self.sizes)}"):
+        with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
             config = kind(**marks | {names.get(key, key): value for key, value in given.items()})
             if config.hidden_size % config.num_attention_heads:
                 raise ConfigError(f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
@@ -198,8 +198,8 @@ class MLM(Task):
     def calibrate(self, model: nn.Module) -> None:
         """Fills the statistics that causal features are fitted to: the weights come from another attention."""
         if self.calibration and learns(model):
-            fill_statistics(model, [{"input_ids": batch["input_ids"], **self.call}
-                                    for batch in islice(self.batches("train", Plan(8)), self.calibration)])
+            batches = islice(self.batches("train", Plan(8)), self.calibration)
+            fill_statistics(model, [{"input_ids": batch["input_ids"], **self.call} for batch in batches])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)

@@ -84,10 +84,10 @@ class Pixels(SymbolTask):
 
     # ---- metrics
 
-    def metrics(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        metrics = super().metrics(model, split, reader)
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        metrics = super().evaluate(model, split, reader)
         return metrics | {"bits_per_dim": metrics["loss"] / math.log(2),
-                        "unigram_bits_per_dim": math.log2(metrics["unigram_perplexity"])}
+                          "unigram_bits_per_dim": math.log2(metrics["unigram_perplexity"])}
 
     @cached_property
     def unigram(self) -> np.ndarray:

@@ -17,10 +17,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from crt_exp.atomic_write import write_rows
 from crt_exp.config import ConfigError
 from crt_exp.data import corpora
 from crt_exp.data.ranks import whole
 from crt_exp.data.text import IGNORED
+from crt_exp.drawing import new_figure, save_figure
 from crt_exp.options import Count, NotNegative, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
@@ -34,7 +36,6 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.tasks import pictures
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 
@@ -124,13 +125,13 @@ class PTB(Task):
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         body = lstm.WordLSTM(len(self.text.words), self.width, self.layers, self.dropout)
-        lengths = lstm.NormLengths(**self.lengths)
-        return lstm.LSTMLanguageModel(body, self.head(body.embedding, mechanism), self.temperature, lengths)
+        return lstm.LSTMLanguageModel(body, self.head(body.embedding, mechanism), self.temperature,
+                                      self.lengths["queries"], self.lengths["keys"])
 
-    def head(self, embedding: nn.Embedding, mechanism: Mechanism) -> nn.Module:
-        """What gives the loss in training. Raises ConfigError for a mechanism without random features."""
+    def head(self, embedding: nn.Embedding, mechanism: Mechanism) -> nn.Module | None:
+        """What gives the loss in training; None: the full softmax. Raises ConfigError without random features."""
         if self.softmax == "full":
-            return lstm.FullSoftmax(embedding.weight)
+            return None
         if self.softmax == "features" and not mechanism.estimates:
             raise ConfigError(f"task.softmax=features samples by random features, and attention={mechanism.name} has "
                               "none: choose features=..., or another task.softmax, such as quadratic or unigram")
@@ -201,11 +202,23 @@ class PTB(Task):
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
         lstm.keep(model.body, self.text.words, self.temperature, body, directory)
-        pictures.lengths(np.array(self.queries), body["embedding.weight"].norm(dim=-1).cpu().numpy(), directory)
+        lengths = {"queries": np.array(self.queries), "keys": body["embedding.weight"].norm(dim=-1).cpu().numpy()}
+        draw_lengths(lengths, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        how = {"full": "full softmax", "features": "softmax sampled by random features"}
-        return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by "
-                f"{how.get(self.softmax, f'softmax sampled by the {self.softmax} law')} ({last['split']}, "
-                f"step {last['step']})")
+        return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by task.softmax="
+                f"{self.softmax} ({last['split']}, step {last['step']})")
+
+
+def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:
+    """lengths.csv and lengths.png: histograms of |h| of all words read and of |e| of all classes (HRF Figures 7, 9)."""
+    edges = np.linspace(0.0, 1.001 * max(map(np.max, lengths.values())), 61)
+    counts = {name: np.histogram(part, edges)[0] for name, part in lengths.items()}
+    columns = (column.tolist() for column in (edges[:-1], edges[1:], *counts.values()))
+    write_rows(directory / "lengths.csv", [["from", "to", *counts], *zip(*columns)])
+    figure, axes = new_figure(1, 2, figsize=(7, 3), layout="constrained")
+    for ax, (name, part) in zip(axes, counts.items()):
+        ax.stairs(part, edges, fill=True)
+        ax.set(title=f"lengths of {name}", xlabel="length", ylabel="count")
+    save_figure(figure, directory / "lengths.png")

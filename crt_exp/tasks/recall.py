@@ -44,10 +44,10 @@ class Recall(SymbolTask):
         self.predictable = self.symbols
         self.asked = self.pairs if self.queries is None else self.queries
         if self.pairs > self.symbols:
-            raise ConfigError(f"task.pairs = {self.pairs}: there are task.symbols = {self.symbols} keys")
+            raise ConfigError(f"task.pairs={self.pairs}: expected at most task.symbols={self.symbols}")
         if 2 * (self.pairs + self.asked) > self.block:
-            raise ConfigError(f"task.block = {self.block} has no room for {self.pairs} pairs and {self.asked} queries: "
-                              f"take at least {2 * (self.pairs + self.asked)}")
+            raise ConfigError(f"task.block={self.block}: expected at least {2 * (self.pairs + self.asked)}, for "
+                              f"{self.pairs} pairs and {self.asked} queries")
         self.load()
         if self.kept is None and self.preset is None:
             self.sizes = {"d": WIDTH} | dict(self.sizes)
@@ -59,12 +59,10 @@ class Recall(SymbolTask):
     def length(self, split: str) -> int:
         return self.rows if split == "train" else self.evaluated
 
-    def row(self, split: str, i: int) -> tuple[np.ndarray, np.ndarray]:
-        return drawn(split, i, self.block, self.symbols, self.pairs, self.asked)
-
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         for chosen in plan.rows(self.length(split), split):
-            tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*(self.row(split, i) for i in chosen)))
+            rows = [drawn(split, i, self.block, self.symbols, self.pairs, self.asked) for i in chosen]
+            tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*rows))
             yield {"tokens": tokens, "labels": labels}
 
     # ---- metrics
@@ -72,11 +70,6 @@ class Recall(SymbolTask):
     @cached_property
     def unigram(self) -> np.ndarray:
         return np.full(self.symbols, 1 / self.symbols)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (f"recall: {last['accuracy']:.1%} of the values (chance {last['unigram_accuracy']:.1%}; "
-                f"{last['split']}, step {last['step']}; {self.pairs} pairs in {self.block} tokens)")
 
 
 def drawn(split: str, i: int, length: int, symbols: int, pairs: int, queries: int) -> tuple[np.ndarray, np.ndarray]:

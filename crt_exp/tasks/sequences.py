@@ -5,10 +5,10 @@ Legend: B rows of a batch, L tokens of the longest, n predicted tokens.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -47,7 +47,8 @@ class SequenceTask(Task):
 @dataclass(eq=False)
 class SymbolTask(SequenceTask):
     """Symbols that are predicted from others, with the weights of a run or new ones. Subclasses have `causal`, and
-    `predictable`, the number of symbols whose predictions count, which are the first ones."""
+    `predictable`, the number of symbols whose predictions count, which are the first ones, and `unigram`, the share of
+    each of these in the training rows, of which each is there once more."""
 
     tied: bool | None
     init: str
@@ -74,22 +75,17 @@ class SymbolTask(SequenceTask):
     def kept_description(self, length: int) -> LanguageDescription:
         theirs = self.kept.description
         if self.kept.symbols != self.vocabulary:
-            raise ConfigError(f"task.init = {self.init} was trained on other symbols: give {self.ours}")
-        wanted = {"direction": (self.causal, theirs.causal), "positions": (self.positions, theirs.positions),
-                  "tied": (self.tied, theirs.tied), "preset": (self.preset and self.given_sizes(theirs), theirs.sizes),
-                  "sizes": (self.sizes and self.given_sizes(theirs), theirs.sizes)}
-        for key, (given, kept) in wanted.items():
-            if given not in (None, {}, kept):
-                raise ConfigError(f"task.{key} is not that of task.init = {self.init}"
-                                  + ("" if key == "direction" else f", which has {kept}: leave it out"))
+            raise ConfigError(f"task.init={self.init}: trained on other symbols, expected {self.ours}")
+        sizes = (language.sizes_of(self.preset, self.sizes, "task.sizes") if self.preset
+                 else theirs.sizes | dict(self.sizes))
+        same = {"direction": self.causal == theirs.causal, "positions": self.positions in (None, theirs.positions),
+                "tied": self.tied in (None, theirs.tied), "preset and task.sizes": sizes == theirs.sizes}
+        if wrong := next((key for key, right in same.items() if not right), None):
+            raise ConfigError(f"task.{wrong}: expected those of task.init={self.init}, leave them out")
         if theirs.positions == "learned" and length > theirs.length:
-            raise ConfigError(f"task.{self.length_option} = {getattr(self, self.length_option)}: task.init = "
-                              f"{self.init} has positions for {theirs.length}")
+            raise ConfigError(f"task.{self.length_option}={getattr(self, self.length_option)}: expected at most the "
+                              f"{theirs.length} positions of task.init={self.init}")
         return replace(theirs, dropout=self.dropout)
-
-    def given_sizes(self, theirs: LanguageDescription) -> dict[str, int]:
-        preset = dict(theirs.sizes) if self.preset is None else {}
-        return preset | dict(self.sizes) if preset else language.sizes_of(self.preset, self.sizes, "task.sizes")
 
     # ---- model
 
@@ -102,16 +98,14 @@ class SymbolTask(SequenceTask):
 
     def calibrate(self, model: nn.Module) -> None:
         """Fills the statistics that causal features are fitted to: the weights come from another attention."""
-        if learns(model):
-            batches = zip(range(self.calibration), self.batches("train", Plan(8)))
-            read = [{key: batch[key] for key in batch if key != "labels"} for _, batch in batches]
-            if read:
-                fill_statistics(model, read)
+        if self.calibration and learns(model):
+            batches = islice(self.batches("train", Plan(8)), self.calibration)
+            fill_statistics(model, [without_labels(batch) for batch in batches])
 
     def predicted(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (n, V) in float32 and tokens (n,) of the places that are to be predicted."""
         chosen = batch["labels"] != IGNORED
-        logits = model(**{key: part for key, part in batch.items() if key != "labels"}, chosen=chosen)
+        logits = model(**without_labels(batch), chosen=chosen)
         return logits.float(), batch["labels"][chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -124,11 +118,8 @@ class SymbolTask(SequenceTask):
 
     # ---- metrics
 
-    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        return self.metrics(model, split, reader)
-
     @torch.no_grad()
-    def metrics(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Over predictable symbols: loss in nats, its exponential, the share that is right; the same of the unigram."""
         unigram = torch.from_numpy(self.unigram)
         loss = right = count = base = base_right = 0
@@ -145,10 +136,10 @@ class SymbolTask(SequenceTask):
                 "unigram_loss": base / count, "unigram_perplexity": exp(base / count),
                 "unigram_accuracy": base_right / count}
 
-    @property
-    def unigram(self) -> np.ndarray:
-        """The share of each predictable symbol in the training rows, of which each is there once more."""
-        raise NotImplementedError
-
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         language.keep(self.description, self.mechanism, self.vocabulary, tensors, directory)
+
+
+def without_labels(batch: Batch) -> dict[str, Tensor]:
+    """What the model is called with."""
+    return {key: part for key, part in batch.items() if key != "labels"}

@@ -125,20 +125,17 @@ class TransferVision(Teaching, ImageNet):
         if self.init == "scratch":
             raise ConfigError("task=transfer_vision learns from exact attention; "
                               + SOURCE.format("imagenet", "pretrained"))
-        if self.ema or self.new_head:
-            raise ConfigError("task.ema, task.new_head: expected null with task=transfer_vision, which trains layers")
+        if self.new_head:
+            raise ConfigError("task.new_head=true: expected false with task=transfer_vision, which trains layers")
         super().__post_init__()
         checkpoint = vision.checkpoint_of(self.init)
         if checkpoint is not None and checkpoint.attention:
-            changed = ", ".join(encoders.differing_keys(checkpoint.described, encoders.EXACT))
+            changed = ", ".join(encoders.differing_keys(checkpoint.attention["described"], encoders.EXACT))
             raise ConfigError(f"{checkpoint.named}: expected a model trained with exact attention, these keys differ: "
                               f"{changed}")
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return self.taught(super().build(mechanism), mechanism, 1)
-
-    def lr_scale(self, name: str) -> float:
-        return 1.0
 
     def given(self, batch: Batch) -> Tensor:
         return batch["images"]

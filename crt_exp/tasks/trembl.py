@@ -1,8 +1,8 @@
 """Protein language models: next or masked letters of UniProt's sequences, with any attention (Performers 4.3, C).
 
 Accuracy and perplexity are those of letters: of all of them (unidirectional; the end of a sequence is learned and not
-counted) or of the masked ones (bidirectional). Beside them stand the unigram baseline and, for generated families, the
-floor that no model can get below. Legend: B rows of a batch, L tokens of the longest, n predicted tokens.
+counted) or of the masked ones (bidirectional). Beside them stands the unigram baseline.
+Legend: B rows of a batch, L tokens of the longest, n predicted tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from crt_exp.data.plan import by_length
 from crt_exp.data.protein import LETTERS, Chains, Singles
 from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
-from crt_exp.tasks.sequences import Share, SymbolTask, exp
+from crt_exp.tasks.sequences import Share, SymbolTask
 
 VOCABULARY = {"letters": LETTERS, "begin": protein.BEGIN, "end": protein.END, "size": protein.TOKENS}
 
@@ -108,35 +108,16 @@ class TrEMBL(SymbolTask):
     # ---- metrics
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        metrics = self.metrics(model, split, reader)
-        if split == "test" and "ood" in self.rows:
-            metrics |= {f"{key}_ood": value for key, value in self.metrics(model, "ood", reader).items()}
-        return metrics | self.statistics() if split == "test" else metrics
-
-    def metrics(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """With the floor."""
-        return super().metrics(model, split, reader) | self.floors.get(split, {})
+        metrics = super().evaluate(model, split, reader)
+        if split != "test":
+            return metrics
+        if "ood" in self.rows:
+            metrics |= {f"{key}_ood": value for key, value in super().evaluate(model, "ood", reader).items()}
+        return metrics | self.statistics()
 
     @cached_property
     def unigram(self) -> np.ndarray:
         return protein.frequencies(self.rows["train"])
-
-    @cached_property
-    def floors(self) -> dict[str, dict[str, float]]:
-        """Of the next letters of generated families: the cross-entropy of their true chances."""
-        if self.made is None or not self.causal or self.chains:
-            return {}
-        floors = {split: self.floor(split) for split in self.rows if split != "train"}
-        return {split: {"floor_loss": loss, "floor_perplexity": exp(loss)} for split, loss in floors.items()}
-
-    def floor(self, split: str) -> float:
-        rows = self.rows[split]
-        letters = np.zeros((len(rows), self.max_length), np.uint8)
-        for i in range(len(rows)):
-            letters[i, :rows.lengths[i]] = rows[i]
-        letters = letters[:, :self.made.longest]
-        inside = np.arange(letters.shape[1]) < rows.lengths[:, None]
-        return float(-self.made.log_chances(letters, held_out=split == "ood")[inside].mean())
 
     def statistics(self) -> dict[str, float]:
         """Of each split: of whole sequences, or of the rows of chains (Performers Table 1)."""
@@ -148,7 +129,6 @@ class TrEMBL(SymbolTask):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        floor = f", floor {last['floor_perplexity']:.2f}" if "floor_perplexity" in last else ""
-        return (f"trembl: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}{floor}), "
+        return (f"trembl: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}), "
                 f"{last['accuracy']:.1%} of the letters right ({last['split']}, step {last['step']})")
 

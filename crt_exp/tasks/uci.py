@@ -4,19 +4,20 @@ For each random split the bandwidth sigma is tuned on the validation part; the t
 one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.impute import SimpleImputer
 from sklearn.kernel_approximation import Nystroem, RBFSampler
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler, StandardScaler
 from tqdm import tqdm
-
-from pydantic import Field
 
 from crt_exp.options import Count, Positive, Several, checked, split_words
 from crt_exp.config import unknown
@@ -26,7 +27,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import interval
 from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.samplers.noise import Noise
 
 
 @checked("task")
@@ -113,39 +113,22 @@ class UCI:
 
     def evaluate(self, mechanism: Mechanism, x: list[np.ndarray], y: list[np.ndarray], seed: int) -> dict[str, float]:
         """Tunes sigma on validation and scores the test part once; ties go to the smaller sigma."""
-        sampler = drawn_once(mechanism.sampler)
         constant = (DummyClassifier if self.metric == "accuracy" else DummyRegressor)().fit(x[0], y[0])
-        fitted = [self.estimator(mechanism, sampler, sigma, seed).fit(x[0], y[0]) for sigma in self.sigmas]
+        fitted = [self.estimator(mechanism, sigma, seed).fit(x[0], y[0]) for sigma in self.sigmas]
         validation = [model.score(x[1], y[1]) for model in fitted]
         best = int(np.argmax(validation))
         tested, untrained = (float(model.score(x[2], y[2])) for model in (fitted[best], constant))
         return {"sigma": self.sigmas[best], f"validation_{self.metric}": validation[best], self.metric: tested,
                 "constant": untrained}
 
-    def estimator(self, mechanism: Mechanism, sampler: Callable[..., Noise], sigma: float, seed: int):
+    def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         gamma = sigma**2 / 2
         if self.baseline:
             return BASELINES[self.baseline](gamma=gamma, n_components=self.options.get("m"), random_state=seed)
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
-        return kind(mechanism.kernel_map(), sampler, mechanism.m, gamma=gamma, random_state=seed)
-
-
-def drawn_once(sampler: Callable[..., Noise]) -> Callable[..., Noise]:
-    """Answer a generator in the same state with the same rows: all bandwidths have them, and those of 5000 columns take
-    20 seconds."""
-    kept: dict[tuple, tuple[Noise, torch.Tensor]] = {}
-
-    def draw(m: int, d: int, generator: torch.Generator, **options: Any) -> Noise:
-        key = m, d, generator.get_state().numpy().tobytes(), str(options)
-        if key not in kept:
-            kept[key] = sampler(m, d, generator, **options), generator.get_state()
-        noise, after = kept[key]
-        generator.set_state(after)
-        return noise
-
-    return draw
+        return kind(mechanism.kernel_map(), mechanism.sampler, mechanism.m, gamma=gamma, random_state=seed)
 
 
 def scaler(train: np.ndarray, kind: str):
@@ -153,14 +136,9 @@ def scaler(train: np.ndarray, kind: str):
     a missing value the mean of the training part."""
     if kind == "none":
         return lambda x: x.astype(np.float32)
-    mean = SimpleImputer(keep_empty_features=True).fit(train)
-    train = mean.transform(train)
-    if kind == "standard":
-        centre, width = train.mean(0, dtype=np.float64), train.std(0, dtype=np.float64)
-    else:
-        centre, width = train.min(0), np.ptp(train, axis=0)
-    width = np.where(np.ptp(train, axis=0) > 0, width, 1)  # the mean of equal numbers may be off by a rounding
-    return lambda x: ((mean.transform(x) - centre) / width).astype(np.float32)
+    scale = StandardScaler() if kind == "standard" else MinMaxScaler()
+    fitted = make_pipeline(SimpleImputer(keep_empty_features=True), scale).fit(train)
+    return lambda x: fitted.transform(x).astype(np.float32)
 
 
 class PeerClassifier:

@@ -40,7 +40,7 @@ def test_words_of_official_files(tmp_path):
 
 def test_bad_official_files(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    assert "CRT_DATA is not set" in refused(word_corpus, "ptb")
+    assert "CRT_DATA is not set" in refused(word_corpus, "ptb", None, None, "files")
     message = refused(word_corpus, "wikitext2", tmp_path)
     assert str(tmp_path / "wiki.train.tokens") in message and "python -m crt_exp.data fetch wikitext2" in message
     assert "'z' is not in the training text" in refused(word_corpus, "ptb", write_ptb(tmp_path, train="a b\n"))

@@ -145,13 +145,11 @@ def test_importing_the_command_loads_no_heavy_library():
 
 @pytest.mark.parametrize("options, by", [
     ("task=uci task.dataset=iris", "task.dataset=iris, which is embedded"),
-    ("task=trembl", "task.dataset=generated: leave it out, or set task.dataset=uniprot"),
     ("task=ptb task.corpus=some.txt", "task.corpus=some.txt"),
     ("task=lra task.dataset=pathfinder", "task.dataset=pathfinder"),
     ("task=books task.text=some.txt", "task.text"),
     ("task=mlm task.text=some.txt", "task.text"),
     ("task=mlm task.hub.name=some/set", "task.hub.name"),
-    ("task=librispeech task.source=hub trainer.steps=1", "task.source=hub"),
 ])
 def test_a_folder_that_is_not_used_is_refused(typed, options, by, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,6 @@ from crt_exp.config import CONF
 from crt_exp.data import DataError
 from crt_exp.data import __main__ as command
 from crt_exp.data.__main__ import MISSING, OK, SUBSET, WRONG, digest, fetch_source, inspect, main
-from crt_exp.data.protein import HELD_OUT, held_out_by_family, uniprot
 from crt_exp.data.sources import SOURCES, File, Source, missing, select
 
 ROWS = "".join(f"{i},{i * i},label{i % 3}\n" for i in range(5000)).encode()
@@ -259,7 +258,7 @@ def test_the_table_has_every_file_that_a_recipe_names():
              for path in re.findall(r"\$\{oc\.env:CRT_DATA,data\}/([\w./-]+)", file.read_text())}
     known = {str(folder) for source in SOURCES.values() for file in source.files
              for folder in (Path(file.path), *Path(file.path).parents)}
-    assert {"pg19/train", "lm1b/test", "protein/families.tsv"} <= named <= known
+    assert {"pg19/train", "lm1b/test", "protein/pfam/Pfam-A.regions.uniprot.tsv.gz"} <= named <= known
 
 
 def test_missing_names_what_the_user_needs(monkeypatch):
@@ -269,23 +268,3 @@ def test_missing_names_what_the_user_needs(monkeypatch):
     monkeypatch.setenv("CRT_DATA", "/data")
     message = str(missing("mnist", Path("/data/mnist/t10k-images-idx3-ubyte.gz"), 2))
     assert "t10k-images" in message and "fetch mnist --dir /data" in message and "task.data_dir=/data/mnist" in message
-
-
-def test_the_table_of_families_is_made_of_what_is_there(server, tmp_path, capsys):
-    """A line for each sequence, the held-out families alone; and the task reads it."""
-    rows = [("P10001", "PF00001"), ("P10002", HELD_OUT[3]), ("P10002", HELD_OUT[1]), ("A0A0000001", HELD_OUT[0]),
-            ("Q99999", HELD_OUT[0])]
-    text = "uniprot_acc\tseq_version\tcrc64\tmd5\tpfamA_acc\tseq_start\tseq_end\n" + "".join(
-        f"{accession}\t1\tAA\tbb\t{family}\t1\t20\n" for accession, family in rows)
-    server.content["r.tsv.gz"] = gzip.compress(text.encode())
-    source = source_of(File("protein/pfam/Pfam-A.regions.uniprot.tsv.gz", server.url("r.tsv.gz")),
-                       File("protein/families.tsv", made="pfam"))
-    assert "holds no FASTA file" in str(pytest.raises(DataError, fetch_source, source, tmp_path).value)
-    names = ("sp|P10001|A", "sp|P10002-2|B", "tr|A0A0000001|C", "tr|A0A0000002|D")
-    (tmp_path / "protein/u.fasta").write_text("".join(f">{name} x\nMKV\n" for name in names))
-    fetch_source(source, tmp_path)
-    assert capsys.readouterr().out.endswith("4 sequences, 2 of the 20 held-out families\n")
-    assert (tmp_path / "protein/families.tsv").read_text() == (
-        f"Entry\tPfam\nP10001\t\nP10002-2\t{HELD_OUT[1]};{HELD_OUT[3]}\nA0A0000001\t{HELD_OUT[0]}\nA0A0000002\t\n")
-    index = uniprot(str(tmp_path / "protein"), str(tmp_path / "cache"))
-    assert held_out_by_family(index, tmp_path / "protein/families.tsv", HELD_OUT).tolist() == [False, True, True, False]

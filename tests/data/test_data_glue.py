@@ -97,11 +97,11 @@ def test_subsample_is_deterministic_and_nested(tmp_path):
 # --------------------------------------------------------------------------------------------------- bad input
 def test_missing_file(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    message = refusal("rte", "dev")
+    message = refusal("rte", "dev", source="files")
     assert "CRT_DATA" in message and "python -m crt_exp.data fetch glue/RTE" in message and "dev.tsv" in message
     assert "task.source=hub" in message and str(tmp_path / "dev.tsv") in refusal("rte", "dev", tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    assert str(tmp_path / "glue/MNLI/dev_mismatched.tsv") in refusal("mnli", "dev_mm")
+    assert str(tmp_path / "glue/MNLI/dev_mismatched.tsv") in refusal("mnli", "dev_mm", source="files")
 
 
 @pytest.mark.parametrize("name", TASKS)

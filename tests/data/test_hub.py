@@ -11,7 +11,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from hub_server import HubServer
 from small_bert import write_model
 
-from crt_exp.data import DataError, hub, words
+from crt_exp.data import DataError, corpora, hub
 from crt_exp.data.hub import is_on_hub, text_folder
 
 FEATURES = Features({"sentence": Value("string"), "label": ClassLabel(names=["unacceptable", "acceptable"])})
@@ -99,8 +99,8 @@ def test_a_text_of_the_hub_is_kept_as_files(tmp_path, monkeypatch):
         return Dataset.from_dict({"sentence": ["b a", " a \n", ""]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = words.corpus("ptb")
-    assert found.words == ("<eos>", "a", "b") and found.train.tolist() == [2, 1, 0, 1, 0, 0]
+    found = corpora.word_corpus("ptb", None, None)
+    assert found.words == ("<eos>", "a", "b") and found.parts["train"].tolist() == [2, 1, 0, 1, 0, 0]
     assert asked == [("ptb-text-only/ptb_text_only", split, "refs/convert/parquet")
                      for split in ("train", "validation", "test")]
     assert sorted(path.name for path in text_folder("auto", "ptb").iterdir()) == [

@@ -16,7 +16,6 @@ from crt_exp.data import DataError, images
 from crt_exp.data.endings import IMAGES, SYSTEM, files_ending
 from crt_exp.data.loading import Micro, Streamed, listed
 from crt_exp.data.plan import Plan
-from crt_exp.data.text import text_files
 from crt_exp.runner.trainer import read_ahead
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -96,22 +95,18 @@ def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
 
 
 def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, caplog):
-    """At any depth, for every reader of folders."""
+    """At any depth."""
     alone, root = write_images(tmp_path / "a", inner="x"), write_images(tmp_path / "b", inner="x")
     write_images(tmp_path / "c")
-    (tmp_path / "texts").mkdir()
     for name in (".ipynb_checkpoints", *SYSTEM):
-        for place in (root, root / "train", root / "val", root / "val/class0", root / "val/class0/x",
-                      tmp_path / "texts"):
+        for place in (root, root / "train", root / "val", root / "val/class0", root / "val/class0/x"):
             shutil.copytree(tmp_path / "c/train/class1", place / name)
             shutil.copy(tmp_path / "c/train/class1/0.png", place / f"._{name}.png")
-            (place / name / "1.txt").write_text("OTHER\n")
     expected, found = images.load("mine", alone), images.load("mine", root)
     for split in expected:
         assert found[split].classes == expected[split].classes and len(found[split]) == len(expected[split])
     assert len(files_ending(root, IMAGES)) == len(files_ending(alone, IMAGES)) == 36
-    (tmp_path / "texts/1.txt").write_text("text")
-    assert text_files(tmp_path / "texts") == [tmp_path / "texts/1.txt"] and "left out" not in caplog.text
+    assert "left out" not in caplog.text
 
 
 # ---- single images -------------------------------------------------------------------------------------------------

@@ -4,13 +4,11 @@ import gzip
 
 import numpy as np
 import pytest
-import torch
 from refusals import check_refused
 
 from crt_exp.data import DataError
 from crt_exp.data.own_table import read
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers import blocks
 from crt_exp.tasks import uci
 
 NAN = np.nan
@@ -180,17 +178,3 @@ def test_a_fit_that_is_worse_than_none_is_named(number, tmp_path):
         task = task_of(write(tmp_path / "t.csv", "x,y", x, y), [1000.0 if worse else 2.0])
         said = task.summary(list(task.records(Mechanism.of("exact"), 0)))
         assert ("of the training part" in said) == worse and len(said.splitlines()) == 1 + worse
-
-
-def test_all_bandwidths_have_the_rows_of_one_sample():
-    counted = []
-
-    def sampler(m, d, generator, **options):
-        counted.append(m)
-        return blocks.orthogonal(m, d, generator, **options)
-
-    once, states = uci.drawn_once(sampler), []
-    for each in (once, once, sampler):
-        generator = torch.Generator().manual_seed(3)
-        states.append((each(4, 2, generator).rows(), generator.get_state()))
-    assert counted == [4, 4] and all(torch.equal(a, b) for state in states[1:] for a, b in zip(state, states[0]))

@@ -24,7 +24,7 @@ def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
     option = f"task.data_dir={texts.FOLDER}/qnli-2"
-    with pytest.raises(DataError, match="glue/QNLI needs the file dev.tsv"):
+    with pytest.raises(DataError, match="glue/QNLI needs dev.tsv"):
         texts.prepare([option])
     lines = [f"{i}\tWho is {i % 5}?\tIt is {i}.\t{'not_' * (i % 2)}entailment\n" for i in range(13)]
     (tmp_path / "data/glue/QNLI").mkdir(parents=True)

@@ -59,7 +59,7 @@ RUNS = {
         task.strings.validation=6 task.strings.test=9 task.batch_seconds=12 trainer.epochs=1 +task.sizes.layers=2
         +task.sizes.dim=16 +task.sizes.ffn=32 +task.sizes.heads=2 +task.sizes.kernel=5 +task.sizes.predictor=16
         +task.sizes.joiner=16 {FAVORPP}"""],
-    "imagenet": [f"task=imagenet {VIT} {FAVORPP} task.augment.mixup=0.8 task.ema=0.9 task.drop_path=0.2"],
+    "imagenet": [f"task=imagenet {VIT} {FAVORPP} task.augment.mixup=0.8 task.drop_path=0.2"],
     "mae": [f"""task=mae {VIT} task.sizes.decoder_width=16 task.sizes.decoder_depth=1 task.sizes.decoder_heads=2
         attention=favorp features.m=8"""],
     "trembl": [f"{PROTEINS} trainer.steps=6 {FAVORPP}"],

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import torchaudio
 from torch import nn
 from torch.nn import functional as F
 from torchaudio.models.conformer import ConformerLayer
@@ -20,7 +19,6 @@ from crt_exp.models.conformer_transducer import (
     FrameNorm,
     LogMel,
     MaskedBatchNorm,
-    beam,
     frames_of,
     greedy,
     masked,
@@ -79,7 +77,6 @@ def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
         one, (own,) = model(**alone(batch, i), search=greedy)
         torch.testing.assert_close(losses[i], one[0], rtol=2e-5, atol=0)
         assert found[i].symbols == own.symbols and found[i].frames == own.frames
-        assert found[i].score == pytest.approx(own.score, rel=1e-6)
         single = model.encoder(batch["audio"][i:i + 1, :batch["samples"][i]], batch["samples"][i:i + 1])[0]
         torch.testing.assert_close(encoded[i, :lengths[i]], single[0], rtol=1e-7, atol=1e-9)
 
@@ -258,39 +255,6 @@ def test_greedy_search_takes_the_best_symbol_at_each_step():
             assert (hypothesis.symbols, hypothesis.frames) == (symbols, frames) and symbols
 
 
-def test_beam_search_finds_the_most_probable_transcript():
-    """Of all transcripts of up to three symbols; greedy search can only find one that is as probable or less."""
-    model = quieter(model_of(symbols=4)).eval()
-    audio, samples = batch_of(torch.tensor([1000]), torch.tensor([1]))["audio"], torch.tensor([1000])
-    with torch.no_grad():
-        encoded, lengths = model.encoder(audio, samples)
-        every = [list(s) for n in range(4) for s in itertools.product(range(3), repeat=n)]
-        scores = {tuple(s): log_probability(model, encoded[0, :lengths[0]], s) for s in every}
-        (best,), (first,) = beam(model, encoded, lengths, 3), greedy(model, encoded, lengths)
-    assert len(best.symbols) <= 3 and scores[tuple(best.symbols)] == max(scores.values())
-    assert log_probability(model, encoded[0, :lengths[0]], first.symbols) <= max(scores.values())
-    assert best.score <= max(scores.values()) + 1e-4
-
-
-@torch.no_grad()
-def test_a_beam_wider_than_the_symbols_is_searched(monkeypatch):
-    """64 paths of a model of 3 symbols, more than a first frame has: at least as good as 3, and once better."""
-    torch.manual_seed(2)
-    asked, better = [], 0
-    search = torchaudio.models.RNNTBeamSearch.forward
-    monkeypatch.setattr(torchaudio.models.RNNTBeamSearch, "forward",
-                        lambda self, x, n, width: asked.append(width) or search(self, x, n, width))
-    for _ in range(4):
-        model = quieter(model_of(symbols=4)).eval()
-        audio, samples = torch.randn(1, 1600), torch.tensor([1600])
-        encoded, lengths = model.encoder((audio * 3000).to(torch.int16), samples)
-        (narrow,), (wide,) = (beam(model, encoded, lengths, width) for width in (3, 64))
-        assert wide.score >= narrow.score - 1e-4 and set(wide.symbols) <= {0, 1, 2}
-        assert log_probability(model, encoded[0, :lengths[0]], wide.symbols) == pytest.approx(wide.score, abs=0.05)
-        better += wide.score > narrow.score + 1e-4
-    assert set(asked) == {3, 64} and better
-
-
 def test_an_untrained_model_comes_to_an_end():
     model = model_of().eval()
     with torch.no_grad():
@@ -330,7 +294,7 @@ def test_the_paper_preset_has_the_papers_sizes():
 
 @pytest.mark.parametrize("sizes, words", [
     ({"dim": 30, "heads": 4}, "task.sizes.dim=30: expected a multiple of heads=4"),
-    ({"kernel": 8}, "task.sizes.kernel=8: expected an odd number"), ({"mels": 5}, "task.sizes.mels=5: expected 7 to")])
+    ({"kernel": 8}, "task.sizes.kernel=8: expected an odd number")])
 def test_sizes_that_do_not_go_together(sizes, words):
     with pytest.raises(ConfigError, match=words):
         model_of(**sizes)

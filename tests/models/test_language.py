@@ -227,14 +227,14 @@ def test_bad_sizes():
     assert sizes_of("performer36", {"layers": 3}, "task.sizes") == {"heads": 8, "layers": 3, "d_ff": 1024, "d": 512}
     with pytest.raises(ConfigError, match="did you mean task.sizes.heads"):
         sizes_of("tiny", {"head": 2}, "task.sizes")
-    with pytest.raises(ConfigError, match="d = 64 is no multiple of heads = 3"):
+    with pytest.raises(ConfigError, match="d=64: expected a multiple of heads=3"):
         sizes_of("tiny", {"heads": 3}, "task.sizes")
-    with pytest.raises(ConfigError, match="have an odd one"):
+    with pytest.raises(ConfigError, match="expected heads of an even number"):
         LanguageDescription(11, 32, SIZES | {"heads": 16}, True, "rotary")
     with pytest.raises(ValueError, match="positions for 32 symbols, got 33"):
         model_of()(tokens(1, 33))
     with pytest.raises(ValueError, match="without key_mask"):
         model = model_of()
         model(tokens(), torch.ones(2, 20, dtype=torch.bool), pasts=model.begin())
-    with pytest.raises(ValueError, match="does not go symbol by symbol"):
+    with pytest.raises(ValueError, match="decoding needs causal attention"):
         model_of(causal=False).begin()

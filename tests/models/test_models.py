@@ -25,11 +25,6 @@ def test_padding_equals_truncation():
     torch.testing.assert_close(model(x, mask)[:, :6], model(x[:, :6]), rtol=1e-4, atol=1e-5)
 
 
-def test_bad_sizes():
-    with pytest.raises(ValueError, match="multiple of heads"):
-        Transformer(3, 1, 8, 16, Mechanism.of("exact").layer)
-
-
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 60,
          "max_position_embeddings": 40}
 

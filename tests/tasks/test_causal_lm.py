@@ -37,9 +37,9 @@ def typed(typed, text, tmp_path):
 
 
 def task_of(text, **options):
-    given = {"text": str(text), "validation_text": None, "data_dir": None, "hub": HUB, "model": None, "init": "scratch",
-             "sizes": SIZES, "vocabulary": None, "vocabulary_size": 300, "lowercase": True, "block": 16, "share": 0.15,
-             "cache_dir": None, "causal": True}
+    given = {"text": str(text), "validation_text": None, "data_dir": None, "source": "files", "hub": HUB, "model": None,
+             "init": "scratch", "sizes": SIZES, "vocabulary": None, "vocabulary_size": 300, "lowercase": True,
+             "block": 16, "share": 0.15, "cache_dir": None, "causal": True}
     return MLM(**given | options)
 
 

@@ -4,7 +4,6 @@ import json
 import os
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -30,11 +29,12 @@ SIZES = {"patch": 4, "width": 32, "depth": 2, "heads": 2}
 AUGMENT = {"scale": [0.5, 1.0], "flip": 0.5, "policy": None, "erase": 0.0, "repeats": 1, "mixup": 0.0, "cutmix": 0.0}
 HUB = {"name": None, "config": None, "split": "train", "validation": "validation", "image": "png", "label": "cls",
        "classes": 3, "data_files": None, "buffer": 0, "validation_images": 12}
-OPTIONS = {"dataset": "mine", "data_dir": None, "hub": HUB, "held_out": 0.0, "unreadable": "error", "workers": 0,
-           "model": None, "sizes": SIZES, "size": 12, "pool": None, "init": "scratch", "new_head": False, "crop": 1.0,
-           "augment": AUGMENT, "smoothing": 0.1, "drop_path": 0.0, "layer_decay": 1.0, "ema": None}
+OPTIONS = {"dataset": "mine", "data_dir": None, "source": "files", "hub": HUB, "held_out": 0.0,
+           "unreadable": "error", "workers": 0, "model": None, "sizes": SIZES, "size": 12, "pool": None,
+           "init": "scratch", "new_head": False, "crop": 1.0,
+           "augment": AUGMENT, "smoothing": 0.1, "drop_path": 0.0, "layer_decay": 1.0}
 RICH = ["task.augment.policy=rand-m9-mstd0.5-inc1", "task.augment.erase=0.5", "task.augment.mixup=0.8",
-        "task.augment.cutmix=1.0", "task.augment.flip=0.5", "task.drop_path=0.2", "task.ema=0.9",
+        "task.augment.cutmix=1.0", "task.augment.flip=0.5", "task.drop_path=0.2",
         "task.layer_decay=0.7"]
 NO_SIZES = dict.fromkeys(SIZES)
 
@@ -91,9 +91,6 @@ def test_the_default_needs_no_data_and_learns(typed, tmp_path, monkeypatch):
     assert "imagenet: accuracy" in out and "val, step 88" in out
     last = records(tmp_path / "run")[-1]
     assert last["final"] and last["split"] == "val" and 0.25 < last["accuracy"] < last["accuracy_top5"]
-    confusion = np.loadtxt(tmp_path / "run" / "confusion.csv", delimiter=",", skiprows=1, usecols=range(1, 11))
-    assert confusion.sum() == 360 and np.trace(confusion) / 360 == pytest.approx(last["accuracy"])
-    assert (tmp_path / "run" / "confusion.png").stat().st_size > 1000
 
 
 def test_what_is_kept_gives_the_recorded_numbers(typed, tmp_path, folder):
@@ -180,7 +177,6 @@ def test_positions_are_interpolated_to_other_sizes(typed, tmp_path, exact_run):
     old, new = weights(exact_run), weights(tmp_path / "run")
     assert old["pos_embed"].shape == (1, 1 + 9, 32) and new["pos_embed"].shape == (1, 1 + 36, 32)
     assert torch.equal(old["pos_embed"][:, 0], new["pos_embed"][:, 0])
-    assert vision.load(exact_run, size=24).model.pos_embed.shape == new["pos_embed"].shape
 
 
 def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
@@ -259,27 +255,6 @@ def test_positions_and_tokens_do_not_decay(folder):
         assert task.decays(name, parameter) == (name.endswith("weight") and parameter.dim() > 1)
 
 
-def test_averaged_weights_follow_their_formula(folder):
-    task = task_of(folder, ema=0.75)
-    model = task.build(Mechanism.of("exact"))
-    first = model.head.weight.detach().clone()
-    with torch.no_grad():
-        model.head.weight.add_(4.0)
-        task.updated(model, 1)
-    torch.testing.assert_close(task.average["head.weight"], first + 1.0)
-
-
-def test_averaged_weights_are_evaluated_and_kept(typed, tmp_path, folder):
-    assert typed("attention=exact", "task.ema=0.5")[0] == 0
-    task = task_of(folder)
-    with torch.no_grad():
-        found = task.evaluate(vision.load(tmp_path / "run").model, "val", Reader(task, batch=5))
-    last = records(tmp_path / "run")[-1]
-    assert found["loss"] == pytest.approx(last["loss"], rel=1e-5)
-    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:]))
-    assert not equal(checkpoint.load_tensors(newest / "model.safetensors"), weights(tmp_path / "run"))
-
-
 @pytest.mark.parametrize("rows", [6, 5, 1])
 def test_mixed_targets_are_distributions(rows, folder):
     task = task_of(folder, augment=AUGMENT | {"mixup": 0.8, "cutmix": 1.0})
@@ -313,11 +288,11 @@ def test_experiments_fit_their_models(name, tmp_path):
 
 @pytest.mark.parametrize("args, words", [
     (["task.data_dir=/nowhere"], ["/nowhere is not there"]),
-    (["task.data_dir=null", "task.dataset=imagenet"], ["CRT_DATA is not set", "image-net.org"]),
-    (["task.size=13"], ["task.size=13", "patch of 4 pixels, such as 12"]),
-    (["task.sizes.width=33"], ["task.sizes.width=33", "task.sizes.heads=2"]),
+    (["task.data_dir=null", "task.dataset=imagenet", "task.source=files"], ["CRT_DATA is not set", "image-net.org"]),
+    (["task.size=13"], ["task.size=13", "patch of 4 pixels"]),
+    (["task.sizes.width=33"], ["'embed_dim': 33", "divisible by num_heads"]),
     (["task.model=vit_base_patch16_22"], ["task.model=vit_base_patch16_22", "vit_base_patch16_224"]),
-    (["task.model=vit_base_patch16_224.nonsense"], ["timm has no such model, but vit_base_patch16_224."]),
+    (["task.model=vit_base_patch16_224.nonsense"], ["timm has no such model; did you mean vit_base_patch16_224."]),
     (["task.model=resnet18"], ["task.model"]),
     (["task.model=vit_tiny_patch16_224", "+task.sizes.width=3"], ["task.sizes is for a new model"]),
     (["task.init=pretrained"], ["name it, task.model=..."]),

@@ -204,7 +204,7 @@ def test_it_learns(typed, tmp_path):
     (["task.dataset=image"], ["task.rules: expected task.dataset=listops or pathfinder"]),
     (["task.dataset=pathfinder", "task.data_dir=/nowhere"], ["is not used by task.dataset=pathfinder"]),
     (["task.data_dir=/nowhere"], ["is not used by task.dataset=listops"]),
-    (["task.dataset=lists"], ["task.dataset = lists", "retrieval"]),
+    (["task.dataset=lists"], ["task.dataset=lists", "retrieval"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

@@ -24,9 +24,9 @@ from crt_exp.tasks.mlm import MLM, MaskedModel
 HERE = Path(__file__).parents[1]
 HUB = {"name": None, "config": None, "split": "train", "column": "text", "data_files": None}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-OPTIONS = {"text": None, "validation_text": None, "data_dir": None, "hub": HUB, "model": None, "init": "scratch",
-           "sizes": SIZES, "vocabulary": None, "vocabulary_size": 150, "lowercase": True, "block": 16, "share": 0.15,
-           "cache_dir": None}
+OPTIONS = {"text": None, "validation_text": None, "data_dir": None, "source": "files", "hub": HUB, "model": None,
+           "init": "scratch", "sizes": SIZES, "vocabulary": None, "vocabulary_size": 150, "lowercase": True,
+           "block": 16, "share": 0.15, "cache_dir": None}
 
 
 @pytest.fixture(scope="module")
@@ -195,11 +195,11 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
 
 @pytest.mark.parametrize("args, words", [
     (["task.text=/nowhere.txt"], ["/nowhere.txt: expected a text file"]),
-    (["task.text=null"], ["wiki.train.tokens", "CRT_DATA is not set", "crt_exp.data fetch wikitext2"]),
+    (["task.text=null", "task.source=files"], ["wiki.train.tokens", "CRT_DATA is not set", "fetch wikitext2"]),
     (["task.init=uptrain"], ["task.init=uptrain", "task.model=..."]),
-    (["task.block=2"], ["task.block = 2", "at least 3"]),
+    (["task.block=2"], ["task.block=2", "expected an integer >= 3"]),
     (["task.block=600", "+task.sizes.max_position_embeddings=512"], ["task.block=600", "512"]),
-    (["task.share=1.5"], ["task.share = 1.5"]),
+    (["task.share=1.5"], ["task.share=1.5"]),
     (["task.vocabulary_size=20"], ["task.vocabulary_size=20: expected at least"]),
     (["+task.sizes.hidden_sise=3"], ["hidden_sise", "did you mean task.sizes.hidden_size?"]),
     (["task.sizes.hidden_size=abc"], ["task.sizes", "hidden_size"]),
@@ -207,7 +207,7 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
     (["+task.sizes.hidden_dropout_prob=2.0"], ["task.sizes", "'hidden_dropout_prob': 2.0", "between 0 and 1"]),
     (["+task.sizes.hidden_act=abc"], ["'hidden_act': 'abc'", "makes no model"]),
     (["+task.sizes.id2label=5"], ["'id2label': 5", "makes no model"]),
-    (["trainer.epochs=0.001"], ["trainer.epochs = 0.001 makes no step at all"]),
+    (["trainer.epochs=0.001"], ["trainer.epochs=0.001: makes no step"]),
     (["task.sizes.hidden_size=33"], ["hidden_size=33", "num_attention_heads=2"]),
     (["task.vocabulary=/nowhere/vocab.txt"], ["/nowhere/vocab.txt", "No such file"]),
     (["task.hub.name=text"], ["leave one of them out"]),

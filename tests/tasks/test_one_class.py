@@ -9,8 +9,8 @@ from small_images import write_images
 
 
 def of_images(folder, task):
-    write_images(folder / "images", classes=1, size=32)
-    own = ["task.dataset=image", "task.held_out=0.5"] if task == "lra" else []
+    write_images(folder / "images", classes=1, size=32, train=40)
+    own = ["task.dataset=image"] if task == "lra" else []
     return [f"task={task}", f"task.data_dir={folder / 'images'}", *own]
 
 
@@ -27,7 +27,7 @@ def of_sentences(folder):
     file.write_text("\n".join([head, *(row for row in rows if row.endswith("\t0"))]) + "\n")
     write_model(folder / "bert")
     return ["task=glue", "task.dataset=sst2", f"task.data_dir={folder / 'glue'}", f"task.model={folder / 'bert'}",
-            "task.max_length=40", "task.cache_dir=null"]
+            "task.max_length=40"]
 
 
 def of_table(folder):

@@ -24,7 +24,7 @@ from crt_exp.tasks.ptb import PTB
 PENN = Path(os.environ.get("CRT_DATA", "none")) / "ptb"
 SAMPLED = ["uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
 WORDS = 12
-OPTIONS = {"corpus": "", "data_dir": None, "min_count": None, "width": 16, "layers": 2,
+OPTIONS = {"corpus": "", "data_dir": None, "source": "files", "min_count": None, "width": 16, "layers": 2,
            "dropout": 0.0, "bptt": 7, "softmax": "full",
            "sampling": {"negatives": 5, "temperature": 1.0, "rebuild_every": 3, "tree": True, "alpha": 100.0},
            "temperature": 1.0, "lengths": {"queries": 0.0, "keys": 0.0}, "eval_columns": 4}
@@ -94,7 +94,7 @@ def test_it_learns_beyond_the_unigram(one_thread):
 def test_what_a_run_keeps(typed, tmp_path):
     """The model gives the same loss, and the histograms hold every query and every key."""
     code, out, err = typed("task.temperature=0.5", "trainer.log_every=3")
-    assert code == 0 and err == "" and "ptb: perplexity" in out and "by full softmax" in out, err
+    assert code == 0 and err == "" and "ptb: perplexity" in out and "by task.softmax=full" in out, err
     assert {r["split"] for r in records(tmp_path / "run")} == {"train", "validation", "test"}
     kept, task, last = lstm.load(tmp_path / "run", "run"), task_of(), records(tmp_path / "run")[-1]
     model = lstm.LSTMLanguageModel(kept.body, None, kept.temperature).eval()
@@ -210,17 +210,17 @@ def test_a_stopped_run_continues_to_the_same_numbers(args, typed, tmp_path, monk
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.corpus=ptb"], ["CRT_DATA is not set", "crt_exp.data fetch ptb"]),
+    (["task.corpus=ptb", "task.source=files"], ["CRT_DATA is not set", "crt_exp.data fetch ptb"]),
     (["task.corpus=wikitext2", "task.data_dir=/nowhere"], ["/nowhere", "is not there"]),
     (["task.corpus=/nowhere.txt"], ["/nowhere.txt", "No such file"]),
-    (["task.softmax=sampled"], ["task.softmax = sampled", "log_uniform"]),
+    (["task.softmax=sampled"], ["task.softmax=sampled", "log_uniform"]),
     (["task.softmax=uniform", "task.sampling.negatives=12"], ["task.sampling.negatives=12: expected at most 11"]),
-    (["features.m=8"], ["task=ptb with these options does not use features.m=8"]),
+    (["features.m=8"], ["task=ptb: does not use features.m=8"]),
     (["attention=favorpp", "task.softmax=unigram"], ["does not use attention=favorpp"]),
     (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
-    (["trainer.batch=5000"], ["trainer.batch = 5000 is more than the"]),
-    (["task.temperature=0"], ["task.temperature = 0", "above 0"]),
-    (["task.lengths.keys=-1"], ["task.lengths.keys = -1"]),
+    (["trainer.batch=5000"], ["trainer.batch=5000: more than the"]),
+    (["task.temperature=0"], ["task.temperature=0", "expected a number > 0"]),
+    (["task.lengths.keys=-1"], ["task.lengths.keys=-1"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

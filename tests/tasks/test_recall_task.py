@@ -40,19 +40,19 @@ def test_a_run_and_its_other_attention(typed, tmp_path):
     run = ["task=recall", "attention=exact", "logger=none", "trainer.cpu=true", "task.block=16", "task.symbols=8",
            "+task.sizes.heads=2", "+task.sizes.d=16", "trainer.steps=6", "trainer.batch=8", "task.evaluated=8"]
     code, out, err = typed(*run, f"hydra.run.dir={tmp_path / 'run'}")
-    assert code == 0 and "recall: " in out and "2 pairs in 16 tokens" in out, err
+    assert code == 0 and "recall: " in out, err
     code, out, err = typed("task=recall", "logger=none", "trainer.cpu=true", f"task.init={tmp_path / 'run'}",
                            "trainer.steps=0", "attention=nearfar", "task.block=40", "task.pairs=4", "task.symbols=8",
                            "task.evaluated=8", f"hydra.run.dir={tmp_path / 'other'}")
-    assert code == 0 and "4 pairs in 40 tokens" in out, err
+    assert code == 0, err
     found = [next(SwapRecall(str(tmp_path / "run"), 64, 3, 2).rows(Mechanism.parse(name), 0))
              for name in ("exact", "nearfar", "favorpp m=8")]
     assert found[0]["accuracy"] == found[1]["accuracy"]
 
 
 @pytest.mark.parametrize("options, words", [
-    (["task.pairs=300"], ["task.pairs = 300", "256 keys"]),
-    (["task.block=8", "task.queries=6"], ["no room", "at least 16"]),
+    (["task.pairs=300"], ["task.pairs=300: expected at most task.symbols=256"]),
+    (["task.block=8", "task.queries=6"], ["task.block=8: expected at least 16"]),
     (["task.queries=0"], ["queries"])])
 def test_what_is_refused(typed, tmp_path, options, words):
     check_refused(typed("task=recall", *options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words,

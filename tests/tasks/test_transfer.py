@@ -149,7 +149,7 @@ def test_bad_input_is_told_and_leaves_nothing(exact, typed, tmp_path):
              ([*arm, f"task.init={tmp_path / 'run'}"], "trained with exact attention, these keys differ"),
              (["attention=exact"], "attention=exact is what task=transfer learns from"),
              (["attention=window"], "attention=window has nothing to learn"),
-             (["attention=favorpp", "features.m=8"], "trainer.steps=0 evaluates it as it is"),
+             (["attention=favorpp", "features.m=8"], "trainer.steps=0 to evaluate only"),
              ([*arm, "trainer.adapt=lora"], "trainer.adapt comes after it")]
     for i, (args, words) in enumerate(cases):
         code, _, err = typed(*args, directory=f"bad-{i}")

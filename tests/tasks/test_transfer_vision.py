@@ -53,8 +53,7 @@ def test_a_classifier_is_taught_and_goes_on(exact, typed, tmp_path):
     (["task.init=scratch", *ARM], "learns from exact attention; set task.init"),
     (["attention=exact"], "attention=exact is what task=transfer_vision learns from"),
     (["attention=window"], "attention=window has nothing to learn"),
-    ([*ARM, "task.ema=0.9"], "task.ema, task.new_head: expected null"),
-    ([*ARM, "task.new_head=true"], "task.ema, task.new_head: expected null"),
+    ([*ARM, "task.new_head=true"], "task.new_head=true: expected false"),
     ([*ARM, "trainer.adapt=lora"], "trainer.adapt comes after it, task=imagenet task.init=<this run>")])
 def test_what_is_refused(exact, typed, tmp_path, args, words):
     start = [] if args[0].startswith("task.init") else [f"task.init={exact}"]
