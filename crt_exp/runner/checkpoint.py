@@ -52,6 +52,7 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         files[MANIFEST] = json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1).encode()
         for name, content in files.items():
             write_atomic(temporary / name, content)
+        shutil.rmtree(final, ignore_errors=True)  # the same step of a run that was continued
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
