@@ -106,7 +106,7 @@ def test_layers_by_integers_of_numpy(layers, swapped):
 
 @pytest.mark.parametrize("layers", [True, [True], [0.0], np.array([True, False, True])], ids=str)
 def test_layers_that_are_no_numbers(layers):
-    with pytest.raises(ValueError, match="layers holds"):
+    with pytest.raises(ValueError, match="expected some of the 3 layers"):
         swap_attention(encoder(), "favorp", m=4, layers=layers)
 
 

@@ -169,7 +169,8 @@ def checkpoint_of(init: str) -> Checkpoint | None:
     for folder in (path / MODEL, path):
         if (config := folder / CONFIG).is_file():
             content = json_object(config)
-            own = content.get("crt_exp", {})
+            if not isinstance(own := content.get("crt_exp", {}), dict):
+                raise DataError(f"{config}: crt_exp: expected keys with values")
             return Checkpoint(named, folder, VisionDescription.read(content, config),
                               {} if own.get("described", EXACT) == EXACT else own)
     refuse_adapters(path, named)

@@ -28,8 +28,10 @@ COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A
 
 def describe_attention(model: nn.Module):
     """A DataFrame with COLUMNS, a row for each attention module; last those that cannot be swapped."""
-    import pandas as pd
-
+    try:
+        import pandas as pd
+    except ImportError:
+        raise ImportError("describe_attention returns a DataFrame: pip install pandas, or crt_exp[run]") from None
     rows = [_row(i, path, module) for i, (path, module) in enumerate(swappable(model))]
     rows += [_row(None, path, module) for path, module in others(model)]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})

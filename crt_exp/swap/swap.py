@@ -113,10 +113,11 @@ def _choose(modules: list, reasons: dict[int, str | None], layers: Iterable[int]
     if layers is None:
         mixed = supported and all(reason is None or reason.startswith(SEES) for reason in reasons.values())
         return supported if mixed else list(reasons)
-    if layers == "supported":
+    if isinstance(layers, str) and layers == "supported":
         return supported or list(reasons)
     numbers = [layers] if isinstance(layers, Integral) else list(layers)
-    if not numbers or any(not isinstance(i, Integral) or not -len(modules) <= i < len(modules) for i in numbers):
+    if not numbers or any(isinstance(i, bool) or not isinstance(i, Integral) or not -len(modules) <= i < len(modules)
+                          for i in numbers):
         raise ValueError(f"layers={layers!r}: expected some of the {len(modules)} layers, 0 to {len(modules) - 1}")
     return sorted({int(i) % len(modules) for i in numbers})
 

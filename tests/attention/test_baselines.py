@@ -90,5 +90,5 @@ def test_a_swapped_model_is_causal_with_its_controls():
 def test_what_cannot_be_causal_is_refused_at_the_swap_of_a_causal_model():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40)
-    with pytest.raises(ValueError, match=r"h.0.attn \(GPT2Attention\) is causal, which attention linformer cannot be"):
+    with pytest.raises(ValueError, match=r"h.0.attn \(GPT2Attention\) is causal, which attention linformer cannot"):
         swap_attention(transformers.GPT2Model(config), "linformer", length=40, rank=8)

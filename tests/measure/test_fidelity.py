@@ -154,7 +154,7 @@ def test_bad_options(args, words, folder, typed, tmp_path):
 
 def test_a_model_of_other_attention_is_refused(folder, tmp_path):
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert")
-    model.config.crt_exp = Mechanism.of("favorp", m=8).describe()
+    swap_attention(model, "favorp", m=8)
     model.save_pretrained(tmp_path / "linear")
     with pytest.raises(ValueError, match="trained with another attention than exact"):
         Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
