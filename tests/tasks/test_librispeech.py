@@ -221,7 +221,8 @@ def test_a_run_on_a_set_of_the_hub(run, tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.corpus=librispeech", "task.data_dir=null", "task.source=files"], ["CRT_DATA, which is not set", "fetch speech"]),
+    (["task.corpus=librispeech", "task.data_dir=null", "task.source=files"],
+     ["CRT_DATA, which is not set", "fetch speech"]),
     (["task.source=hub"], ["task.source=hub: reads a set of the hub"]),
     (["task.batch_seconds=1"], ["task.batch_seconds=1: expected at least"]),
     (["task.max_seconds=1.5"], ["cannot be used", "expected 0.1 to 1.5 s", "task.bad=skip"]),
