@@ -4,6 +4,7 @@ The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.
 command line. Folders of one's own (`own_names`) add to it.
 """
 
+import json
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ from typing import Any
 
 import yaml
 
-from crt_exp.annotations import annotations_in_source
-from crt_exp.options import ConfigError, Parameter, Values, check_options, format_value, parameters, unknown  # noqa: F401
+from crt_exp.options import (ConfigError, Parameter, Values, annotations_in_source, check_options,  # noqa: F401
+                             format_value, parameters, unknown)
 
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
 LARGEST = 2**17  # characters of a YAML file
+LARGEST_JSON = 2**26  # bytes; the longest config.json of a run holds a tokenizer
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
@@ -187,3 +189,29 @@ SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "gene
 SIZES = ("heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer")
 ATTENTION = Group(f"a module made of {', '.join(SIZES)} (hand on **options)", takes(*SIZES), ("sampler", "m", *SIZES),
                   {"kernel": Parameter(str, False)}, {"phi": FEATURES}, optional=True)
+
+
+# ---- JSON files of runs and models, which may come from anybody
+
+
+def read_json(text: str | bytes, named: Any, line: int = 1) -> dict[str, Any]:
+    """The object that begins at a line of a file. Raises ConfigError, naming the line that is wrong."""
+    try:
+        content = json.loads(text)
+    except (RecursionError, ValueError) as error:  # a number of thousands of digits too
+        raise ConfigError(f"{named}, from line {line} on: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{named}, line {line}: expected a JSON object")
+    return content
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST_JSON + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if len(text) > LARGEST_JSON:
+        raise ConfigError(f"{path}: expected at most {LARGEST_JSON} bytes")
+    return read_json(text, path)

@@ -5,22 +5,23 @@ Nothing else builds these from configuration: tasks, measurements, estimators, r
 """
 
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from crt_exp.attention import Exact
 from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct, file_of,
                             imported, is_known, is_map, known, own_options, place, read_yaml, uses)
 from crt_exp.features.base import FeatureMap
-from crt_exp.options import (check_options, format_value, join_words, plain, split_words, unknown,
+from crt_exp.options import (check, check_options, format_value, join_words, plain, split_words, unknown,
                              whole_number)
 from crt_exp.samplers import Noise
-from crt_exp.stored import check_saved
 
 Layers = Iterable[int] | int | Literal["supported"] | None
 PARTS = {"features": FEATURES, "sampler": SAMPLER}
@@ -386,3 +387,40 @@ def resolved(node: dict[str, Any]) -> dict[str, Any]:
     phi = {key: node[value[4:-1]] if str(value).startswith("${..") else value
            for key, value in node.get("phi", {}).items()}
     return node | {"phi": phi} if phi else node
+
+
+# ---- a saved mechanism, whose file may come from anybody
+
+SIZE = 2**16      # projections, cells, tokens of a block: sizes that memory is allocated for
+TOGETHER = 2**26  # and the product of sizes that are multiplied
+COUNTED = ("exact_until", "redraw_every", "fit_steps", "seed")  # integers that no memory is allocated for
+
+
+Word = Annotated[str, Field(max_length=100)]
+Integer = Annotated[int, Field(gt=-2**63, lt=2**63)]
+Value = bool | Integer | float | Word | None
+SavedValue = Value | Sequence[Value]
+
+
+class SavedAttention(TypedDict):
+    """What `Mechanism.saved` writes; `described` is compared and never built."""
+
+    name: Word | None
+    m: Annotated[int, Field(ge=1, le=SIZE)] | None
+    seed: Integer
+    features: Word | None
+    sampler: Word | None
+    options: dict[Word, SavedValue]
+    described: dict
+    rebuilds: NotRequired[bool]
+    causal: NotRequired[bool | None]
+
+
+def check_saved(saved: Any) -> None:
+    """Raises ConfigError for what no `Mechanism.saved` gives, and for sizes that there is no memory for."""
+    check("attention", saved, SavedAttention)
+    sizes = {key: value for key, value in saved["options"].items() if type(value) is int and key not in COUNTED}
+    of_map = [value for key, value in sizes.items() if key.startswith("features.")] + [saved["m"] or 1]
+    largest = sorted(value for key, value in sizes.items() if not key.startswith("features."))[-2:]
+    if max(sizes.values(), default=0) > SIZE or max(math.prod(of_map), math.prod(largest)) > TOGETHER:
+        raise ConfigError(f"m={saved['m']}, {format_value([*sizes.items()])}: too large for a layer")

@@ -20,7 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement
 from crt_exp.models import encoders, recogniser, vision
 from crt_exp.models.folder import CONFIG
-from crt_exp.stored import json_object
+from crt_exp.config import json_object
 
 
 @checked("task")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError, read_yaml
 from crt_exp.data import DataError
-from crt_exp.stored import json_object
+from crt_exp.config import json_object
 
 MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-256 of each file of weights, by its name
 ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained

@@ -8,7 +8,7 @@ from hydra.experimental.callback import Callback
 
 from crt_exp.config import ConfigError
 from crt_exp.runner.run import PARTIAL, read_records
-from crt_exp.stored import json_object
+from crt_exp.config import json_object
 
 if TYPE_CHECKING:
     from pandas import DataFrame

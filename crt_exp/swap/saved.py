@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from crt_exp import __version__
 from crt_exp.config import ConfigError
 from crt_exp.options import Whole, check
-from crt_exp.stored import json_object
+from crt_exp.config import json_object
 from crt_exp.swap.families import attention_modules
 
 KEY = "crt_exp"

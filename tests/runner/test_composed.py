@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from crt_exp.annotations import annotations_in_source
+from crt_exp.options import annotations_in_source
 from crt_exp.config import CONF, ConfigError, choices, imported
 from crt_exp.options import describe, parameters
 from crt_exp.runner import command_line
