@@ -141,6 +141,17 @@ def fetch_source(source: Source, root: Path) -> None:
                             f"get the files from {source.page}") from None
 
 
+def unpack(archive: Path, folder: Path) -> None:
+    """Extract the regular files of a zip or .tar.gz archive that stay within the folder; links are left out."""
+    if archive.suffix == ".zip":
+        shutil.unpack_archive(archive, folder)
+        return
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            if member.isfile() and (folder / member.name).resolve().is_relative_to(folder.resolve()):
+                tar.extract(member, folder)
+
+
 def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
     """Download one file, or an archive of several, to `folder`, and move what was published below `root`."""
     part = folder / posixpath.basename(urlsplit(url).path)
@@ -149,7 +160,7 @@ def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
         raise DataError(f"{url} gave an archive with another checksum than the published one: run the command again")
     places = {file: folder / "unpacked" / file.member if file.member else part for file in files}
     if part.name.endswith((".zip", ".tgz", ".tar.gz")):
-        shutil.unpack_archive(part, folder / "unpacked", filter=None if part.suffix == ".zip" else "data")
+        unpack(part, folder / "unpacked")
     elif files[0].member:
         (folder / "unpacked").mkdir()
         with gzip.open(part) as stream, open(places[files[0]], "wb") as out:
