@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from scipy.sparse import issparse, vstack
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
-from sklearn.linear_model import LogisticRegression
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
@@ -407,6 +406,8 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
 
     def _finish(self, solution: Solution) -> Solution:
         """Raises ValueError where only one class has rows."""
+        from sklearn.linear_model import LogisticRegression
+
         X, y, weight = self._kept
         if len(np.unique(y)) < 2:
             raise ValueError(f"the rows so far hold one class only, {y[0]}: expected at least two classes")
