@@ -5,7 +5,6 @@ Legend: L tokens, H query heads, Hkv key heads. Pieces for judging and pieces fo
 """
 
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -238,7 +237,3 @@ class Bench:
             give_back()
             return added(lambda: self.body(piece), self.device)
         return None
-
-
-def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {label: statistics.median(each) for label, each in times.items()}

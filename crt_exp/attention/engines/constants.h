@@ -7,4 +7,3 @@
 #define NOT_FINITE 1       /* what a call returns in place of 0: queries, keys or values are not finite, */
 #define BAD_DIRECTIONS 2   /* noise or parameters are not, */
 #define NO_MEMORY 3        /* memory ended, */
-#define BAD_SIZES 4        /* there would be more heavy keys, cells or reads than keys */

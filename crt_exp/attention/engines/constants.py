@@ -11,6 +11,6 @@ def numbers(header: Path) -> dict[str, str]:
 
 _NUMBERS = numbers(Path(__file__).with_suffix(".h"))
 CHUNK = int(_NUMBERS["CHUNK"])
-NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY, BAD_SIZES = (
-    int(_NUMBERS[name]) for name in ("NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY", "BAD_SIZES"))
+NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = (
+    int(_NUMBERS[name]) for name in ("NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY"))
 TINY = float(_NUMBERS["TINY"])
