@@ -110,7 +110,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
     places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
     for column in columns(places, ax.bbox.width / 5):
         column.sort(key=lambda place: place[1])
-        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y1)
+        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
         for up, (right, _, name, colour) in zip(heights, column):
             ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
                     clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
@@ -127,11 +127,12 @@ def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
     return result
 
 
-def apart(ascending: Sequence[float], least: float, top: float) -> list[float]:
-    """The heights, moved up so that they are `least` apart, then down below the top."""
+def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
+    """The heights, moved up above the bottom so that they are `least` apart, then down below the top."""
     heights: list[float] = []
     for height in ascending:
-        heights.append(max([height, *(last + least for last in heights[-1:])]))
+        heights.append(max(height, bottom))
+        bottom = heights[-1] + least
     for i in reversed(range(len(heights))):
         heights[i], top = min(heights[i], top), min(heights[i], top) - least
     return heights
