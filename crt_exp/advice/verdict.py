@@ -209,8 +209,9 @@ def figure(advice: Advice):
             costs.errorbar(row.repeated, place, xerr=row.repeated_ci95, fmt="D", ms=6, mfc="white", color=shade(row))
     costs.set_yticks(range(len(others)), [row.attention for row in others])
     costs.set_xscale("symlog", linthresh=advice.tolerance)
-    costs.axvspan(costs.get_xlim()[0], advice.tolerance, color="#000000", alpha=0.06, lw=0)
-    costs.margins(x=0)
+    left, right = costs.get_xlim()
+    costs.axvspan(left, advice.tolerance, color="#000000", alpha=0.06, lw=0)
+    costs.set_xlim(left, right)
     repeated = "\nopen: repeated passages" if advice.uses_repetition else ""
     costs.set(title="loss increase over exact, nats (lower is better)",
               xlabel=f"{advice.samples} {advice.noun} of {advice.length} tokens; grey: allowed{repeated}")
