@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
-from crt_exp.attention.engines.chunks import Call, Outputs, Rows
-from crt_exp.attention.engines.generic import chunked_attention, chunked_partial
+from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.attention.engines.operators import positive_attention, positive_partial
-from crt_exp.attention.partials import DenominatorCount, Partial, check_policy
+from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.nested_tensors import Nested, leaves
@@ -52,8 +51,9 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
         out = positive_attention(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         x, y = (x, y) if scale == 1 else (at_least_float32(x) * scale, at_least_float32(y) * scale)
-        call = Call(phi, noise, params, causal, key_mask, Outputs(denominator, normalize), count)
-        out = chunked_attention(x, y, v, call)
+        rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, denominator == "clamp")
+        count.add(rows)
+        out = finish(rows, denominator, normalize).to(v.dtype)
     if counter is None and normalize and not torch.compiler.is_compiling():
         count.warn()
     return _apart(out, heads)
@@ -74,9 +74,8 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     if isinstance(phi, PositiveExponential) and not modulus:
         rows = positive_partial(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
-        call = Call(phi, noise, params, causal, key_mask, Rows(modulus))
         x, y = at_least_float32(x) * scale, at_least_float32(y) * scale
-        rows = chunked_partial(x, y, v, call)
+        rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
     return Partial(*(None if t is None else _apart(t, heads) for t in rows))
 
 

@@ -134,11 +134,10 @@ def learning(noise: Nested, params: Nested) -> bool:
 
 
 def check_gradient(grad: Tensor) -> None:
-    """Raises ValueError for a batch of gradients as torch.autograd makes it, whose older vmap knows
-    too few operations."""
-    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")):
-        raise ValueError("attention cannot take a batch of gradients from torch.autograd (is_grads_batched=True, or "
-                         "jacobian and hessian with vectorize=True): use torch.func.jacrev, jacfwd, hessian or vmap")
+    """Raises ValueError for a batch of gradients as torch.autograd makes it, and for one with a tangent."""
+    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")) or transformed(grad):
+        raise ValueError("attention takes no batches of gradients (is_grads_batched=True, vectorize=True) and no "
+                         "tangents of gradients: use torch.func.jacrev, jacfwd, hessian or vmap")
 
 
 def check_result(logs: Tensor) -> None:

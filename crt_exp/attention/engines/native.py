@@ -14,7 +14,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result
 from crt_exp.attention.engines.constants import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native_library import library
-from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients
+from crt_exp.attention.engines.protocol import Form, Gradients, Kept
 from crt_exp.features.nonfinite import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass keeps
@@ -51,21 +51,19 @@ class Engine:
     def __init__(self, causal: bool):
         self.causal, self.unit = causal, math.log(2) if causal else 1.0
 
-    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Bidirectional | Causal:
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-        out, logsum = v.new_empty(B, H, L, dv), v.new_empty(B, H, L)
-        if not self.causal:
-            return Bidirectional(out, logsum, v.new_empty(B, H, dv + 1, M), v.new_empty(B, H, M))
-        levels = torch.empty(B, H, -(-L // CHUNK), dtype=torch.uint8, device="cpu")
-        parts = -(-L // SEGMENT)
-        return Causal(out, logsum, v.new_empty(B, H, parts, dv + 1, M), v.new_empty(B, H, parts, M), levels)
+        parts = (-(-L // SEGMENT),) if self.causal else ()
+        levels = (B, H, -(-L // CHUNK)) if self.causal else (0,)
+        return Kept(v.new_empty(B, H, L, dv), v.new_empty(B, H, L), v.new_empty(B, H, *parts, dv + 1, M),
+                    v.new_empty(B, H, *parts, M), torch.empty(levels, dtype=torch.uint8, device="cpu"))
 
-    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Bidirectional | Causal:
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
         kept = self.empty(x, v, form.rows)
         self._call("forward", x, y, v, form, kept)
         return kept
 
-    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal, grad: Tensor,
+    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, grad: Tensor,
                  grad_logsum: Tensor | None = None) -> Gradients:
         grads, optional = Gradients.empty(x, y, v, form), {}
         if grad_logsum is not None:
@@ -78,19 +76,18 @@ class Engine:
             torch.sum(each, 0, out=to)
         return grads
 
-    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal,
-              **others: Tensor) -> None:
+    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
         sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=_splits(x),
                      segment=SEGMENT, threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
-        kept = type(kept)(*(t.contiguous() for t in kept))
+        kept = [t.contiguous() for t in kept]
         named |= dict(zip(("out", "logsum", "states", "logs"), kept))
         keep = None if form.keep is None else form.keep.contiguous()
         call = AttentionCall(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
                              keep=None if keep is None else keep.data_ptr(),
-                             levels=kept.levels.data_ptr() if self.causal else None)
+                             levels=kept[4].data_ptr() if self.causal else None)
         status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
