@@ -40,6 +40,8 @@ REMEMBERED = 2**18               # numbers of all features, at most, that autogr
 def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nested, params: Nested, causal: bool,
                     keep: Tensor | None, modulus: bool) -> Partial:
     """What queries gather, of checked arguments with as many key heads as query heads."""
+    if torch.jit.is_tracing():
+        raise ValueError("torch.jit.trace would keep the masks and statistics of this call: use torch.export.export")
     (B, H, L, d), S = x.shape, y.shape[2]
     if torch.compiler.is_compiling() or transformed(x, y, v):
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
@@ -53,7 +55,7 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
         n.sq_norm  # noqa: B018 (a property that is kept, so that chunks that are computed again find it)
     parts = []
     for rows in chunks(max(1, B), at_once):
-        own = mapped(lambda t: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
+        own = mapped(lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
         part = Chunked(phi.bind(noise, own), None if keep is None else keep[rows], causal, modulus, tokens, again)
         parts.append(part.rows(x[rows], y[rows], v[rows]))
     return joined(parts, 0)

@@ -1,6 +1,5 @@
 """The closed-form engines as operators of torch: opaque to torch.compile, so that nothing breaks its graphs."""
 
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -100,7 +99,7 @@ def _engine(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool) -> str:
 
 @torch.library.custom_op("crt_exp::attention", mutates_args=())
 def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, norm_weight: float,
-             keep: Optional[Tensor], learned: bool, engine: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+             keep: Tensor | None, learned: bool, engine: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with as_given(x):
         kept = ENGINES[engine].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))
     check_result(kept.logsum)
@@ -108,8 +107,8 @@ def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias:
 
 
 @torch.library.custom_op("crt_exp::attention_backward", mutates_args=())
-def _backward(grad: Tensor, grad_logsum: Optional[Tensor], x: Tensor, y: Tensor, v: Tensor, rows: Tensor,
-              scale: Tensor, bias: Tensor, norm_weight: float, keep: Optional[Tensor], learned: bool, engine: str,
+def _backward(grad: Tensor, grad_logsum: Tensor | None, x: Tensor, y: Tensor, v: Tensor, rows: Tensor,
+              scale: Tensor, bias: Tensor, norm_weight: float, keep: Tensor | None, learned: bool, engine: str,
               kept: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
     with as_given(x):

@@ -35,8 +35,8 @@ class Kept(NamedTuple):
 
     out: Tensor     # (B,H,L,dv)
     logsum: Tensor  # (B,H,L)
-    states: Tensor  # (B,H,dv+1,M): [U, 1], the values of the features, as virtual keys; causal: (B,H,N,dv+1,M), what the
-                    # keys before each segment have left, over exp(logs)
+    states: Tensor  # (B,H,dv+1,M): [U, 1], the values of the features, as virtual keys; causal: (B,H,N,dv+1,M), what
+                    # the keys before each segment have left, over exp(logs)
     logs: Tensor    # (B,H,M): log weights of the virtual keys, of the keys without the bias; causal: (B,H,N,M)
     levels: Tensor  # (B,H,.) uint8: where shorter pieces had to be taken; none in both directions
 
