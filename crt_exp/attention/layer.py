@@ -26,8 +26,7 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.redrawn import Redraws
-from crt_exp.attention.running import Running
-from crt_exp.attention.statistics import for_query_heads
+from crt_exp.attention.running import Running, for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.hints import Count, Whole, checked

@@ -115,13 +115,12 @@ def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     return Partial(weights @ v, weights.sum(-1, keepdim=True), top)
 
 
-def scale_keys(f: Features | Blocks, keep: Tensor | None = None, top: Tensor | None = None) -> ScaledKeys:
-    """Key features over their own maxima, or over a given `top`. keep (..., S), True = keep."""
+def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
+    """Key features over their own maxima. keep (..., S), True = keep."""
     if isinstance(f, Blocks):
-        return ScaledKeys(*blocked.scale_keys(f, keep, top))
+        return ScaledKeys(*blocked.scale_keys(f, keep))
     log = f.log_scale if keep is None else torch.where(keep[..., None], f.log_scale, -torch.inf)
-    if top is None:
-        top = log.detach().amax(-2, keepdim=True).mT
+    top = log.detach().amax(-2, keepdim=True).mT
     return ScaledKeys(f.value * torch.exp(log - finite(top).mT), top)
 
 

@@ -25,7 +25,7 @@ class View(ctypes.Structure):
                 ("token", ctypes.c_int64)]
 
 
-SIZES = ("B", "H", "L", "S", "d", "dv", "M", "splits", "segment", "threads")
+SIZES = ("B", "H", "L", "S", "d", "dv", "M", "segment", "threads")
 VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dlogsum", "dx", "dy",
          "dvalues", "dweights", "dbias")
 
@@ -68,18 +68,15 @@ class Engine:
         grads, optional = Gradients.empty(x, y, v, form), {}
         if grad_logsum is not None:
             optional["dlogsum"] = grad_logsum / self.unit
-        parts = [t.new_zeros(_splits(x), *t.shape) for t in grads[3:]] if form.learned else []  # of the tokens
         if form.learned:
-            optional |= {"dweights": parts[0][0], "dbias": parts[1][0].unsqueeze(-2)}
+            optional |= {"dweights": grads.weights, "dbias": grads.bias.unsqueeze(-2)}
         self._call("backward", x, y, v, form, kept, grad=grad, dx=grads.x, dy=grads.y, dvalues=grads.v, **optional)
-        for to, each in zip(grads[3:], parts):
-            torch.sum(each, 0, out=to)
         return grads
 
     def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=_splits(x),
-                     segment=SEGMENT, threads=threads)
+        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, segment=SEGMENT,
+                     threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
         kept = [t.contiguous() for t in kept]
@@ -95,11 +92,6 @@ class Engine:
             raise NotFinite("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf, device="cpu"))
-
-
-def _splits(x: Tensor) -> int:
-    """Parts of the tokens of a head, which threads share where there are more of them than heads."""
-    return -(-torch.get_num_threads() // max(1, x.shape[0] * x.shape[1]))
 
 
 def _view(t: Tensor) -> View:
