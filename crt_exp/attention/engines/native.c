@@ -256,6 +256,24 @@ static void load_state(const Head *e, const float *from, float *S) {
     }
 }
 
+/* The state S of keys [start, stop), and its reference. */
+static void summarise(Head *e, int64_t start, int64_t stop) {
+    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
+    for (int64_t t = start; t < stop; t += CHUNK) {
+        int n = stop - t < CHUNK ? stop - t : CHUNK;
+        load_keys(e, t, n);
+        project(e, n, e->Y, e->K);
+        raise_reference(e, n, e->ref, e->fresh);
+        if (factors(e->Mp, e->ref, e->fresh, e->factor)) {
+            scale_columns(e, e->S, e->factor, e->S);
+            memcpy(e->ref, e->fresh, sizeof(float) * e->Mp);
+        }
+        exponentiate(e, n, e->K, e->row, e->ref, -1);
+        product(ALL, e->dv + 1, e->Mp, n, e->V, 1, e->lv, e->K, e->ld, e->S, e->ld, 1);
+    }
+}
+
 /* Turns the sums of the state into [U, 1], and writes these and log z. */
 static void normalise(Head *e) {
     float *logs = of(e->c->logs, e->b, e->h), *z = e->S + e->dv * e->ld;
