@@ -131,13 +131,9 @@ class DecodingState:
     def select(self, rows: Tensor) -> None:
         """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
         if self.kept is not None:
-            batch = self._batch  # parts of other shapes are the same for all entries
+            batch = len(self.kept.sums)  # parts of other shapes are the same for all entries
             chosen = (t if t is None or t.ndim < 4 or len(t) != batch else t[rows] for t in self.kept)
             self.kept = Packed(*chosen)
-
-    @property
-    def _batch(self) -> int:
-        return self.kept.sums.shape[0]
 
     def _check(self, x: Tensor, version: Hashable = None) -> None:
         changed = any(changes(t) != count for t, count in self._seen)
@@ -145,8 +141,8 @@ class DecodingState:
             raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which "
                              f"have changed since (now {version}): start a new state, and keep them fixed while "
                              "decoding")
-        if self.kept is not None and self._batch != x.shape[0]:
-            raise ValueError(f"the decoding state holds {self._batch} sequences, got {x.shape[0]}")
+        if self.kept is not None and len(self.kept.sums) != x.shape[0]:
+            raise ValueError(f"the decoding state holds {len(self.kept.sums)} sequences, got {x.shape[0]}")
 
 
 class RecurrentPast:

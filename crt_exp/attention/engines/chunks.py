@@ -15,16 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, compute_dtype, learning, transformed
-from crt_exp.attention.partials import (
-    Partial,
-    ScaledKeys,
-    merge,
-    read,
-    scale_keys,
-    small_denominators,
-    summarise,
-    within,
-)
+from crt_exp.attention.partials import (Partial, ScaledKeys, merge, read, scale_keys, small_denominators, summarise,
+                                        within)
 from crt_exp.features.base import BoundMap, FeatureMap, holds
 from crt_exp.samplers.nested_tensors import Nested, leaves, mapped
 from crt_exp.samplers.precision import as_given
