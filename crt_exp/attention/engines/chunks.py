@@ -3,7 +3,8 @@
 Legend: B, H, L queries, S keys, M features, C tokens of a chunk. Works on `Features` and `Partial` alone, so that every
 map that gives phi_q and phi_k is served: signed, trigonometric, discrete, sums and products. Where autograd would keep
 the features of too many tokens, the backward pass computes them again: what is kept is a state of M (dv + 1) numbers,
-in causal attention one for every STRETCH tokens.
+in causal attention one for every STRETCH tokens. Vectors are split once: each gradient to a slice would be as long as
+the whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -78,7 +79,7 @@ class Chunked:
                 rows = self.read(x, self.summary(y, v, slice(None)))  # no loop, so the length may be open
             else:
                 state = self.state(y, v, y.shape[2])
-                rows = joined([self.work(self.read, x[:, :, t], state) for t in chunks(x.shape[2], self.tokens)], 2)
+                rows = joined([self.work(self.read, part, state) for part in x.split(self.tokens or CHUNK, 2)], 2)
         if self.causal and exporting:
             torch._assert_async(
                 ~small_denominators(rows, self.seen(y.shape[2] - x.shape[2])).any(),
@@ -90,18 +91,19 @@ class Chunked:
     def causal_rows(self, x: Tensor, y: Tensor, v: Tensor) -> list[Partial]:
         offset, gathered = y.shape[2] - x.shape[2], []
         state, seen = self.state(y, v, offset), self.seen(offset)
-        for t in chunks(x.shape[2], STRETCH):
-            keys = shifted(t, offset)
-            rows, state = self.work(self.stretch, x[:, :, t], y[:, :, keys], v[:, :, keys], state, keys,
+        parts = (t.split(STRETCH, 2) for t in (x, y[:, :, offset:], v[:, :, offset:]))
+        for t, *vectors in zip(chunks(x.shape[2], STRETCH), *parts):
+            rows, state = self.work(self.stretch, *vectors, state, shifted(t, offset),
                                     None if seen is None else seen[:, :, t])
             gathered.append(rows)
         return gathered
 
     def state(self, y: Tensor, v: Tensor, length: int) -> Partial | None:
         """What the first keys leave in the features."""
-        state = None
-        for t in chunks(length, self.tokens):
-            state = self.work(self.grown, state, y[:, :, t], v[:, :, t], t)
+        state, size = None, self.tokens or CHUNK
+        if length:  # torch.export cannot split an empty tensor
+            for t, *vectors in zip(chunks(length, size), *(t[:, :, :length].split(size, 2) for t in (y, v))):
+                state = self.work(self.grown, state, *vectors, t)
         return state
 
     def work(self, function: Callable, *given: Any) -> Any:
@@ -139,11 +141,12 @@ class Chunked:
         """What queries gather from the state and from the keys up to their own, and the state after these: chunk by
         chunk, in shorter pieces where a row underflows, down to one token, which cannot."""
         gathered = []
-        for chunk in chunks(x.shape[2]):
+        for chunk, *vectors in zip(chunks(x.shape[2]), *(t.split(CHUNK, 2) for t in (x, y, v))):
+            keys = shifted(chunk, tokens.start)
             for size in PIECES:
                 rows, after = [], state
-                for t in chunks(chunk.stop, size, chunk.start):
-                    row, after = self.step(x[:, :, t], y[:, :, t], v[:, :, t], shifted(t, tokens.start), after)
+                for t, *piece in zip(chunks(keys.stop, size, keys.start), *(t.split(size, 2) for t in vectors)):
+                    row, after = self.step(*piece, t, after)
                     rows.append(row)
                 rows = joined(rows, 2)
                 small = None if size == 1 or torch.compiler.is_compiling() else small_denominators(
