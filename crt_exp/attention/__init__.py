@@ -1,16 +1,7 @@
 """Attention in linear time: `attention`, its materialised twin `attention_reference`, and exact `softmax_attention`."""
 
-from crt_exp.attention.baselines import (
-    Baseline,
-    Exact,
-    Identity,
-    Uniform,
-    Window,
-    exact_attention,
-    identity_attention,
-    uniform_attention,
-    window_attention,
-)
+from crt_exp.attention.baselines import (Baseline, Exact, Identity, Uniform, Window, exact_attention,
+                                         identity_attention, uniform_attention, window_attention)
 from crt_exp.attention.call import attention, partial_attention
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.generalized import Generalized

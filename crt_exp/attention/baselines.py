@@ -19,8 +19,9 @@ VECTOR = 16     # fewer keys than a vector of floats holds: torch's kernel for C
 
 
 class Baseline(AttentionLayer):
-    """Subclasses define `attend` for x, y and v. Seed and number of the layer, and whether it is cross-attention, make
-    no difference to most.
+    """Subclasses define `attend(x, y, v, *, causal, key_mask)` -> (B,H,L,dv).
+
+    Seed and number of the layer, and whether it is cross-attention, make no difference to most.
     """
 
     def __init__(self, heads: int, d: int, *, kv_heads: int | None = None, causal: bool = False, cross: bool = False,
@@ -35,10 +36,6 @@ class Baseline(AttentionLayer):
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         """What stands for the keys."""
         return k
-
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
-        """(B,H,L,dv)."""
-        raise NotImplementedError
 
     def past(self) -> "KeysPast":
         """What it remembers of the tokens so far: see `RecurrentPast`."""

@@ -12,29 +12,27 @@ from crt_exp.features.base import ONE
 from crt_exp.features.blocks import Block, Blocks
 
 
-def scale_keys(f: Blocks, keep: Tensor | None, top: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Key features (..., S, M) over their maxima, or over a given `top`, and these (..., M, 1).
+def scale_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Key features (..., S, M) over their maxima, and these (..., M, 1).
 
     The maxima are those of the bases, whose features lie within the weights of them. keep (..., S), True = keep.
     """
     logs = [part.base.log_scale for part in f.parts]
     if keep is not None:
         logs = [torch.where(keep[..., None], log, -torch.inf) for log in logs]
-    if top is None:
-        tops = [part.top(log.detach()) for part, log in zip(f.parts, logs)]
-        top = tops[0] if len(tops) == 1 else torch.cat(tops, -2)
-    scaled = [_times(part.base.value, torch.exp(log - finite(part.own(t))))
-              for part, log, t in zip(f.parts, logs, _split(f, top))]
-    return together(f.parts, scaled), top
+    tops = [part.top(log.detach()) for part, log in zip(f.parts, logs)]
+    scaled = [_times(part.base.value, torch.exp(log - finite(part.own(top))))
+              for part, log, top in zip(f.parts, logs, tops)]
+    return together(f.parts, scaled), tops[0] if len(tops) == 1 else torch.cat(tops, -2)
 
 
 def scale_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
     """exp(a + c - r) (..., L, M) with c the scale of the keys and r the maximum of a + c, and r (..., L, 1)."""
-    logs = [part.base.log_scale + part.own(t) for part, t in zip(f.parts, _split(f, key_top))]
-    top = torch.stack([log.detach().amax(-1, keepdim=True).expand(_rows(part)) for part, log in zip(f.parts, logs)])
-    top = top.amax(0)
-    shift = finite(top)
-    scaled = [_times(part.base.value, torch.exp(log - shift)) for part, log in zip(f.parts, logs)]
+    tops = key_top.split([part.width for part in f.parts], -2)
+    logs = [part.base.log_scale + part.own(top) for part, top in zip(f.parts, tops)]
+    rows = [torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1]) + (1,) for part in f.parts]
+    top = torch.stack([log.detach().amax(-1, keepdim=True).expand(size) for log, size in zip(logs, rows)]).amax(0)
+    scaled = [_times(part.base.value, torch.exp(log - finite(top))) for part, log in zip(f.parts, logs)]
     return together(f.parts, scaled), top
 
 
@@ -89,14 +87,5 @@ def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) ->
     return torch.mul(weight[..., None, :, None], t.unflatten(-1, (groups, 1, -1)), out=out)
 
 
-def _split(f: Blocks, top: Tensor) -> tuple[Tensor, ...]:
-    return top.split([part.width for part in f.parts], -2)
-
-
 def _times(value: Tensor, phi: Tensor) -> Tensor:
     return phi if value is ONE else value * phi
-
-
-def _rows(part: Block) -> torch.Size:
-    """(..., L, 1)."""
-    return torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1]) + (1,)

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, compute_dtype, repeat_heads
-from crt_exp.attention.engines.chunks import Call, Outputs, Rows
-from crt_exp.attention.engines.generic import chunked_attention, chunked_partial
+from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.attention.engines.operators import positive_attention, positive_partial
-from crt_exp.attention.partials import DenominatorCount, Partial, check_policy
+from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.samplers.nested_tensors import Nested, leaves
+from crt_exp.samplers.nested_tensors import leaves
 from crt_exp.samplers.noise import at_least_float32, precise
 
 
@@ -27,10 +26,11 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     head. `noise` is a Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from
     `phi.fit` of the scaled vectors, with leading dimensions that broadcast to (B, H). Differentiable in x, y and v, and
     in rows and parameters that require a gradient. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and
-    outputs, in the backward pass too, and with gradients to rows and parameters: in closed form for positive
-    exponential maps, while autograd computes each chunk of the others again where the features are many. Forward-mode
-    and second derivatives, the transforms of torch.func (grad, vmap, jvp, ...) and torch.export go through plain
-    operations: O(L M) memory. With one projection a query's feature cancels: its gradient is zero up to rounding.
+    outputs, in the backward pass too: in closed form for positive exponential maps, while autograd computes the chunks
+    of other maps again where the features are many (causal: with a state of M dv numbers for every 512 tokens). The
+    transforms of torch.func (grad, vmap, jvp, ...), forward mode and torch.export go through plain operations: O(L M)
+    memory; second derivatives by autograd alone exist for the other maps. With one projection a query's feature
+    cancels: its gradient is zero up to rounding.
 
     `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query
     that sees no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
@@ -52,8 +52,9 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
         out = positive_attention(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
         x, y = (x, y) if scale == 1 else (at_least_float32(x) * scale, at_least_float32(y) * scale)
-        call = Call(phi, noise, params, causal, key_mask, Outputs(denominator, normalize), count)
-        out = chunked_attention(x, y, v, call)
+        rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, denominator == "clamp")
+        count.add(rows)
+        out = finish(rows, denominator, normalize).to(v.dtype)
     if counter is None and normalize and not torch.compiler.is_compiling():
         count.warn()
     return _apart(out, heads)
@@ -74,17 +75,17 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     if isinstance(phi, PositiveExponential) and not modulus:
         rows = positive_partial(x, y, v, phi, noise, params, causal, key_mask, scale)
     else:
-        call = Call(phi, noise, params, causal, key_mask, Rows(modulus))
         x, y = at_least_float32(x) * scale, at_least_float32(y) * scale
-        rows = chunked_partial(x, y, v, call)
+        rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
     return Partial(*(None if t is None else _apart(t, heads) for t in rows))
 
 
 def _together(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """With as many key heads as query heads: query heads that share keys and features become one longer set of queries,
     else the keys are repeated."""
-    key_heads = y.shape[1]
-    if x.shape[1] != key_heads and not causal and _shared_by_heads(noise, params):
+    key_heads, batches = y.shape[1], [n.batch for n in leaves(noise)] + [t.shape[:-2] for t in leaves(params)]
+    shared = all(not batch or batch[-1] == 1 for batch in batches)
+    if x.shape[1] != key_heads and not causal and shared:
         x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)
     return x, repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
 
@@ -93,9 +94,3 @@ def _apart(t: Tensor, heads: int) -> Tensor:
     """Rows of the query heads again."""
     groups = heads // t.shape[1]
     return t if groups == 1 else t.unflatten(2, (groups, -1)).flatten(1, 2)
-
-
-def _shared_by_heads(noise: Nested, params: Nested) -> bool:
-    """Whether all heads have the same noise and parameters."""
-    batches = [n.batch for n in leaves(noise)] + [t.shape[:-2] for t in leaves(params)]
-    return all(not batch or batch[-1] == 1 for batch in batches)

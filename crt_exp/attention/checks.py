@@ -23,77 +23,45 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
                  key_mask: Tensor | None) -> None:
     """Raises ValueError unless x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) and the rest fit together."""
     for name, t in (("x", x), ("y", y), ("v", v)):
-        if t.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}: attention needs (batch, heads, length, dimension)")
-        if not t.is_floating_point():
-            raise ValueError(f"{name} holds {t.dtype}: attention needs floating-point vectors")
-    if not x.device == y.device == v.device:
-        raise ValueError(f"x is on {x.device}, y on {y.device} and v on {v.device}: all three must be on one device")
-    if not x.shape[0] == y.shape[0] == v.shape[0]:
-        raise ValueError(f"x, y and v have batch sizes {x.shape[0]}, {y.shape[0]} and {v.shape[0]}: they must agree")
-    if x.shape[3] != y.shape[3]:
-        raise ValueError(f"x has d = {x.shape[3]} and y has d = {y.shape[3]}: they must agree")
-    if y.shape[1:3] != v.shape[1:3]:
-        raise ValueError(f"y has (heads, length) {tuple(y.shape[1:3])} and v has {tuple(v.shape[1:3])}: "
-                         "they must agree")
+        if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
+            raise ValueError(f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (batch, heads, length, "
+                             "dimension), of which only the batch may be empty")
+        if t.device != x.device:
+            raise ValueError(f"x is on {x.device} and {name} on {t.device}: expected one device")
+    if not x.shape[0] == y.shape[0] == v.shape[0] or x.shape[3] != y.shape[3] or y.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), "
+                         "(B, Hkv, S, d), (B, Hkv, S, dv)")
     check_shared(x.shape[1], y.shape[1])
-    if 0 in (x.shape[3], v.shape[3]):
-        raise ValueError(f"d = {x.shape[3]} and dv = {v.shape[3]}: vectors and values need at least one column")
-    if 0 in (x.shape[2], y.shape[2]):
-        raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: neither may be empty")
     if causal and x.shape[2] > y.shape[2]:
-        raise ValueError(f"causal attention with {x.shape[2]} queries and {y.shape[2]} keys: the queries are the last "
-                         "ones of the sequence, so there cannot be more of them than keys")
+        raise ValueError(f"causal attention of {x.shape[2]} queries to {y.shape[2]} keys: expected at most as many "
+                         "queries, the last of the sequence")
     check_key_mask(key_mask, y)
     for part in leaves(noise):
-        _check_noise(part, x)
+        if not isinstance(part, Noise) or part.d != x.shape[3] or not _broadcasts(part.batch, x):
+            raise ValueError(f"noise {part!r}: expected what a sampler draws, with d = {x.shape[3]} and a batch that "
+                             f"broadcasts to (batch, heads) = {tuple(x.shape[:2])}")
     for part in leaves(params):
-        _check_parameter(part, x)
+        if not isinstance(part, Tensor) or (part.ndim > 2 and not _broadcasts(part.shape[:-2], x)):
+            raise ValueError(f"parameter of shape {tuple(getattr(part, 'shape', ()))}: expected tensors as `fit` gives "
+                             f"them, which broadcast to (batch, heads, 1, ...) = {(*x.shape[:2], 1)}")
 
 
 def check_shared(heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: give a multiple")
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: expected a multiple")
 
 
 def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
-    if key_mask is None:
-        return
-    if key_mask.ndim != 2:
-        raise ValueError(f"the mask has shape {tuple(key_mask.shape)}: linear attention takes causal=True and a key "
-                         "padding mask (batch, keys); an arbitrary (batch, heads, queries, keys) mask cannot be "
-                         "linearised")
-    if key_mask.device != y.device:
-        raise ValueError(f"the key mask is on {key_mask.device} and the keys are on {y.device}: "
-                         "they must be on one device")
-    if key_mask.dtype != torch.bool:
-        raise ValueError(f"the key mask holds {key_mask.dtype}: it must be boolean, True = keep")
-    if key_mask.shape != (y.shape[0], y.shape[2]):
-        raise ValueError(f"the key mask has shape {tuple(key_mask.shape)} but there are {y.shape[0]} sequences of "
-                         f"{y.shape[2]} keys")
+    if key_mask is not None and (key_mask.shape != (y.shape[0], y.shape[2]) or key_mask.dtype != torch.bool
+                                 or key_mask.device != y.device):
+        raise ValueError(f"key mask {tuple(key_mask.shape)} {key_mask.dtype} on {key_mask.device}: expected (batch, "
+                         f"keys) = {(y.shape[0], y.shape[2])}, boolean, True = keep, on {y.device}; a mask of pairs "
+                         "cannot be linearised")
 
 
-def _check_noise(noise: Noise, x: Tensor) -> None:
-    if not isinstance(noise, Noise):
-        raise ValueError(f"the noise is a {type(noise).__name__}: it must be what a sampler draws, or a tuple of these")
-    if noise.d != x.shape[3]:
-        raise ValueError(f"the noise has d = {noise.d} but the vectors have d = {x.shape[3]}")
-    if not _broadcasts(noise.batch, x.shape[:2]):
-        raise ValueError(f"the noise has batch {noise.batch}: it must broadcast to (batch, heads) = "
-                         f"{tuple(x.shape[:2])}")
-
-
-def _check_parameter(parameter: Tensor, x: Tensor) -> None:
-    if not isinstance(parameter, Tensor):
-        raise ValueError(f"a parameter is a {type(parameter).__name__}: it must be a tensor, in a tuple as `fit` "
-                         "gives it")
-    if parameter.ndim > 2 and not _broadcasts(parameter.shape[:-2], x.shape[:2]):
-        raise ValueError(f"a parameter has shape {tuple(parameter.shape)}: it must broadcast to (batch, heads, 1, ...) "
-                         f"= {(*x.shape[:2], 1)}")
-
-
-def _broadcasts(shape, batch) -> bool:
-    return len(shape) <= 2 and all(a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(tuple(batch))))
+def _broadcasts(shape, x: Tensor) -> bool:
+    batch = x.shape[:2]
+    return len(shape) <= 2 and all(a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(batch)))
 
 
 def repeat_heads(t: Tensor, heads: int) -> Tensor:
@@ -134,11 +102,10 @@ def learning(noise: Nested, params: Nested) -> bool:
 
 
 def check_gradient(grad: Tensor) -> None:
-    """Raises ValueError for a batch of gradients as torch.autograd makes it, whose older vmap knows
-    too few operations."""
-    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")):
-        raise ValueError("attention cannot take a batch of gradients from torch.autograd (is_grads_batched=True, or "
-                         "jacobian and hessian with vectorize=True): use torch.func.jacrev, jacfwd, hessian or vmap")
+    """Raises ValueError for a batch of gradients as torch.autograd makes it, and for one with a tangent."""
+    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")) or transformed(grad):
+        raise ValueError("attention takes no batches of gradients (is_grads_batched=True, vectorize=True) and no "
+                         "tangents of gradients: use torch.func.jacrev, jacfwd, hessian or vmap")
 
 
 def check_result(logs: Tensor) -> None:

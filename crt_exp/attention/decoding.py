@@ -13,10 +13,10 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
-from crt_exp.attention.engines.chunks import PIECES, Call, Outputs, BatchPart, chunks, in_pieces
+from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, finite, repeat_heads
+from crt_exp.attention.engines.chunks import Chunked
 from crt_exp.attention.engines.operators import positive_state
-from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, merge
+from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, finish, merge
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.nested_tensors import leaves
@@ -36,11 +36,10 @@ class DecodingState:
                  counter: DenominatorCount | None = None, version: Hashable = None):
         check_policy(denominator)
         self.version, self.length, self.kept = version, 0, None
-        self._noise, self._params = noise, params
+        self._phi, self._noise, self._params = phi, noise, params
         self._bound = {torch.float32: phi.bind(noise, params)}
-        self._fused = isinstance(phi, PositiveExponential) and normalize
-        counter = None if self._fused else counter  # their denominators are positive
-        self._call = Call(phi, noise, params, True, None, Outputs(denominator, normalize), counter)
+        self._fused = isinstance(phi, PositiveExponential) and normalize  # their denominators are positive
+        self._policy, self._normalize, self._counter = denominator, normalize, None if self._fused else counter
         held = [t for n in leaves(noise) for t in n.tensors()] + leaves(params)
         self._seen = [(t, changes(t)) for t in held]
 
@@ -61,11 +60,15 @@ class DecodingState:
         if x.shape[2] != y.shape[2]:
             raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
         self._check(x, version)
-        y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-        out = v.new_empty(*x.shape[:3], v.shape[3])
-        with as_given(x):
-            part = self._part(compute_dtype(x, y, v), key_mask)
-            (self._one if x.shape[2] == 1 else self._several)(part, x, y, v, out)
+        if x.shape[2] == 1:
+            out, self.kept = self.token(self.kept, x, y, v, key_mask)
+        else:
+            y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+            with as_given(x):
+                work = self._chunked(compute_dtype(x, y, v), key_mask)
+                seen = work.seen(0) if self.kept is None else None
+                rows, state = work.stretch(x, y, v, self.sums, slice(0, x.shape[2]), seen)
+                out, self.kept = self._outputs(rows).to(v.dtype), Packed.of(state)
         self.length += x.shape[2]
         return out
 
@@ -82,59 +85,44 @@ class DecodingState:
         with as_given(y):
             if self._fused:
                 noise = precise(self._noise, dtype)
-                sums, top = positive_state(y, v, self._call.phi, noise, self._params, key_mask)
+                sums, top = positive_state(y, v, self._phi, noise, self._params, key_mask)
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
-                new = self._part(dtype, key_mask).state(y, v, y.shape[2])
+                new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])
         self.kept = Packed.of(merge(self.sums, new))
         self.length += y.shape[2]
 
-    def _part(self, dtype: torch.dtype, key_mask: Tensor | None) -> BatchPart:
-        if dtype not in self._bound:
-            self._bound[dtype] = self._call.phi.bind(precise(self._noise, dtype), self._params)
-        return BatchPart(self._call, self._bound[dtype], key_mask)
-
     @torch.no_grad()
-    def token(self, kept: Packed, x: Tensor, y: Tensor, v: Tensor) -> tuple[Tensor, Packed]:
+    def token(self, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor,
+              key_mask: Tensor | None = None) -> tuple[Tensor, Packed]:
         """`step` of one token as a function of what is kept: its outputs, and what is kept after it.
 
         Of the same shapes for each token, with nothing asked of the device and nothing of this object changed: for
         torch.compile(fullgraph=True) and CUDA graphs, after a prompt that `take` has taken. Arguments are not checked.
         """
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-        out = v.new_empty(*x.shape[:3], v.shape[3])
+        dtype, given = compute_dtype(x, y, v), v.dtype
         with as_given(x):
-            part = self._part(compute_dtype(x, y, v), None)
-            rows, kept = self._rows(part, kept, x, y, v)
-            part.write(rows, [out], slice(None))
-        return out, kept
+            work, y, v = self._chunked(dtype, key_mask), y.to(dtype), v.to(dtype)
+            keep = None if key_mask is None else key_mask[:, None, :, None]
+            if keep is not None:
+                y, v = torch.where(keep, y, 0.0), torch.where(keep, v, 0.0)  # padding may hold NaN
+            keys, queries = _features(work.bound, y, x.to(dtype))
+            if keep is not None:
+                keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
+            kept = _added(kept, keys, torch.cat([v, torch.ones_like(v[..., :1])], -1).mT, work.modulus)
+            return self._outputs(_read(kept, queries)).to(given), kept
 
-    def _one(self, part: BatchPart, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
-        rows, self.kept = self._rows(part, self.kept, x, y, v)
-        part.write(rows, [out], slice(None))
+    def _chunked(self, dtype: torch.dtype, key_mask: Tensor | None) -> Chunked:
+        if dtype not in self._bound:
+            self._bound[dtype] = self._phi.bind(precise(self._noise, dtype), self._params)
+        return Chunked(self._bound[dtype], key_mask, causal=True, modulus=self._policy == "clamp")
 
-    def _rows(self, part: BatchPart, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor) -> tuple[Partial, Packed]:
-        """The key of a single token goes into the state, and its query reads it there."""
-        dtype = compute_dtype(x, y, v)
-        y, v = y.to(dtype), v.to(dtype)
-        keep = None if part.keep is None else part.keep[:, None, :, None]
-        if keep is not None:
-            y, v = torch.where(keep, y, 0.0), torch.where(keep, v, 0.0)  # padding may hold NaN
-        keys, queries = _features(part.bound, y, x.to(dtype))
-        if keep is not None:
-            keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
-        v = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
-        kept = _added(kept, keys, v, part.modulus)
-        return _read(kept, queries), kept
-
-    def _several(self, part: BatchPart, x: Tensor, y: Tensor, v: Tensor, out: Tensor) -> None:
-        seen = None
-        if part.keep is not None and self.kept is None:
-            seen = part.keep[:, None].cumsum(-1) > 0
-        state = self.sums
-        for chunk in chunks(x.shape[2]):
-            state, _ = in_pieces(chunk, PIECES, state, part.piece_writer(x, y, v, 0, seen, [out]))
-        self.kept = Packed.of(state)
+    def _outputs(self, rows: Partial) -> Tensor:
+        check_result(rows.log_scale)
+        if self._counter is not None:
+            self._counter.add(rows)
+        return finish(rows, self._policy, self._normalize)
 
     def copy(self) -> "DecodingState":
         """The same state, to go on from here in two ways."""
@@ -143,13 +131,9 @@ class DecodingState:
     def select(self, rows: Tensor) -> None:
         """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
         if self.kept is not None:
-            batch = self._batch  # parts of other shapes are the same for all entries
+            batch = len(self.kept.sums)  # parts of other shapes are the same for all entries
             chosen = (t if t is None or t.ndim < 4 or len(t) != batch else t[rows] for t in self.kept)
             self.kept = Packed(*chosen)
-
-    @property
-    def _batch(self) -> int:
-        return self.kept.sums.shape[0]
 
     def _check(self, x: Tensor, version: Hashable = None) -> None:
         changed = any(changes(t) != count for t, count in self._seen)
@@ -157,8 +141,8 @@ class DecodingState:
             raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which "
                              f"have changed since (now {version}): start a new state, and keep them fixed while "
                              "decoding")
-        if self.kept is not None and self._batch != x.shape[0]:
-            raise ValueError(f"the decoding state holds {self._batch} sequences, got {x.shape[0]}")
+        if self.kept is not None and len(self.kept.sums) != x.shape[0]:
+            raise ValueError(f"the decoding state holds {len(self.kept.sums)} sequences, got {x.shape[0]}")
 
 
 class RecurrentPast:

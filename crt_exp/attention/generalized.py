@@ -52,9 +52,5 @@ class Generalized(FeatureMap):
         value = FUNCTIONS[self.f](u) * math.exp(-scale) + self.kernel_epsilon
         return Features(value, u.new_zeros(1, 1))
 
-    def log_relative_second_moment(self, x, y, params=()):
-        raise NotImplementedError(f"generalised features ({self.f}) estimate no known kernel: "
-                                  "there is no variance to give")
-
     def log_kernel(self, x, y):
         raise NotImplementedError(f"generalised features ({self.f}) estimate no known kernel")

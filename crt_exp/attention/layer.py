@@ -26,8 +26,7 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.redrawn import Redraws
-from crt_exp.attention.running import Running
-from crt_exp.attention.statistics import for_query_heads
+from crt_exp.attention.running import Running, for_query_heads
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.options import Count, Whole, checked
@@ -81,7 +80,7 @@ class RandomFeatureAttention(Redraws, Running):
             raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
         self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every
         self.normalize, self.denominator, self.decay = normalize, denominator, decay
-        self.seed, self.layer, self.denominators = seed, layer, DenominatorCount()
+        self.recurrent_heads, self.seed, self.layer, self.denominators = heads, seed, layer, DenominatorCount()
         self.projections = phi.projections(m)
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
@@ -138,10 +137,6 @@ class RandomFeatureAttention(Redraws, Running):
     @property
     def serves_causal(self) -> bool:
         return not self.phi.fitted or self.keeps_statistics or self.clusters is not None
-
-    @property
-    def recurrent_heads(self) -> int:
-        return self.heads
 
     @property
     def learns(self) -> bool:
@@ -217,8 +212,8 @@ class RandomFeatureAttention(Redraws, Running):
         if torch.compiler.is_compiling():
             omegas = [self.rows(name) for name in self.gaussian]
             _count_pass(omegas, self.steps, self.draws, self.redraw_every, id(self))
-            return
-        self.count_pass()
+        else:
+            self.count_pass()
 
     def _running_params(self):
         if not self.phi.fitted:
@@ -231,13 +226,10 @@ class RandomFeatureAttention(Redraws, Running):
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
             return
         self._said = True
-        if self.clusters is not None:
-            if not int(self.clusters.fits):
-                warnings.warn(f"{type(self.phi).__name__} attention has {self.phi.until_fitted}: train it for "
-                              "fit_steps passes, or call calibrate_attention(model, batches)", stacklevel=4)
-        elif not float(self.running_weight) > 0:
-            warnings.warn(f"causal {type(self.phi).__name__} attention has no statistics yet, so it uses those of zero "
-                          "vectors (A = 0): train it, or call calibrate_attention(model, batches)", stacklevel=4)
+        empty = self.phi.until_fitted if self.clusters else "no statistics yet: it uses those of zero vectors (A = 0)"
+        if not float(self.clusters.fits if self.clusters else self.running_weight) > 0:
+            warnings.warn(f"{type(self.phi).__name__} attention has {empty}; train it, or call "
+                          "calibrate_attention(model, batches)", stacklevel=4)
 
     def _see(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         """Notes what the map is fitted to."""

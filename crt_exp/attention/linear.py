@@ -2,7 +2,7 @@
 caches of decoding and tables ask of them."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +15,10 @@ from crt_exp.samplers import at_least_float32
 class LinearAttention(AttentionLayer):
     """normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean length of x for entries of unit
     variance.
+
+    Subclasses define `estimate(q, k, v, key_mask=None)`, what `forward` would give as the layer now stands, where
+    nothing is drawn, noted or counted; `calibration()`, a context in which passes in eval mode replace what the layer
+    has learned; and `decoding()`, a fresh state for token-by-token use of x = `scaled(q)`, of causal attention only.
     """
 
     recurrent_heads: int     # of keys and values, as a decoding state takes them
@@ -28,18 +32,6 @@ class LinearAttention(AttentionLayer):
         self.cross, self.normalize_qk = cross, normalize_qk
         self.calibrated = None   # within a calibration: how many passes it has seen
         self.columns = None      # of the values proper, where a caller has put others behind them
-
-    def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """What `forward` would give as the layer now stands: nothing is drawn, noted or counted."""
-        raise NotImplementedError
-
-    def calibration(self) -> AbstractContextManager:
-        """Within it, passes in eval mode replace what the layer has learned."""
-        raise NotImplementedError
-
-    def decoding(self):
-        """A fresh state for token-by-token use of x = `scaled(q)`; causal attention only."""
-        raise NotImplementedError
 
     def past(self) -> RecurrentPast:
         """The same for q, k and v as `forward` takes them."""

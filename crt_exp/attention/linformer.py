@@ -34,7 +34,7 @@ class Linformer(Redrawn):
             raise ValueError(f"rank = {rank}: it must lie between 1 and the length {length}")
         self.shape = (rank, length)
         if redraw_every:
-            self.begin()
+            self.register_drawn(self.rows_of_draw(0))
         else:
             self.key_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
             self.value_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)

@@ -25,7 +25,7 @@ from torch import Tensor
 from crt_exp.attention import blocked
 from crt_exp.attention.engines.constants import TINY
 from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads
-from crt_exp.features.base import Features, holds
+from crt_exp.features.base import Features
 from crt_exp.features.blocks import Blocks
 from crt_exp.samplers.noise import transforming
 
@@ -115,13 +115,12 @@ def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     return Partial(weights @ v, weights.sum(-1, keepdim=True), top)
 
 
-def scale_keys(f: Features | Blocks, keep: Tensor | None = None, top: Tensor | None = None) -> ScaledKeys:
-    """Key features over their own maxima, or over a given `top`. keep (..., S), True = keep."""
+def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
+    """Key features over their own maxima. keep (..., S), True = keep."""
     if isinstance(f, Blocks):
-        return ScaledKeys(*blocked.scale_keys(f, keep, top))
+        return ScaledKeys(*blocked.scale_keys(f, keep))
     log = f.log_scale if keep is None else torch.where(keep[..., None], f.log_scale, -torch.inf)
-    if top is None:
-        top = log.detach().amax(-2, keepdim=True).mT
+    top = log.detach().amax(-2, keepdim=True).mT
     return ScaledKeys(f.value * torch.exp(log - finite(top).mT), top)
 
 
@@ -160,14 +159,9 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     return Partial(a.numerator + b.numerator, a.denominator + b.denominator, top, modulus)
 
 
-def underflowed(parts: list[Partial], seen: Tensor | None) -> bool:
-    """Whether some row that has seen a key has a denominator too small to be trusted."""
-    return not holds(~small_denominators(parts, seen))
-
-
-def small_denominators(parts: list[Partial], seen: Tensor | None) -> Tensor:
-    """Which rows (..., R, 1) of all parts have seen a key and a denominator too small to be trusted. seen (..., R)."""
-    small = torch.cat([p.denominator.detach() for p in parts], -2).abs() < TINY
+def small_denominators(p: Partial, seen: Tensor | None) -> Tensor:
+    """Which rows (..., R, 1) have seen a key and a denominator too small to be trusted. seen (..., R); None: all."""
+    small = p.denominator.detach().abs() < TINY
     return small if seen is None else small & seen[..., None]
 
 
@@ -199,9 +193,11 @@ class DenominatorCount:
         self.total, self._bad = 0, {}
 
     def add(self, p: Partial) -> None:
+        """Counts those of a partial, but for exported programs and under transforms of torch.func."""
+        if torch.compiler.is_exporting() or transforming():
+            return
         zero = (p.denominator == 0) & (p.numerator != 0).any(-1, keepdim=True)  # a row without keys is no failure
         wrong = (p.denominator < 0) | zero
-        wrong = torch.func.debug_unwrap(wrong) if transforming() and not torch.compiler.is_compiling() else wrong
         bad = wrong.sum()
         self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
         self.total += wrong.numel()

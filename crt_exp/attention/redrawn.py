@@ -13,6 +13,8 @@ from crt_exp.attention.baselines import Baseline
 class Redraws(nn.Module):
     """A layer with tensors that are drawn from a seed: buffers, with the counters `steps` and `draws`.
 
+    Subclasses define `rows_of_draw(draw)`, which gives them by name.
+
     Averages of weights (EMA, SWA) change buffers in place, and a mean of draws is not a draw. The layer therefore
     computes with a copy of each buffer that is drawn again, and draws again where its `draws` have grown. A buffer that
     was replaced by another tensor (a loader, torch.func.functional_call) counts itself.
@@ -28,9 +30,6 @@ class Redraws(nn.Module):
         for name in ("steps", "draws"):
             self.register_buffer(name, torch.zeros((), dtype=torch.long))
         self._keep(tensors if self.redraw_every else ())
-
-    def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
-        raise NotImplementedError
 
     def rows(self, name: str) -> Tensor:
         """The tensor to compute with."""
@@ -87,7 +86,7 @@ class Redrawn(Redraws, Baseline):
     """A layer whose tensor `name` is drawn from (seed, layer, draw), the same on every process: again after every
     `redraw_every` training passes, never in eval mode, in a backward pass or within a step; 0: never.
 
-    Subclasses define `sample`, and call `begin` at the end of `__init__`.
+    Subclasses define `sample(generator)`, and call `register_drawn` at the end of `__init__`.
     """
 
     name: str
@@ -95,12 +94,6 @@ class Redrawn(Redraws, Baseline):
     def __init__(self, heads: int, d: int, *, redraw_every: int = 0, seed: int = 0, layer: int = 0, **sizes):
         super().__init__(heads, d, seed=seed, layer=layer, **sizes)
         self.redraw_every, self.seeds = redraw_every, (seed, layer)
-
-    def sample(self, generator: torch.Generator) -> Tensor:
-        raise NotImplementedError
-
-    def begin(self) -> None:
-        self.register_drawn(self.rows_of_draw(0))
 
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
         seed = zlib.crc32("/".join(map(str, (*self.seeds, draw))).encode())

@@ -113,18 +113,13 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
         return (x.double() @ y.double().mT).masked_fill(future, -torch.inf).softmax(-1)
     if causal:  # the maxima are those of the whole sequence, which may lie far above those of the past
         x, y = x.double(), y.double()
-    queries, keys = _stabilised(phi.phi_q(x, noise, params), phi.phi_k(y, noise, params))
-    kernel = (queries @ keys.mT).masked_fill(future, 0)
-    total = kernel.sum(-1, keepdim=True)
-    return (kernel / torch.where(total == 0, 1, total)).double()
-
-
-def _stabilised(fq: Features, fk: Features) -> tuple[Tensor, Tensor]:
-    """exp(a + c - r) and exp(b - c) with c_m = max_j b_jm and r_i = max_m (a_im + c_m):
-    kernels over exp(r_i), row by row."""
+    fq, fk = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
     top = fk.log_scale.amax(-2, keepdim=True)
     log = fq.log_scale + top
-    return fq.value * torch.exp(log - log.amax(-1, keepdim=True)), fk.value * torch.exp(fk.log_scale - top)
+    queries, keys = fq.value * torch.exp(log - log.amax(-1, keepdim=True)), fk.value * torch.exp(fk.log_scale - top)
+    kernel = (queries @ keys.mT).masked_fill(future, 0)  # row by row over the largest of its terms
+    total = kernel.sum(-1, keepdim=True)
+    return (kernel / torch.where(total == 0, 1, total)).double()
 
 
 def softmax_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,

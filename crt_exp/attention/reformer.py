@@ -39,7 +39,7 @@ class Reformer(Redrawn):
         if buckets > 1 and buckets % 2:
             raise ValueError(f"buckets = {buckets}: each rotated axis has two of them, so their number is even, or 1")
         self.chunk, self.buckets, self.shape = chunk, buckets, (heads, hashes, d, buckets // 2)
-        self.begin()
+        self.register_drawn(self.rows_of_draw(0))
 
     def sample(self, generator: torch.Generator) -> Tensor:
         return torch.randn(self.shape, generator=generator)

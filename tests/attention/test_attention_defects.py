@@ -18,8 +18,7 @@ from crt_exp.attention import (
     softmax_attention,
 )
 from crt_exp.attention.engines import closed_form, operators
-from crt_exp.attention.engines.chunks import Call
-from crt_exp.attention.engines.generic import chunked_attention
+from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -79,8 +78,8 @@ def test_defect_keys_reweighted_by_their_own_maxima():
 
 def attention_and_chunked(case):
     """By features, whatever the class of the map."""
-    call = lambda is_causal: Call(case.phi, case.noise, case.params, is_causal)
-    return [chunked_attention(case.x, case.y, case.v, call(c)) for c in (False, True)]
+    return [chunked_partial(case.x, case.y, case.v, case.phi, case.noise, case.params, is_causal, None, False).output
+            for is_causal in (False, True)]
 
 
 def test_defect_scaled_twice():

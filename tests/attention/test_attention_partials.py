@@ -149,14 +149,6 @@ def test_gradcheck_of_merged_parts(phi, is_causal, small_chunks):
     assert torch.autograd.gradcheck(merged, (case.x, case.y, case.v), fast_mode=True)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
-def test_second_derivatives_of_log_sums(phi, is_causal, small_chunks):
-    case = Case(phi, B=1, H=2, L=3, S=3, d=2, dv=1, m=3)
-    twice = lambda x, y, v: case(partial_attention, x=x, y=y, v=v, causal=is_causal).logsum
-    assert torch.autograd.gradgradcheck(twice, (case.x, case.y, case.v), fast_mode=True)
-
-
 def test_merge_is_the_sum():
     g = torch.Generator().manual_seed(0)
     lowest = torch.full((5, 1), -torch.inf)

@@ -392,7 +392,7 @@ def test_half_precision_is_rounded_at_its_ends_alone(name):
 @pytest.mark.parametrize("name", DRAWN)
 def test_integer_masks_and_other_heads_are_refused(name):
     layer, (q, k, v) = Mechanism.of(name).layer(2, 4).eval(), torch.randn(3, 2, 2, 12, 4)
-    with pytest.raises(ValueError, match="the key mask holds torch.int64: it must be boolean, True = keep"):
+    with pytest.raises(ValueError, match="torch.int64 .*boolean, True = keep"):
         layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
     if name not in ("elu", "linformer"):   # theirs are of any number of heads
         with pytest.raises(ValueError, match="batch|heads = 2"):

@@ -47,8 +47,7 @@ def built(monkeypatch, tmp_path):
     def build(flags):
         monkeypatch.setattr(native_library, "FLAGS", flags)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        with native_library.compiled() as file:
-            library = ctypes.CDLL(str(file))
+        library = ctypes.CDLL(str(native_library.compiled()))
         monkeypatch.setattr(native, "library", lambda: library)
     return build
 

@@ -28,15 +28,14 @@ native.c does the same for float32 on CPUs, faster.
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, finite
-from crt_exp.attention.engines.chunks import chunks, in_pieces, shifted
+from crt_exp.attention.engines.chunks import chunks, shifted
 from crt_exp.attention.engines.constants import TINY
-from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients, denominator_gradients
+from crt_exp.attention.engines.protocol import Form, Gradients, Kept, denominator_gradients
 from crt_exp.attention.partials import Packed, Partial
 
 CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores
@@ -45,10 +44,6 @@ TOKENS, HEADS = 64, 8    # of a chunk at least, and of a tile where there are en
 CHUNK = 128              # tokens of a causal chunk: more cost more in the triangle, fewer in the states
 SEGMENT = 1024           # tokens of a segment, whose features stay in the caches
 PIECES = (64, 16, 4, 1)  # tokens of the pieces into which a segment that underflows is cut, in turn
-
-
-def elements(t: Tensor) -> int:
-    return CPU_ELEMENTS if t.device.type == "cpu" else DEVICE_ELEMENTS
 
 
 def tiles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
@@ -82,11 +77,12 @@ class Tile:
     def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor,
                  size: int, memory: Memory):
         self.x, self.y, self.v, self.offsets = x[index], y[index], v[index], offsets[index]
-        rows, scale, bias = (tile_part(t, index) for t in form[:3])
+        rows, scale, bias = (t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))] for t in form[:3])
         self.rows = (rows * scale).expand(*self.x.shape[:2], -1, -1)                                     # (b, h, M, d)
         self.bias, self.norm_weight = bias.unsqueeze(-2), form.norm_weight                               # (., ., 1, M)
         self.hidden = None if form.keep is None else ~form.keep[index[0], None, :, None]                 # (b, 1, S, 1)
-        self.after = y.shape[2] - x.shape[2]  # keys before the first query
+        self.after = y.shape[2] - x.shape[2]  # keys before the first query, where attention is causal
+        self.seen = None if self.hidden is None else ((~self.hidden).cumsum(-2) > 0)[:, :, self.after:]  # (b, 1, L, 1)
         self.size, self.dtype, self.memory = size, form.rows.dtype, memory
         self.of_map = self.rows.new_zeros(*self.rows.shape[:-1], self.rows.shape[-1] + 1) if form.learned else None
 
@@ -114,6 +110,9 @@ class Tile:
         """[v, 1] (b, h, T, dv + 1)."""
         v = self.known(self.v, tokens)
         return torch.cat([v, torch.ones_like(v[..., :1])], -1)
+
+    def query_weights(self, ref: Tensor) -> Tensor:
+        return self.weights(ref + 2 * self.bias)
 
     def queries(self, tokens: slice, weights: Tensor, column: Tensor | None = None) -> Tensor:
         return self.logs("queries", self.x[:, :, tokens], column, weights)
@@ -157,11 +156,6 @@ class Tile:
             grads.weights[index], grads.bias[index] = self.of_map[..., :-1], self.of_map[..., -1]
 
 
-def tile_part(t: Tensor, index: tuple[slice, slice]) -> Tensor:
-    """What serves these batch entries and heads, of one for each or one for all."""
-    return t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))]
-
-
 def scaled(logs: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
     """Features over the largest logs of their own or of `ref`, and these; overwrites the logs."""
     ref = torch.maximum(ref, logs.amax(-2, keepdim=True))
@@ -174,45 +168,58 @@ def add_product(to: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return to
 
 
-class bidirectional:  # noqa: N801 (an engine: see protocol.py)
+class Bidirectional:
     unit = 1.0
 
-    @staticmethod
-    def empty(x: Tensor, v: Tensor, rows: Tensor) -> Bidirectional:
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-        return Bidirectional(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, dv + 1, M),
-                             rows.new_empty(B, H, M))
+        return Kept(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, dv + 1, M),
+                    rows.new_empty(B, H, M), torch.empty(0, dtype=torch.uint8, device="cpu"))
 
-    @staticmethod
-    def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> Bidirectional:
-        kept = bidirectional.empty(x, v, form.rows)
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
+        kept = self.empty(x, v, form.rows)
         check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
-        for index, tile in whole_tiles(form, x, y, v):
+        for index, tile in all_tiles(Tile, form, x, y, v, plan(x, form.width)[0]):
+            out, logsum, states, logs = (t[index] for t in kept[:4])
             state = tile.summary(y.shape[2]).partial()
             U, log_z = state.output, finite(state.logsum.mT)
-            values = torch.cat([U, torch.ones_like(U[..., :1])], -1)
-            read(tile, values, log_z, kept.out[index], kept.logsum[index])
-            kept.state[index], kept.log_z[index] = values.mT, log_z.squeeze(-2)
+            values, weights = torch.cat([U, torch.ones_like(U[..., :1])], -1), tile.query_weights(log_z)
+            for tokens in chunks(x.shape[2], tile.size):
+                features = tile.queries(tokens, weights)
+                top = features.amax(-1, keepdim=True)
+                sums = features.sub_(top).exp_() @ values
+                out[:, :, tokens] = sums[..., :-1] / sums[..., -1:]
+                logsum[:, :, tokens] = (top + sums[..., -1:].log()).squeeze(-1)
+            states.copy_(values.mT), logs.copy_(log_z.squeeze(-2))
         return kept
 
-    @staticmethod
-    def backward(x, y, v, form: Form, kept: Bidirectional, grad, grad_logsum=None) -> Gradients:
+    def backward(self, x, y, v, form: Form, kept: Kept, grad, grad_logsum=None) -> Gradients:
         grads = Gradients.empty(x, y, v, form)
         last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
-        for index, tile in whole_tiles(form, x, y, v):
+        for index, tile in all_tiles(Tile, form, x, y, v, plan(x, form.width)[0]):
             dx, dy, dv = (t[index] for t in grads[:3])
-            log_z = kept.log_z[index].unsqueeze(-2)
-            dstate = read_backward(tile, kept.state[index], log_z, kept.logsum[index], grad[index], last[index], dx)
+            state, log_z = kept.states[index], kept.logs[index].unsqueeze(-2)
+            weights, dstate = tile.query_weights(log_z), torch.zeros_like(state)
+            for tokens in chunks(x.shape[2], tile.size):
+                features = tile.queries(tokens, weights, -kept.logsum[index][:, :, tokens]).exp_()
+                given = with_last(grad[index][:, :, tokens], last[index][:, :, tokens])
+                add_product(dstate, given.mT, features)
+                tile.write_dx(dx, tokens, tile.memory.product("dlogs", given, state).mul_(features))
             tile.summary_backward(y.shape[2], log_z, dstate, dy, dv)
             tile.keep_map(grads, index)
         return grads
 
 
-def whole_tiles(form: Form, x: Tensor, y: Tensor, v: Tensor) -> Iterator[tuple[tuple[slice, slice], Tile]]:
-    offsets, memory = form.key_offsets(y), Memory()
-    heads, size = plan(x, form.width)
-    for index in tiles(*x.shape[:2], heads):
-        yield index, Tile(form, index, x, y, v, offsets, size, memory)
+def all_tiles(kind: type["Tile"], form: Form, x: Tensor, y: Tensor, v: Tensor,
+              most: int) -> Iterator[tuple[tuple[slice, slice], "Tile"]]:
+    """All batch entries and heads, at most `most` heads at a time."""
+    offsets, memory, size = form.key_offsets(y), Memory(), plan(x, form.width)[1]
+    for index in tiles(*x.shape[:2], most):
+        yield index, kind(form, index, x, y, v, offsets, size, memory)
+
+
+def elements(t: Tensor) -> int:
+    return CPU_ELEMENTS if t.device.type == "cpu" else DEVICE_ELEMENTS
 
 
 def plan(x: Tensor, width: int) -> tuple[int, int]:
@@ -222,91 +229,54 @@ def plan(x: Tensor, width: int) -> tuple[int, int]:
     return max(1, most // (width * tokens)), tokens
 
 
-def read(tile: Tile, values: Tensor, log_z: Tensor, out: Tensor, logsum: Tensor) -> None:
-    """Writes outputs and log-sums; values [U, 1] (b, h, M, dv + 1)."""
-    weights = tile.weights(log_z + 2 * tile.bias)
-    for tokens in chunks(out.shape[2], tile.size):
-        logs = tile.queries(tokens, weights)
-        top = logs.amax(-1, keepdim=True)
-        sums = logs.sub_(top).exp_() @ values
-        out[:, :, tokens] = sums[..., :-1] / sums[..., -1:]
-        logsum[:, :, tokens] = (top + sums[..., -1:].log()).squeeze(-1)
-
-
-def read_backward(tile: Tile, state: Tensor, log_z: Tensor, logsum: Tensor, grad: Tensor, last: Tensor,
-                  dx: Tensor) -> Tensor:
-    """Writes dx and returns the gradient to [U, 1], (b, h, dv + 1, M)."""
-    weights, dstate = tile.weights(log_z + 2 * tile.bias), torch.zeros_like(state)
-    for tokens in chunks(dx.shape[2], tile.size):
-        features = tile.queries(tokens, weights, -logsum[:, :, tokens]).exp_()
-        given = with_last(grad[:, :, tokens], last[:, :, tokens])
-        add_product(dstate, given.mT, features)
-        tile.write_dx(dx, tokens, tile.memory.product("dlogs", given, state).mul_(features))
-    return dstate
-
-
 def with_last(grad: Tensor, last: Tensor) -> Tensor:
     """G (b, h, T, dv + 1)."""
     return torch.cat([grad.to(last.dtype), last.unsqueeze(-1)], -1)
 
 
-class causal:  # noqa: N801
+class Causal:
     unit = 1.0
 
-    @staticmethod
-    def empty(x: Tensor, v: Tensor, rows: Tensor) -> Causal:
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
         """The first of the kept states is that of the keys before the first query."""
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
         parts = len(segments(L)) + 1
-        return Causal(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, parts, dv + 1, M),
-                      rows.new_empty(B, H, parts, M), torch.zeros(B, H, parts, dtype=torch.uint8, device="cpu"))
+        return Kept(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, parts, dv + 1, M),
+                    rows.new_empty(B, H, parts, M), torch.zeros(B, H, parts, dtype=torch.uint8, device="cpu"))
 
-    @staticmethod
-    def forward(x: Tensor, y: Tensor, v: Tensor, form: Form) -> Causal:
-        kept = causal.empty(x, v, form.rows)
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
+        kept = self.empty(x, v, form.rows)
         check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
-        for index, run in segment_tiles(form, x, y, v):
-            state = run.tile.summary(run.tile.after).partial()
-            store(kept, index, 0, state)
-            for i, segment in enumerate(segments(x.shape[2]), 1):
-                entering, state, level = run.segment(segment, state, kept.out[index], kept.logsum[index])
-                store(kept, index, i, entering)
-                kept.levels[index][:, :, i] = level
+        for index, tile in self.tiles(form, x, y, v):
+            out, logsum, states, logs, levels = (t[index] for t in kept)
+            after = tile.summary(tile.after).partial()
+            entering = after
+            for i, segment in enumerate([None, *segments(x.shape[2])]):
+                if segment is not None:
+                    entering, after, levels[:, :, i] = tile.segment(segment, after, out, logsum)
+                states[:, :, i], logs[:, :, i:i + 1] = Packed.of(entering)[:2]
         return kept
 
-    @staticmethod
-    def backward(x, y, v, form: Form, kept: Causal, grad, grad_logsum=None) -> Gradients:
+    def backward(self, x, y, v, form: Form, kept: Kept, grad, grad_logsum=None) -> Gradients:
         grads = Gradients.empty(x, y, v, form)
         last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
-        parts = segments(x.shape[2])
-        for index, run in segment_tiles(form, x, y, v):
+        for index, tile in self.tiles(form, x, y, v):
             given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads[:3]]
-            dsums, ref = torch.zeros_like(kept.states[index][:, :, 0]), torch.inf  # nothing comes later
-            for i in range(len(parts), 0, -1):
-                level = int(kept.levels[index][:, :, i].max())
-                for piece, before in reversed(run.entering(parts[i - 1], level, stored(kept, index, i))):
+            _, _, states, logs, levels = (t[index] for t in kept)
+            dsums, ref = torch.zeros_like(states[:, :, 0]), torch.inf  # nothing comes later
+            for i, segment in reversed(list(enumerate(segments(x.shape[2]), 1))):
+                state = Packed(states[:, :, i], logs[:, :, i:i + 1])
+                for piece, before in reversed(tile.entering(segment, int(levels[:, :, i].max()), state)):
                     # gradients to sums over exp(`before.top`), which are at most as large: references grow
                     dsums = dsums * torch.exp(before.top - ref)
-                    dsums, ref = run.piece_backward(piece, before, dsums, given, wanted), finite(before.top)
-            first = kept.refs[index][:, :, 0].unsqueeze(-2)
-            run.tile.summary_backward(run.tile.after, first, dsums * torch.exp(first - ref), *wanted[1:])
-            run.tile.keep_map(grads, index)
+                    dsums, ref = tile.piece_backward(piece, before, dsums, given, wanted), finite(before.top)
+            first = logs[:, :, :1]
+            tile.summary_backward(tile.after, first, dsums * torch.exp(first - ref), *wanted[1:])
+            tile.keep_map(grads, index)
         return grads
 
-
-def store(kept: Causal, index: tuple[slice, slice], i: int, state: Partial) -> None:
-    packed = Packed.of(state)
-    kept.states[index][:, :, i], kept.refs[index][:, :, i] = packed.sums, packed.top.squeeze(-2)
-
-
-def stored(kept: Causal, index: tuple[slice, slice], i: int) -> Partial:
-    return Packed(kept.states[index][:, :, i], kept.refs[index][:, :, i].unsqueeze(-2)).partial()
-
-
-def segment_tiles(form: Form, x: Tensor, y: Tensor, v: Tensor) -> Iterator[tuple[tuple[slice, slice], "Run"]]:
-    (B, H, L, _), offsets, memory = x.shape, form.key_offsets(y), Memory()
-    for index in tiles(B, H, elements(x) // (form.width * min(SEGMENT, L))):
-        yield index, Run(Tile(form, index, x, y, v, offsets, plan(x, form.width)[1], memory))
+    def tiles(self, form: Form, x: Tensor, y: Tensor, v: Tensor) -> Iterator[tuple[tuple[slice, slice], "Segments"]]:
+        return all_tiles(Segments, form, x, y, v, elements(x) // (form.width * min(SEGMENT, x.shape[2])))
 
 
 def segments(length: int) -> list[slice]:
@@ -316,41 +286,37 @@ def segments(length: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(cuts, cuts[1:])]
 
 
-def sizes(segment: slice) -> tuple[int, ...]:
-    """Tokens of the pieces that a segment is taken in, by level: the whole one at level 0."""
-    return segment.stop - segment.start, *PIECES
-
-
-class Run:
-    """The segments of one tile. A piece is a segment or a part of one: T tokens in k chunks, (b, h, k, C, .)."""
-
-    def __init__(self, tile: Tile):
-        self.tile, self.weights = tile, tile.weights()
-        self.seen = None if tile.hidden is None else ((~tile.hidden).cumsum(-2) > 0)[:, :, tile.after:]  # (b, 1, L, 1)
+class Segments(Tile):
+    """The segments of a tile. A piece is a segment or a part of one: T tokens in k chunks, (b, h, k, C, .)."""
 
     def segment(self, segment: slice, state: Partial, out: Tensor, logsum: Tensor) -> tuple[Partial, Partial, int]:
         """What the backward pass needs (whole: the entering state over the reference of the segment), the state after
-        the segment, and the level of pieces that it took."""
-        after, size = in_pieces(segment, sizes(segment), state, partial(self.piece, out=out, logsum=logsum))
-        level = sizes(segment).index(size)
-        return state if level else state.over(after.log_scale), after, level
+        the segment, and the level of pieces that it took, 0: whole."""
+        for level, size in enumerate((segment.stop - segment.start, *PIECES)):
+            after = state
+            for piece in chunks(segment.stop, size, segment.start):
+                after = self.piece(piece, after, out, logsum)
+                if after is None:
+                    break
+            else:
+                return state if level else state.over(after.log_scale), after, level
+        raise AssertionError("a piece of one token cannot underflow")
 
-    def entering(self, segment: slice, level: int, state: Partial) -> list[tuple[slice, Packed]]:
+    def entering(self, segment: slice, level: int, state: Packed) -> list[tuple[slice, Packed]]:
         """Each piece with its entering state, over the reference of the piece."""
         if level == 0:
-            return [(segment, Packed.of(state))]
+            return [(segment, state)]
         entered = []
-        for piece in chunks(segment.stop, sizes(segment)[level], segment.start):
-            K, V, ref = self.keys(piece, state.log_scale.mT)
-            entered.append((piece, Packed.of(state.over(ref.mT))))
-            _, after = running(entered[-1][1].sums, V.mT @ K)
-            state = Packed(after, ref).partial()
+        for piece in chunks(segment.stop, PIECES[level - 1], segment.start):
+            K, V, ref = self.chunked_keys(piece, state.top)
+            entered.append((piece, Packed.of(state.partial().over(ref.mT))))
+            state = Packed(running(entered[-1][1].sums, V.mT @ K)[1], ref)
         return entered
 
     def piece(self, piece: slice, state: Partial, out: Tensor, logsum: Tensor) -> Partial | None:
         """The state after a piece, whose rows are written: None where a sum was too small."""
-        K, V, ref = self.keys(piece, state.log_scale.mT)
-        Q = self.tile.queries(piece, self.query_weights(ref))
+        K, V, ref = self.chunked_keys(piece, state.log_scale.mT)
+        Q = self.queries(piece, self.query_weights(finite(ref)))
         top = Q.amax(-1, keepdim=True)
         Q = split(Q.sub_(top).exp_())
         before, after = running(Packed.of(state.over(ref.mT)).sums, V.mT @ K)
@@ -368,29 +334,26 @@ class Run:
     def piece_backward(self, piece: slice, state: Packed, dsums: Tensor, given: list[Tensor],
                        wanted: list[Tensor]) -> Tensor:
         """Writes the gradients of one piece and returns that to the sums before it, given that to those after it."""
-        (logsum, grad, last), (dx, dy, dv), tile = ([t[:, :, piece] for t in given], wanted, self.tile)
-        tokens = shifted(piece, tile.after)
-        K = split(tile.keys(tokens, tile.weights(-finite(state.top))).exp_())
-        Q = split(tile.queries(piece, self.query_weights(state.top), -logsum).exp_())
-        V, G = split(tile.values(tokens)), split(with_last(grad, last))
+        (logsum, grad, last), (dx, dy, dv) = [t[:, :, piece] for t in given], wanted
+        tokens = shifted(piece, self.after)
+        K = split(self.keys(tokens, self.weights(-finite(state.top))).exp_())
+        Q = split(self.queries(piece, self.query_weights(finite(state.top)), -logsum).exp_())
+        V, G = split(self.values(tokens)), split(with_last(grad, last))
         before, _ = running(state.sums, V.mT @ K)
         dafter, dbefore = running_back(dsums, G.mT @ Q)
         pairs, dpairs = (Q @ K.mT).tril_(), (G @ V.mT).tril_()
-        dlogs = add_product(tile.memory.product("dlogs", G, before), dpairs, K).mul_(Q)
-        tile.write_dx(dx, piece, dlogs.flatten(2, 3))
+        dlogs = add_product(self.memory.product("dlogs", G, before), dpairs, K).mul_(Q)
+        self.write_dx(dx, piece, dlogs.flatten(2, 3))
         dv[:, :, tokens] = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1]).flatten(2, 3)
-        dlogs = add_product(tile.memory.product("dlogs", V, dafter), dpairs.mT, Q).mul_(K)
-        tile.write_dy(dy, tokens, dlogs.flatten(2, 3))
+        dlogs = add_product(self.memory.product("dlogs", V, dafter), dpairs.mT, Q).mul_(K)
+        self.write_dy(dy, tokens, dlogs.flatten(2, 3))
         return dbefore
 
-    def keys(self, piece: slice, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def chunked_keys(self, piece: slice, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """K and V of a piece in chunks, and its reference."""
-        tokens = shifted(piece, self.tile.after)
-        features, ref = scaled(self.tile.keys(tokens, self.weights), ref)
-        return split(features), split(self.tile.values(tokens)), ref
-
-    def query_weights(self, ref: Tensor) -> Tensor:
-        return self.tile.weights(finite(ref) + 2 * self.tile.bias)
+        tokens = shifted(piece, self.after)
+        features, ref = scaled(self.keys(tokens, self.weights()), ref)
+        return split(features), split(self.values(tokens)), ref
 
 
 def split(t: Tensor) -> Tensor:
@@ -410,3 +373,6 @@ def running_back(dsums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     sums = torch.cat([parts, dsums.unsqueeze(2)], 2)
     sums = (sums.new_ones(sums.shape[2], sums.shape[2]).triu_() @ sums.flatten(3)).view_as(sums)
     return sums[:, :, 1:], sums[:, :, 0]
+
+
+bidirectional, causal = Bidirectional(), Causal()

@@ -1,5 +1,5 @@
 /* Attention with positive exponential features on CPUs, in float32: the twin of closed_form.py, whose formulas and names these
-   are. One thread takes one head (or a part of its tokens) through chunks of 64 tokens, so that the features of a
+   are. One thread takes one head through chunks of 64 tokens, so that the features of a
    chunk stay in the second-level cache from the product that makes them to the last that needs them.
 
    Logs are in base 2 and have exact maxima taken off: of the queries along a row, of the keys along a feature, as a running
@@ -16,10 +16,10 @@ static const float FARTHEST = 1e29f;  /* -log of the shortest key: beyond, it wo
 static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: its features come out as 0 in the backward pass */
 
 typedef struct {
-    int64_t B, H, L, S, d, dv, M, splits, segment, threads;
+    int64_t B, H, L, S, d, dv, M, segment, threads;
     double norm_weight;
     View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dlogsum, dx, dy, dvalues,
-        dweights, dbias;  /* of the first part of the tokens; that of others lies behind. Null: the map does not learn */
+        dweights, dbias;  /* null: the map does not learn */
     const uint8_t *keep;  /* (B, S), or null */
     uint8_t *levels;      /* (B, H, chunks): 1 where a chunk was taken token by token */
 } Call;
@@ -45,13 +45,6 @@ typedef struct {
 
 INLINE float *row_of(const Head *e, View t, int64_t token) { return of(t, e->b, e->h) + token * t.token; }
 
-static void set_sizes(Head *e, const Call *c) {
-    e->c = c;
-    e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->dvp = up(c->dv), e->lv = up(c->dv + 1);
-    e->M = c->M, e->Mp = up(c->M), e->ld = e->Mp + PAD;  /* rows a power of two apart would fall on the same cache lines */
-    e->bad = OK;
-}
-
 /* Numbers that the backward sweep holds for a piece of `size` tokens: see Piece. */
 static size_t piece_size(const Head *e, int size) {
     return ((size_t)(e->dv + 1 + size) * e->ld + 2 * e->Mp + PAD - 1) / PAD * PAD;
@@ -59,8 +52,9 @@ static size_t piece_size(const Head *e, int size) {
 
 /* Scratch memory and the packed directions of head `index` of B x H. Returns 0 where memory ended. */
 static int open_head(Head *e, const Call *c, int64_t index) {
-    set_sizes(e, c);
-    e->b = index / c->H, e->h = index % c->H;
+    e->c = c, e->b = index / c->H, e->h = index % c->H, e->bad = OK;
+    e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->dvp = up(c->dv), e->lv = up(c->dv + 1);
+    e->M = c->M, e->Mp = up(c->M), e->ld = e->Mp + PAD;  /* rows a power of two apart would fall on the same cache lines */
     int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
     const int sweeps = c->levels && c->dx.data, learns = c->dweights.data != NULL;
     const Scratch parts[] = {
@@ -75,18 +69,10 @@ static int open_head(Head *e, const Call *c, int64_t index) {
         {&e->pieces, sweeps ? piece_size(e, CHUNK) * (c->segment / CHUNK) : 0}};
     if (!take_scratch(parts, sizeof parts / sizeof *parts)) return 0;
     float scale = *of(c->scale, e->b, e->h), *bias = of(c->bias, e->b, e->h);
-    memset(e->wt, 0, sizeof(float) * e->d * ld);
-    if (learns) {
-        memset(e->dW, 0, sizeof(float) * e->d * ld);
-        memset(e->db, 0, sizeof(float) * Mp);
-    }
-    memset(e->w, 0, sizeof(float) * Mp * dp);
-    memset(e->X, 0, sizeof(float) * CHUNK * dp);
-    memset(e->Y, 0, sizeof(float) * CHUNK * dp);
-    memset(e->V, 0, sizeof(float) * CHUNK * lv);
-    memset(e->G, 0, sizeof(float) * CHUNK * lv);
-    memset(e->Yt, 0, sizeof(float) * dp * CHUNK);
-    memset(e->Vt, 0, sizeof(float) * lv * CHUNK);
+    const Scratch zeros[] = {{&e->wt, e->d * ld}, {&e->w, Mp * dp}, {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp},
+                             {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->Yt, CHUNK * dp}, {&e->Vt, CHUNK * lv},
+                             {&e->dW, learns ? e->d * ld : 0}, {&e->db, learns ? Mp : 0}};
+    for (size_t i = 0; i < sizeof zeros / sizeof *zeros; i++) memset(*zeros[i].to, 0, sizeof(float) * zeros[i].count);
     for (int m = 0; m < e->M; m++) {
         const float *from = row_of(e, c->rows, m);
         for (int p = 0; p < e->d; p++) e->w[m * dp + p] = from[p] * scale;
@@ -141,12 +127,7 @@ static void load_gradients(Head *e, int64_t start, int n) {
     load(e, e->c->grad, start, n, e->dv, e->G, e->lv);
     for (int i = 0; i < n; i++) {
         const float *g = e->G + i * e->lv, *out = row_of(e, e->c->out, start + i);
-        vec dots = {0};
-        float dot = 0;
-        int p = 0;
-        for (; p + LANES <= e->dv; p += LANES) dots += AT(g + p) * AT(out + p);
-        for (; p < e->dv; p++) dot += g[p] * out[p];
-        e->G[i * e->lv + e->dv] = (e->c->dlogsum.data ? *row_of(e, e->c->dlogsum, start + i) : 0) - dot - total(dots);
+        e->G[i * e->lv + e->dv] = (e->c->dlogsum.data ? *row_of(e, e->c->dlogsum, start + i) : 0) - dot(g, out, e->dv);
     }
 }
 
@@ -219,16 +200,11 @@ static void learn(Head *e, int n, const float *t) {
         for (int m = 0; m < e->Mp; m += LANES) AT(e->db + m) += AT(e->D + (int64_t)i * e->ld + m);
 }
 
-/* Adds them to those of this part of the tokens. */
-static void save_learned(const Head *e, int64_t part) {
+static void save_learned(const Head *e) {
     const Call *c = e->c;
     if (!c->dweights.data) return;
-    float *dW = of(c->dweights, e->b, e->h) + part * c->B * c->H * e->M * e->d;
-    float *db = of(c->dbias, e->b, e->h) + part * c->B * c->H * e->M;
-    for (int m = 0; m < e->M; m++) {
-        for (int p = 0; p < e->d; p++) dW[m * e->d + p] += e->dW[(int64_t)p * e->ld + m];
-        db[m] += e->db[m];
-    }
+    transpose(e->d, e->M, e->dW, e->ld, of(c->dweights, e->b, e->h), e->d);
+    memcpy(of(c->dbias, e->b, e->h), e->db, sizeof(float) * e->M);
 }
 
 /* Writes the gradients to n keys, from D, those to their features, and those to n values. */
@@ -280,18 +256,6 @@ static void load_state(const Head *e, const float *from, float *S) {
     }
 }
 
-static void save_state(const Head *e, const float *S, float *to) {
-    for (int i = 0; i <= e->dv; i++) memcpy(to + (int64_t)i * e->M, S + i * e->ld, sizeof(float) * e->M);
-}
-
-/* Range `part` of `parts` of n tokens, in whole chunks. */
-static void share(int64_t n, int64_t part, int64_t parts, int64_t *start, int64_t *stop) {
-    int64_t chunks = (n + CHUNK - 1) / CHUNK;
-    *start = chunks * part / parts * CHUNK;
-    *stop = chunks * (part + 1) / parts * CHUNK;
-    if (*stop > n) *stop = n;
-}
-
 /* The state S of keys [start, stop), and its reference. */
 static void summarise(Head *e, int64_t start, int64_t stop) {
     memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
@@ -317,7 +281,8 @@ static void normalise(Head *e) {
     for (int m = 0; m < e->M; m++) logs[m] = z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
     scale_columns(e, e->S, e->factor, e->S);
     for (int m = 0; m < e->M; m++) z[m] = 1;
-    save_state(e, e->S, of(e->c->states, e->b, e->h));
+    float *to = of(e->c->states, e->b, e->h);
+    for (int i = 0; i <= e->dv; i++) memcpy(to + (int64_t)i * e->M, e->S + i * e->ld, sizeof(float) * e->M);
 }
 
 static void query_offsets(Head *e) {
@@ -325,12 +290,13 @@ static void query_offsets(Head *e) {
     for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? logs[m] * LOG2E + e->bias[m] : -INFINITY;
 }
 
-/* Writes the outputs and log-sums of queries [start, stop) from the normalised state. */
-static void read_state(Head *e, int64_t start, int64_t stop) {
+static void forward_whole(Head *e) {
+    summarise(e, 0, e->c->S);
+    normalise(e);
     transpose(e->dv, e->M, e->S, e->ld, e->St, e->lv);
     query_offsets(e);
-    for (int64_t t = start; t < stop; t += CHUNK) {
-        int n = stop - t < CHUNK ? stop - t : CHUNK;
+    for (int64_t t = 0; t < e->c->L; t += CHUNK) {
+        int n = e->c->L - t < CHUNK ? e->c->L - t : CHUNK;
         load_queries(e, t, n);
         query_features(e, n, e->offset, NULL);
         product(ALL, n, e->dvp, e->M, e->Q, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
@@ -344,13 +310,13 @@ static void read_state(Head *e, int64_t start, int64_t stop) {
     }
 }
 
-/* Writes the gradients to queries [start, stop), and theirs to the normalised state into dS. */
-static void queries_backward(Head *e, int64_t start, int64_t stop) {
+static void backward_whole(Head *e) {
+    const float *logs = of(e->c->logs, e->b, e->h);
     load_state(e, of(e->c->states, e->b, e->h), e->S);
     memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
     query_offsets(e);
-    for (int64_t t = start; t < stop; t += CHUNK) {
-        int n = stop - t < CHUNK ? stop - t : CHUNK;
+    for (int64_t t = 0; t < e->c->L; t += CHUNK) {
+        int n = e->c->L - t < CHUNK ? e->c->L - t : CHUNK;
         const float *logsum = of(e->c->logsum, e->b, e->h) + t;
         load_queries(e, t, n);
         load_gradients(e, t, n);
@@ -361,20 +327,20 @@ static void queries_backward(Head *e, int64_t start, int64_t stop) {
         product(ALL, e->dv + 1, e->Mp, n, e->G, 1, e->lv, e->Q, e->ld, e->dS, e->ld, 1);
         finish_queries(e, t, n);
     }
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
+    keys_backward(e, 0, e->c->S, e->dS, e->ref);
 }
 
-/* Runs `body` for all heads, in `parts` each, on the call's threads. Denormal numbers, which are slow, count as 0 in it. */
-typedef void (*Body)(Head *e, int64_t part, int64_t parts, float *memory);
-
-static int run(const Call *c, int64_t parts, float *memory, Body body) {
+/* Runs `body` for all heads on the call's threads. Denormal numbers, which are slow, count as 0 in it. */
+static int run(const Call *c, void (*body)(Head *e)) {
     int bad = OK;
 #pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
-    for (int64_t job = 0; job < c->B * c->H * parts; job++) {
+    for (int64_t head = 0; head < c->B * c->H; head++) {
         unsigned mode = without_denormals();
         Head e;
-        if (open_head(&e, c, job / parts)) {
-            body(&e, job % parts, parts, memory);
-            save_learned(&e, job % parts);
+        if (open_head(&e, c, head)) {
+            body(&e);
+            save_learned(&e);
             if (e.bad > bad) bad = e.bad;
         } else
             bad = NO_MEMORY;
@@ -384,116 +350,9 @@ static int run(const Call *c, int64_t parts, float *memory, Body body) {
     return bad;
 }
 
-static void forward_whole(Head *e, int64_t part, int64_t parts, float *memory) {
-    (void)part, (void)parts, (void)memory;
-    summarise(e, 0, e->c->S);
-    normalise(e);
-    read_state(e, 0, e->c->L);
-}
+int bidirectional_forward(const Call *c) { return run(c, forward_whole); }
 
-static void take_logs(Head *e) {
-    const float *logs = of(e->c->logs, e->b, e->h);
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
-}
-
-static void backward_whole(Head *e, int64_t part, int64_t parts, float *memory) {
-    (void)part, (void)parts, (void)memory;
-    queries_backward(e, 0, e->c->L);
-    take_logs(e);
-    keys_backward(e, 0, e->c->S, e->dS, e->ref);
-}
-
-/* The same with the tokens of a head in parts, for more threads than heads: partial sums, (dv + 2, Mp) with the reference last,
-   meet in `memory`. */
-static float *partial_of(const Head *e, float *memory, int64_t part, int64_t parts) {
-    return memory + ((e->b * e->c->H + e->h) * parts + part) * (e->dv + 2) * e->Mp;
-}
-
-static void save_partial(const Head *e, const float *S, float *to) {
-    for (int i = 0; i <= e->dv; i++) memcpy(to + i * e->Mp, S + i * e->ld, sizeof(float) * e->Mp);
-    memcpy(to + (e->dv + 1) * e->Mp, e->ref, sizeof(float) * e->Mp);
-}
-
-static void summarise_part(Head *e, int64_t part, int64_t parts, float *memory) {
-    int64_t start, stop;
-    share(e->c->S, part, parts, &start, &stop);
-    summarise(e, start, stop);
-    save_partial(e, e->S, partial_of(e, memory, part, parts));
-}
-
-static void merge_parts(Head *e, int64_t part, int64_t parts, float *memory) {
-    (void)part, (void)parts;
-    const int64_t splits = e->c->splits, last = (e->dv + 1) * e->Mp;
-    memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    for (int m = 0; m < e->Mp; m++) {
-        e->ref[m] = NONE;
-        for (int64_t s = 0; s < splits; s++) e->ref[m] = fmaxf(e->ref[m], partial_of(e, memory, s, splits)[last + m]);
-    }
-    for (int64_t s = 0; s < splits; s++) {
-        const float *S = partial_of(e, memory, s, splits);
-        for (int m = 0; m < e->Mp; m += LANES) {
-            vec factor = exp2_of(AT(S + last + m) - AT(e->ref + m));
-            for (int i = 0; i <= e->dv; i++) AT(e->S + i * e->ld + m) += factor * AT(S + i * e->Mp + m);
-        }
-    }
-    normalise(e);
-}
-
-static void read_part(Head *e, int64_t part, int64_t parts, float *memory) {
-    (void)memory;
-    int64_t start, stop;
-    share(e->c->L, part, parts, &start, &stop);
-    load_state(e, of(e->c->states, e->b, e->h), e->S);
-    read_state(e, start, stop);
-}
-
-static void queries_backward_part(Head *e, int64_t part, int64_t parts, float *memory) {
-    int64_t start, stop;
-    share(e->c->L, part, parts, &start, &stop);
-    queries_backward(e, start, stop);
-    take_logs(e);
-    save_partial(e, e->dS, partial_of(e, memory, part, parts));
-}
-
-static void keys_backward_part(Head *e, int64_t part, int64_t parts, float *memory) {
-    int64_t start, stop;
-    share(e->c->S, part, parts, &start, &stop);
-    memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    for (int64_t s = 0; s < parts; s++) {
-        const float *from = partial_of(e, memory, s, parts);
-        for (int i = 0; i <= e->dv; i++)
-            for (int m = 0; m < e->Mp; m += LANES) AT(e->dS + i * e->ld + m) += AT(from + i * e->Mp + m);
-    }
-    take_logs(e);
-    keys_backward(e, start, stop, e->dS, e->ref);
-}
-
-static float *partials(const Call *c) {
-    Head e;
-    set_sizes(&e, c);
-    return aligned_alloc(64, ((size_t)c->B * c->H * c->splits * (e.dv + 2) * e.Mp * sizeof(float) + 63) / 64 * 64);
-}
-
-int bidirectional_forward(const Call *c) {
-    if (c->splits == 1) return run(c, 1, NULL, forward_whole);
-    float *memory = partials(c);
-    if (!memory) return NO_MEMORY;
-    int bad = run(c, c->splits, memory, summarise_part);
-    if (!bad) bad = run(c, 1, memory, merge_parts);
-    if (!bad) bad = run(c, c->splits, memory, read_part);
-    free(memory);
-    return bad;
-}
-
-int bidirectional_backward(const Call *c) {
-    if (c->splits == 1) return run(c, 1, NULL, backward_whole);
-    float *memory = partials(c);
-    if (!memory) return NO_MEMORY;
-    int bad = run(c, c->splits, memory, queries_backward_part);
-    if (!bad) bad = run(c, c->splits, memory, keys_backward_part);
-    free(memory);
-    return bad;
-}
+int bidirectional_backward(const Call *c) { return run(c, backward_whole); }
 
 /* ---- Causal: query i sees keys up to i + S - L ---- */
 
@@ -566,8 +425,7 @@ static int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 static float *kept_state(const Head *e, int64_t i) { return of(e->c->states, e->b, e->h) + i * (e->dv + 1) * e->M; }
 static float *kept_ref(const Head *e, int64_t i) { return of(e->c->logs, e->b, e->h) + i * e->M; }
 
-static void forward_head(Head *e, int64_t part, int64_t parts, float *memory) {
-    (void)part, (void)parts, (void)memory;
+static void forward_head(Head *e) {
     const Call *c = e->c;
     const int64_t before = c->S - c->L;
     uint8_t *levels = c->levels + (e->b * c->H + e->h) * chunks_of(c->L);
@@ -685,8 +543,7 @@ static void sweep(Head *e, int64_t start, int count, int size, const uint8_t *le
     }
 }
 
-static void backward_head(Head *e, int64_t part, int64_t parts, float *memory) {
-    (void)part, (void)parts, (void)memory;
+static void backward_head(Head *e) {
     const Call *c = e->c;
     const uint8_t *levels = c->levels + (e->b * c->H + e->h) * chunks_of(c->L);
     memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
@@ -704,6 +561,6 @@ static void backward_head(Head *e, int64_t part, int64_t parts, float *memory) {
     keys_backward(e, 0, c->S - c->L, e->dS, e->fresh);
 }
 
-int causal_forward(const Call *c) { return run(c, 1, NULL, forward_head); }
+int causal_forward(const Call *c) { return run(c, forward_head); }
 
-int causal_backward(const Call *c) { return run(c, 1, NULL, backward_head); }
+int causal_backward(const Call *c) { return run(c, backward_head); }

@@ -14,7 +14,7 @@ from torch import Tensor
 from crt_exp.attention.checks import check_result
 from crt_exp.attention.engines.constants import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native_library import library
-from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients
+from crt_exp.attention.engines.protocol import Form, Gradients, Kept
 from crt_exp.features.nonfinite import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass keeps
@@ -25,7 +25,7 @@ class View(ctypes.Structure):
                 ("token", ctypes.c_int64)]
 
 
-SIZES = ("B", "H", "L", "S", "d", "dv", "M", "splits", "segment", "threads")
+SIZES = ("B", "H", "L", "S", "d", "dv", "M", "segment", "threads")
 VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dlogsum", "dx", "dy",
          "dvalues", "dweights", "dbias")
 
@@ -54,46 +54,40 @@ class Engine:
     def __init__(self, causal: bool):
         self.causal, self.unit = causal, math.log(2) if causal else 1.0
 
-    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Bidirectional | Causal:
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-        out, logsum = v.new_empty(B, H, L, dv), v.new_empty(B, H, L)
-        if not self.causal:
-            return Bidirectional(out, logsum, v.new_empty(B, H, dv + 1, M), v.new_empty(B, H, M))
-        levels = torch.empty(B, H, -(-L // CHUNK), dtype=torch.uint8, device="cpu")
-        parts = -(-L // SEGMENT)
-        return Causal(out, logsum, v.new_empty(B, H, parts, dv + 1, M), v.new_empty(B, H, parts, M), levels)
+        parts = (-(-L // SEGMENT),) if self.causal else ()
+        levels = (B, H, -(-L // CHUNK)) if self.causal else (0,)
+        return Kept(v.new_empty(B, H, L, dv), v.new_empty(B, H, L), v.new_empty(B, H, *parts, dv + 1, M),
+                    v.new_empty(B, H, *parts, M), torch.empty(levels, dtype=torch.uint8, device="cpu"))
 
-    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Bidirectional | Causal:
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
         kept = self.empty(x, v, form.rows)
         self._call("forward", x, y, v, form, kept)
         return kept
 
-    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal, grad: Tensor,
+    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, grad: Tensor,
                  grad_logsum: Tensor | None = None) -> Gradients:
         grads, optional = Gradients.empty(x, y, v, form), {}
         if grad_logsum is not None:
             optional["dlogsum"] = grad_logsum / self.unit
-        parts = [t.new_zeros(_splits(x), *t.shape) for t in grads[3:]] if form.learned else []  # of the tokens
         if form.learned:
-            optional |= {"dweights": parts[0][0], "dbias": parts[1][0].unsqueeze(-2)}
+            optional |= {"dweights": grads.weights, "dbias": grads.bias.unsqueeze(-2)}
         self._call("backward", x, y, v, form, kept, grad=grad, dx=grads.x, dy=grads.y, dvalues=grads.v, **optional)
-        for to, each in zip(grads[3:], parts):
-            torch.sum(each, 0, out=to)
         return grads
 
-    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Bidirectional | Causal,
-              **others: Tensor) -> None:
+    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, splits=_splits(x),
-                     segment=SEGMENT, threads=threads)
+        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, segment=SEGMENT,
+                     threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
-        kept = type(kept)(*(t.contiguous() for t in kept))
+        kept = [t.contiguous() for t in kept]
         named |= dict(zip(("out", "logsum", "states", "logs"), kept))
         keep = None if form.keep is None else form.keep.contiguous()
         call = AttentionCall(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
                              keep=None if keep is None else keep.data_ptr(),
-                             levels=kept.levels.data_ptr() if self.causal else None)
+                             levels=kept[4].data_ptr() if self.causal else None)
         status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
@@ -101,11 +95,6 @@ class Engine:
             raise NotFinite("the noise or the parameters of the feature map hold NaN or infinite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf, device="cpu"))
-
-
-def _splits(x: Tensor) -> int:
-    """Parts of the tokens of a head, which threads share where there are more of them than heads."""
-    return -(-torch.get_num_threads() // max(1, x.shape[0] * x.shape[1]))
 
 
 def _view(t: Tensor) -> View:

@@ -1,17 +1,20 @@
 """The closed-form engines as operators of torch: opaque to torch.compile, so that nothing breaks its graphs."""
 
+
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_result, compute_dtype, learning, transformed
+from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, learning, transformed
 from crt_exp.attention.engines import closed_form, native
-from crt_exp.attention.engines.chunks import Call, BatchPart, plain_attention
-from crt_exp.attention.engines.generic import plain_gradients
-from crt_exp.attention.engines.protocol import Bidirectional, Causal, Form, Gradients
+from crt_exp.attention.engines.chunks import Chunked
+from crt_exp.attention.engines.protocol import Form, Gradients, Kept
 from crt_exp.attention.partials import Partial, finish, normalised
 from crt_exp.features.base import ONE, BoundMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
 from crt_exp.samplers.precision import as_given
+
+ENGINES = {"native": native.bidirectional, "native causal": native.causal,
+           "products": closed_form.bidirectional, "products causal": closed_form.causal}
 
 
 def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
@@ -23,21 +26,22 @@ def positive_attention(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential
     """
     x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
     if torch.compiler.is_exporting() or transformed(x, y, v):
-        return finish(plain_attention(x, y, v, part_of(form, causal))).to(v.dtype)
-    return _operator(causal)(x, y, v, *form, _engine(x, y, v, form, causal))[0]
+        return finish(plain(form, causal).rows(x, y, v)).to(v.dtype)
+    return torch.ops.crt_exp.attention(x, y, v, *form, _engine(x, y, v, form, causal))[0]
 
 
 def positive_partial(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, causal: bool,
                      keep: Tensor | None, factor: float) -> Partial:
     """The same as a partial: the outputs with their log-sums."""
     x, y, form = entered(x, y, v, phi, noise, params, keep, factor)
+    work = plain(form, causal)
     if torch.compiler.is_exporting() or transformed(x, y, v):
-        return plain_attention(x, y, v, part_of(form, causal))
+        return work.rows(x, y, v)
     engine = _engine(x, y, v, form, causal)
-    out, logsum, *_ = _operator(causal)(x, y, v, *form, engine)
+    out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, engine)
     logsum = ENGINES[engine].unit * logsum + form.shared_logs(x)
-    if (keep := form.keep) is not None:
-        seen = keep.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] > 0 if causal else keep.any(-1)[:, None, None]
+    if keep is not None:
+        seen = work.seen(y.shape[2] - x.shape[2]) if causal else keep.any(-1)[:, None, None]
         logsum = torch.where(seen, logsum, -torch.inf)
     return normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
 
@@ -61,7 +65,7 @@ def form_of(x: Tensor, y: Tensor, v: Tensor, phi: PositiveExponential, noise, pa
     return Form(rows, scale, bias.squeeze(-2), phi.norm_weight * factor**2, keep, learning(noise, params))
 
 
-def part_of(form: Form, causal: bool) -> BatchPart:
+def plain(form: Form, causal: bool) -> Chunked:
     """The map for the engine of all maps, which knows every transform."""
     weight, bias = (form.rows * form.scale).mT, form.bias.unsqueeze(-2)
 
@@ -69,7 +73,7 @@ def part_of(form: Form, causal: bool) -> BatchPart:
         t = t.to(weight.dtype)
         return Features(ONE, t @ weight + bias - form.norm_weight * sq_norm(t))
 
-    return BatchPart(Call(None, None, None, causal, form.keep), BoundMap(phi, phi), form.keep)
+    return Chunked(BoundMap(phi, phi), form.keep, causal)
 
 
 @torch.no_grad()
@@ -84,83 +88,57 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
     form = form_of(y, y, v, phi, noise, params, keep)
     engine = ENGINES[_engine(y, y, v, form, causal=False)]
     kept = engine.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
-    top = kept.log_z + form.bias
-    return kept.state, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
-
-
-ENGINES = {"native": native.bidirectional, "native causal": native.causal,
-           "products": closed_form.bidirectional, "products causal": closed_form.causal}
+    top = kept.logs + form.bias
+    return kept.states, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
 
 
 def _engine(x: Tensor, y: Tensor, v: Tensor, form: Form, causal: bool) -> str:
-    """The name of the engine for a call, chosen once: the operators and their backward passes are given it."""
+    """The name of the engine for a call, chosen once: the operator and its backward pass are given it."""
     return ("native" if native.applies(x, y, v, form.rows) else "products") + " causal" * causal
 
 
-def _operator(causal: bool):
-    return torch.ops.crt_exp.causal_attention if causal else torch.ops.crt_exp.bidirectional_attention
+@torch.library.custom_op("crt_exp::attention", mutates_args=())
+def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, norm_weight: float,
+             keep: Tensor | None, learned: bool, engine: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with as_given(x):
+        kept = ENGINES[engine].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))
+    check_result(kept.logsum)
+    return tuple(kept)
 
 
-FORM = ("Tensor x, Tensor y, Tensor v, Tensor rows, Tensor scale, Tensor bias, float norm_weight, Tensor? keep, "
-        "bool learned, str engine")
+@torch.library.custom_op("crt_exp::attention_backward", mutates_args=())
+def _backward(grad: Tensor, grad_logsum: Tensor | None, x: Tensor, y: Tensor, v: Tensor, rows: Tensor,
+              scale: Tensor, bias: Tensor, norm_weight: float, keep: Tensor | None, learned: bool, engine: str,
+              kept: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    form = Form(rows, scale, bias, norm_weight, keep, learned)
+    with as_given(x):
+        return tuple(ENGINES[engine].backward(x, y, v, form, Kept(*kept), grad, grad_logsum))
 
 
-def _define(name: str, record: type[Bidirectional] | type[Causal]) -> None:
-    """The operators crt_exp::<name>, which returns the record of an engine, and crt_exp::<name>_backward."""
-    tensors = ", ".join(["Tensor"] * len(record._fields))
-    kept_arguments = ", ".join(f"Tensor {field}" for field in record._fields)
-    gradients_given = ", ".join(["Tensor"] * len(Gradients._fields))
-
-    def forward(x, y, v, rows, scale, bias, norm_weight, keep, learned, engine):
-        with as_given(x):
-            kept = ENGINES[engine].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))
-        check_result(kept.logsum)
-        return tuple(kept)
-
-    def backward(grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, learned, engine, *kept):
-        form = Form(rows, scale, bias, norm_weight, keep, learned)
-        with as_given(x):
-            return tuple(ENGINES[engine].backward(x, y, v, form, record(*kept), grad, grad_logsum))
-
-    ours = torch.library.custom_op(f"crt_exp::{name}", forward, mutates_args=(), schema=f"({FORM}) -> ({tensors})")
-    theirs = torch.library.custom_op(
-        f"crt_exp::{name}_backward", backward, mutates_args=(),
-        schema=f"(Tensor grad, Tensor? grad_logsum, {FORM}, {kept_arguments}) -> ({gradients_given})")
-
-    def keep_for_backward(ctx, inputs, output):
-        x, y, v, rows, scale, bias, ctx.norm_weight, keep, ctx.learned, ctx.engine = inputs
-        ctx.save_for_backward(x, y, v, rows, scale, bias, keep, *output)
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.set_materialize_grads(False)
-
-    def gradients(ctx, grad, grad_logsum, *_):
-        x, y, v, rows, scale, bias, keep, *kept = ctx.saved_tensors
-        grad = torch.zeros_like(kept[0]) if grad is None else grad
-        form = Form(rows, scale, bias, ctx.norm_weight, keep, ctx.learned)
-        if torch.is_grad_enabled() or transformed(grad):
-            return *_plain_gradients((x, y, v), form, ctx.engine, grad, grad_logsum), *(None,) * 4
-        grads = Gradients(*theirs(grad, grad_logsum, x, y, v, *form, ctx.engine, *kept))
-        return *grads[:3], *(grads.of_map(form) if form.learned else (None,) * 3), *(None,) * 4
-
-    ours.register_fake(lambda x, y, v, rows, scale, bias, norm_weight, keep, learned, engine: tuple(
-        ENGINES[engine].empty(x, v, rows)))
-    theirs.register_fake(lambda grad, grad_logsum, x, y, v, rows, scale, bias, norm_weight, keep, learned, *rest: tuple(
-        Gradients.empty(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))))
-    ours.register_autograd(gradients, setup_context=keep_for_backward)
+@_forward.register_fake
+def _(x, y, v, rows, scale, bias, norm_weight, keep, learned, engine):
+    return tuple(ENGINES[engine].empty(x, v, rows))
 
 
-def _plain_gradients(inputs: tuple[Tensor, ...], form: Form, engine: str, grad: Tensor, grad_logsum: Tensor | None):
-    """Those of the operator's first two results to vectors, rows, scale and bias, which can be differentiated
-    themselves."""
-    unit, causal = ENGINES[engine].unit, engine.endswith("causal")
-
-    def results(x, y, v, *of_map):
-        rows = plain_attention(x, y, v, part_of(Form(*of_map, *form[3:]), causal))
-        out = finish(rows).to(v.dtype)
-        return (out,) if grad_logsum is None else (out, (rows.logsum.squeeze(-1) - form.shared_logs(x)) / unit)
-
-    return plain_gradients(results, (*inputs, *form[:3]), (grad,) if grad_logsum is None else (grad, grad_logsum))
+@_backward.register_fake
+def _(grad, grad_logsum, x, y, v, *rest):
+    return tuple(Gradients.empty(x, y, v, Form(*rest[:6])))
 
 
-_define("bidirectional_attention", Bidirectional)
-_define("causal_attention", Causal)
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.norm_weight, keep, ctx.learned, ctx.engine = inputs
+    ctx.save_for_backward(*tensors, keep, *output)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, grad, grad_logsum, *_):
+    x, y, v, rows, scale, bias, keep, *kept = ctx.saved_tensors
+    grad = torch.zeros_like(kept[0]) if grad is None else grad
+    check_gradient(grad)
+    form = Form(rows, scale, bias, ctx.norm_weight, keep, ctx.learned)
+    grads = Gradients(*_backward(grad, grad_logsum, x, y, v, *form, ctx.engine, kept))
+    return *grads[:3], *(grads.of_map(form) if form.learned else (None,) * 3), *(None,) * 4
+
+
+_forward.register_autograd(_gradients, setup_context=_save)

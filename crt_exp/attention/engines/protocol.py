@@ -30,19 +30,15 @@ from crt_exp.attention.checks import check_result
 BLOCK = 512  # tokens whose products with gradients are formed at once
 
 
-class Bidirectional(NamedTuple):
+class Kept(NamedTuple):
+    """What the forward pass returns and keeps."""
+
     out: Tensor     # (B,H,L,dv)
     logsum: Tensor  # (B,H,L)
-    state: Tensor   # [U, 1] (B,H,dv+1,M): the values of the features, as virtual keys
-    log_z: Tensor   # (B,H,M): their log weights, of the keys without the bias
-
-
-class Causal(NamedTuple):
-    out: Tensor     # (B,H,L,dv)
-    logsum: Tensor  # (B,H,L)
-    states: Tensor  # (B,H,N,dv+1,M): what the keys before each segment have left, over exp(refs)
-    refs: Tensor    # (B,H,N,M)
-    levels: Tensor  # (B,H,.) uint8: where shorter pieces had to be taken
+    states: Tensor  # (B,H,dv+1,M): [U, 1], the values of the features, as virtual keys; causal: (B,H,N,dv+1,M), what
+                    # the keys before each segment have left, over exp(logs)
+    logs: Tensor    # (B,H,M): log weights of the virtual keys, of the keys without the bias; causal: (B,H,N,M)
+    levels: Tensor  # (B,H,.) uint8: where shorter pieces had to be taken; none in both directions
 
 
 class Form(NamedTuple):
