@@ -34,7 +34,7 @@ from pydantic import Field
 from crt_exp.options import Count, NotNegative, parse_arguments
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError, images
-from crt_exp.data.endings import IMAGES, files_ending
+from crt_exp.data.files import IMAGES, files_ending
 from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decoded, padded, seconds_of
 from crt_exp.models import language, recogniser, vision
 from crt_exp.models.conformer_transducer import STEP, greedy

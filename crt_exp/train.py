@@ -24,7 +24,7 @@ if __name__ == "__main__":  # before the libraries' imports: __main__ has words 
 import signal
 
 from crt_exp.config import CONF, ConfigError, own_names
-from crt_exp.data.ranks import world_size
+from crt_exp.data import world_size
 from crt_exp.runner.command_line import check_command_line, with_file_names
 from crt_exp.runner.configuration import folders
 from crt_exp.runner.exit_handling import Stopped, errors_reported, fail, leave

@@ -22,7 +22,7 @@ from test_trembl import GENERATED, OPTIONS
 
 from crt_exp import Mechanism, infer
 from crt_exp.config import own_names
-from crt_exp.data import cache, images
+from crt_exp.data import images, warn
 from crt_exp.data.plan import Plan
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import greedy
@@ -33,7 +33,7 @@ from crt_exp.tasks.trembl import VOCABULARY, TrEMBL
 @pytest.fixture(autouse=True)
 def quiet(one_thread, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    cache.warn.cache_clear()
+    warn.cache_clear()
 
 
 @pytest.fixture

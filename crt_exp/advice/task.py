@@ -14,7 +14,7 @@ from crt_exp.advice.call import SAMPLES, advice_of, measured, mechanisms, spread
 from crt_exp.advice.language import LEAST, length_of, opened, refuse_other, rows_of
 from crt_exp.advice.verdict import Advice
 from crt_exp.data import DataError, images, speech
-from crt_exp.data.endings import IMAGES, files_ending
+from crt_exp.data.files import IMAGES, files_ending
 from crt_exp.options import Count, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from crt_exp.atomic_write import whole
+from crt_exp.data.files import whole
 from crt_exp.drawing import CONTROL, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.drawing import EXACT as BLACK
 from crt_exp.measure.times import ratio

@@ -3,10 +3,11 @@
 Light on purpose: importing it pulls in no heavy library, so that an error about data costs no waiting.
 """
 
+import functools
+import logging
 import os
-import stat
 from collections.abc import Hashable, Iterable
-from pathlib import Path
+from typing import Any
 
 
 class DataError(Exception):
@@ -14,14 +15,11 @@ class DataError(Exception):
     do (which file to get from where, where to put it, which option to set)."""
 
 
-def check_regular(path, least: int = 0) -> None:
-    """Raises ValueError for a file of fewer bytes than `least`, and for what lies at a path and is no file: reading a
-    pipe or a device may wait for ever."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device, not a file")
-    if status.st_size < least:
-        raise ValueError("the file is empty")
+@functools.cache
+def warn(message: str, *about: Any) -> None:
+    """Once in a process for the same thing, and by the first process of a run alone."""
+    if rank() == 0:
+        logging.getLogger(__name__).warning(message, *about)
 
 
 def check_classes(labels: Iterable[Hashable], where: str) -> None:
@@ -33,13 +31,22 @@ def check_classes(labels: Iterable[Hashable], where: str) -> None:
                         "classification takes examples of at least 2")
 
 
-def read_text(path: str | Path, named: str) -> str:
-    """A file of UTF-8 text, without the byte order mark that some editors write. named: as messages call it.
-    Line ends become line feeds. Raises DataError, also for what is no regular file."""
-    try:
-        check_regular(Path(path).expanduser())
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{named} is not UTF-8 text: save it as UTF-8") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{named} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+# ---- which of the processes of a run this is, from what torchrun sets ------------------------------------------------
+
+
+def rank() -> int:
+    """This process's number under torchrun; 0 without."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def inside_torchrun() -> bool:
+    return "LOCAL_RANK" in os.environ
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor that is sharded over processes, put together (all processes must take part); others as they are."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

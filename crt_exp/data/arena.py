@@ -28,7 +28,7 @@ import numpy as np
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
-from crt_exp.data.cache import cached, key_of
+from crt_exp.data.files import cached, key_of
 from crt_exp.data.images import squared
 from crt_exp.data.sources import no_folder
 from crt_exp.data.text import numbered_lines

@@ -16,11 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.data import DataError
-from crt_exp.data.cache import warn
-from crt_exp.data.hub import from_hub, how_to_fetch, is_on_hub
+from crt_exp.data import DataError, warn
 from crt_exp.data.plan import padded
-from crt_exp.data.sources import missing, task_folder
+from crt_exp.data.sources import from_hub, how_to_fetch, is_on_hub, missing, task_folder
 from crt_exp.data.text import numbered_lines
 
 HUB = "nyu-mll/glue"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
-from crt_exp.data.hub import Hub, hub_examples, reason_of
+from crt_exp.data.sources import Hub, hub_examples, reason_of
 from crt_exp.data.plan import Plan
 from crt_exp.options import Count, Whole
 

@@ -17,17 +17,19 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
+from pydantic import Field
 from torch import Tensor
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.endings import files_ending
+from crt_exp.data.files import files_ending
 from crt_exp.data.plan import masked, padded
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
+from crt_exp.options import Count, Whole
 
 STANDARD, ANOMALOUS = "ACDEFGHIKLMNPQRSTVWY", "BOUXZ"       # UniProt's ambiguous, rare and unknown ones
 LETTERS = STANDARD + ANOMALOUS
@@ -48,21 +50,7 @@ HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "P
             "PF17055", "PF05318")                            # Performers, appendix C.1
 
 
-def encode(text: str, what: str = "the sequence") -> list[int]:
-    """Numbers of letters. Raises DataError, naming the first that is none."""
-    if unknown := next((letter for letter in text if letter not in LETTERS), None):
-        raise DataError(f"{what}: {unknown!r} is no amino acid; expected letters of {LETTERS}")
-    return [LETTERS.index(letter) for letter in text]
-
-
-def decode(tokens: Sequence[int]) -> str:
-    """The letters of tokens that are letters."""
-    return "".join(LETTERS[i] for i in tokens if i < len(LETTERS))
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sequences:
     """Sequences by row, memory-mapped: letters of row i are tokens[ends[i - 1]:ends[i]].
@@ -169,8 +157,6 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
-
-
 def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.ndarray:
     """Which sequences are of held-out files: (n,) bool; None: of the last of several. Raises ConfigError."""
     known = sequences.names
@@ -212,8 +198,6 @@ def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: f
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Singles:
     """One sequence a row, cut to L letters."""
@@ -262,8 +246,6 @@ class Chains:
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
-
-
 def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
     """BEGIN and the row without its last token, to predict the row; END behind a sequence that ends within L."""
     targets = [np.append(row, END) if len(row) < longest else row for row in rows]
@@ -289,8 +271,6 @@ def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
-
-
 def statistics(lengths: np.ndarray) -> dict[str, float]:
     """Of whole sequences, as Performers Table 1 has them."""
     return {"sequences": len(lengths), "length_min": int(lengths.min()), "length_max": int(lengths.max()),
@@ -298,11 +278,70 @@ def statistics(lengths: np.ndarray) -> dict[str, float]:
             "length_median": float(np.median(lengths))}
 
 
-def frequencies(rows: Singles | Chains, counted: int = COUNTED) -> np.ndarray:
-    """Share of each letter in the rows, (25,): of at most `counted` of them, spread evenly; one more of each letter.
+def frequencies(rows: Singles | Chains) -> np.ndarray:
+    """Share of each letter in the rows, (25,): of at most COUNTED of them, spread evenly; one more of each letter.
 
     Performers C.2: the empirical baseline predicts by these alone.
     """
-    chosen = np.linspace(0, len(rows) - 1, min(counted, len(rows))).astype(np.int64)
+    chosen = np.linspace(0, len(rows) - 1, min(COUNTED, len(rows))).astype(np.int64)
     counts = sum(np.bincount(rows[i], minlength=TOKENS)[:len(LETTERS)] for i in chosen) + 1.0
     return counts / counts.sum()
+
+
+# ---- generated families of sequences, which need no file -------------------------------------------------------------
+class FamilyOptions(TypedDict):
+    """What is generated: `families` in distribution and `held_out` others, the lengths of sequences, and of lags."""
+
+    sequences: Count
+    families: Count
+    held_out: Whole
+    shortest: Count
+    longest: Count
+    nearest: Count
+    farthest: Count
+    copied: Annotated[float, Field(ge=0, lt=1)]
+    seed: Whole
+
+
+class Families:
+    """A Markov chain over the 20 amino acids and a lag for each of F families.
+
+    With probability `copied` a letter is the one `lag` places before it, else the chain's next one: a model needs the
+    distant letter, and the family, which the letters so far alone show. Lengths are uniform.
+    chains (F, 20, 20): of the next letter after each. starts (F, 20): of the first letters. lags (F,).
+    """
+
+    def __init__(self, options: FamilyOptions):
+        """Raises ConfigError for bounds in the wrong order."""
+        for low, high in (("shortest", "longest"), ("nearest", "farthest")):
+            if options[low] > options[high]:
+                raise ConfigError(f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}")
+        rng, count = np.random.default_rng([options["seed"], 0]), options["families"] + options["held_out"]
+        self.chains = rng.dirichlet(np.full(len(STANDARD), 0.3), (count, len(STANDARD)))
+        self.starts = rng.dirichlet(np.full(len(STANDARD), 3.0), count)
+        self.lags = rng.integers(options["nearest"], options["farthest"] + 1, count)
+        self.shortest, self.longest, self.copied = options["shortest"], options["longest"], options["copied"]
+        self.inside = options["families"]                    # the first of them; the others are held out
+
+    def sample(self, n: int, seed: int) -> Sequences:
+        """n sequences, and of held-out families a tenth as many; the family stands in `files`."""
+        rng = np.random.default_rng([seed, 1])
+        family = rng.integers(0, self.inside, n)
+        if len(self.lags) > self.inside:
+            family = np.append(family, rng.integers(self.inside, len(self.lags), max(1, n // 10)))
+        lengths = rng.integers(self.shortest, self.longest + 1, len(family))
+        inside = np.arange(self.longest) < lengths[:, None]
+        accessions = np.array([f"G{i:09d}" for i in range(len(family))], "S16")
+        hashes = np.array([hash_of(accession) for accession in accessions.tolist()], np.uint32)
+        return Sequences(self.letters(family, rng)[inside], np.cumsum(lengths), accessions, hashes,
+                         family.astype(np.uint16), tuple(f"family {i}" for i in range(len(self.lags))))
+
+    def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """(n, T) uint8."""
+        result, rows, lag = np.zeros((len(family), self.longest), np.uint8), np.arange(len(family)), self.lags[family]
+        for t in range(self.longest):
+            chances = self.starts[family] if t == 0 else self.chains[family, result[:, t - 1]]
+            drawn = (chances.cumsum(1) < rng.random((len(rows), 1))).sum(1).clip(max=len(STANDARD) - 1)
+            copies = (rng.random(len(rows)) < self.copied) & (lag <= t)
+            result[:, t] = np.where(copies, result[rows, np.maximum(t - lag, 0)], drawn)
+        return result

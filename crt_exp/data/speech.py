@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from crt_exp.data import DataError, read_text
-from crt_exp.data.cache import warn
-from crt_exp.data.endings import AUDIO, files_ending, hidden
-from crt_exp.data.hub import Hub, from_hub
-from crt_exp.data.sources import missing, task_folder
+from crt_exp.data import DataError, warn
+from crt_exp.data.files import AUDIO, files_ending, hidden
+from crt_exp.data.sources import Hub, from_hub, missing, task_folder
+from crt_exp.data.text import numbered_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = "speech/free-spoken-digit-dataset"
@@ -106,7 +105,7 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
         audio = {path.with_suffix(""): path for path in audio_files(root / subset, "task.data_dir")}
         lines = [(path.parent, *line.strip().partition(" ")) for path in (root / subset).rglob("*.trans.txt")
                  if not hidden(path.relative_to(root))
-                 for line in read_text(path, str(path)).split("\n") if line.strip()]
+                 for _, line in numbered_lines(path) if line.strip()]
         texts = {folder / name: text for folder, name, _, text in lines}
         for name in texts.keys() - audio.keys():
             faults.add(f"{name}: a transcript without audio beside it")

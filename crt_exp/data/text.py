@@ -20,11 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.atomic_write import whole
+from crt_exp.data.files import cached, key_of, whole
 from crt_exp.data import DataError
-from crt_exp.data.cache import cached, key_of
-from crt_exp.data.hub import from_hub, text_folder
-from crt_exp.data.sources import SOURCES, missing
+from crt_exp.data.sources import SOURCES, from_hub, missing, text_folder
 
 Paths = str | Path | Sequence[str | Path]
 IGNORED = -100                                               # the label of a token that has no share in the loss

@@ -1,4 +1,4 @@
-"""Vocabularies made from text: WordPieces, byte pairs, and unigram pieces of sentencepiece.
+"""Vocabularies made from text: WordPieces, byte pairs, pieces of sentencepiece; and what a recogniser writes.
 
 The same text gives the same vocabulary in every process.
 """
@@ -6,7 +6,8 @@ The same text gives the same vocabulary in every process.
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from crt_exp.data import DataError
-from crt_exp.data.cache import cached
+from crt_exp.data.files import cached
 from crt_exp.data.text import SPECIAL, Text, content_key, lines_of
 
 Kind = Literal["wordpiece", "byte_pairs", "sentencepiece"]
@@ -131,3 +132,54 @@ def lowercased(tokenizer, lowercase: bool):
 def check_size(size: int, least: int, what: str) -> None:
     if size < least:
         raise DataError(f"task.vocabulary_size={size}: expected at least {least}, room for {what}")
+
+
+# ---- what a recogniser writes ----------------------------------------------------------------------------------------
+
+LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
+SymbolKind = Literal["characters", "words", "pieces"]
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The vocabulary; `pieces` keeps a model of sentencepiece, `entries` its pieces."""
+
+    kind: SymbolKind
+    entries: tuple[str, ...]
+    pieces: bytes = b""
+
+    @classmethod
+    def of(cls, kind: SymbolKind, texts: Sequence[str], size: int) -> "Symbols":
+        """Those of the texts: all their characters or words, or `size` pieces, fewer where the texts have no more."""
+        if kind == "pieces":
+            return cls.of_pieces(unigram_model(texts, f"{size} pieces", "task.pieces, or task.symbols=characters",
+                                               vocab_size=size, character_coverage=1.0))
+        symbols = {part for text in texts for part in (text if kind == "characters" else text.split())}
+        return cls(kind, tuple(sorted(symbols)))
+
+    @classmethod
+    def of_pieces(cls, model: bytes) -> "Symbols":
+        processor = loaded(model)
+        return cls("pieces", tuple(processor.id_to_piece(i) for i in range(processor.get_piece_size())), model)
+
+    def __post_init__(self):
+        object.__setattr__(self, "numbers", {entry: i for i, entry in enumerate(self.entries)})
+        object.__setattr__(self, "processor", loaded(self.pieces) if self.kind == "pieces" else None)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def encode(self, text: str) -> list[int]:
+        """Raises DataError for a symbol that the vocabulary does not hold."""
+        if self.processor is not None:
+            parts = self.processor.encode(text, out_type=str)
+        else:
+            parts = text if self.kind == "characters" else text.split()
+        if unknown := next((part for part in parts if part not in self.numbers), None):
+            raise DataError(f"{unknown!r} is not among the {len(self)} {self.kind} of the vocabulary")
+        return [self.numbers[part] for part in parts]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        if self.processor is not None:
+            return self.processor.decode(list(numbers))
+        return " ".join(("" if self.kind == "characters" else " ").join(self.entries[i] for i in numbers).split())

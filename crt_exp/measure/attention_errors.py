@@ -17,7 +17,7 @@ from crt_exp.measure.approximation import Approximation, Synthetic
 from crt_exp.measure.base import Measurement, Series, check_estimates
 from crt_exp.measure.kernel import generator
 from crt_exp.measure.subject import Subject
-from crt_exp.data.texts import FOLDER
+from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import measured_bias
 

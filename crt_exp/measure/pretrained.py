@@ -25,7 +25,7 @@ from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.options import Count, checked
 from crt_exp.measure.base import SwapMeasurement
 from crt_exp.measure.recall import attention_of
-from crt_exp.data.texts import FOLDER
+from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.pretrained.published import fetched
 

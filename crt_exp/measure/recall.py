@@ -25,7 +25,7 @@ from crt_exp.attention.checks import repeat_heads
 from crt_exp.config import unknown
 from crt_exp.data.text import generator_of, official_file, running_blocks
 from crt_exp.measure.base import Measurement, SwapMeasurement
-from crt_exp.data.texts import FOLDER
+from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.hub import check_network, reason_of
+from crt_exp.data.sources import check_network, reason_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import folder
 from crt_exp.models.folder import check_numbers, whole_folder

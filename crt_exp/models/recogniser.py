@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
-from crt_exp.data.symbols import Symbols
+from crt_exp.data.vocabularies import Symbols
 from crt_exp.options import check_options
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import kept

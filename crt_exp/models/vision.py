@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from crt_exp.attention.fitted_once import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.hub import reason_of
+from crt_exp.data.sources import reason_of
 from crt_exp.options import did_you_mean
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet

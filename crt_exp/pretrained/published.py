@@ -42,7 +42,7 @@ def copy_from_hub(model: Source, folder: Path) -> str:
     """Copies a model of the hub, or of the hub's copy on this machine, to `folder`. Raises DataError."""
     from huggingface_hub import snapshot_download
 
-    from crt_exp.data.hub import from_hub
+    from crt_exp.data.sources import from_hub
 
     otherwise = f"Or run `{SCRIPT} {model.name}` in a checkout of crt_exp"
     if not model.hub:

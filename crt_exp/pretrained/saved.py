@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from crt_exp.config import ConfigError
-from crt_exp.data.hub import check_network
+from crt_exp.data.sources import check_network
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import verify
 from crt_exp.pretrained.published import fetched

@@ -18,7 +18,7 @@ import pandas as pd
 
 from crt_exp.options import split_words, written
 from crt_exp.config import CONF, ConfigError, own_folders
-from crt_exp.data.texts import prepare
+from crt_exp.data.corpora import prepare
 from crt_exp.report.rows import ORIGIN
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import override

@@ -14,7 +14,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from crt_exp.config import ALIASES, CONF, ConfigError, canonical, own_folders, own_names
-from crt_exp.data.ranks import inside_torchrun, rank
+from crt_exp.data import inside_torchrun, rank
 from crt_exp.options import unknown
 from crt_exp.runner.configuration import GROUPS, check_early, explained
 from crt_exp.runner.help import help_text

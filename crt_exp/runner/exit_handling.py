@@ -18,7 +18,7 @@ from typing import Any
 from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
-from crt_exp.data.ranks import inside_torchrun, rank
+from crt_exp.data import inside_torchrun, rank
 from crt_exp.runner.configuration import in_sweep, output_directory, override, place
 
 ERROR_CODE, DIVERGED_CODE = 2, 3

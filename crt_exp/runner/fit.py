@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from crt_exp.config import ConfigError, imported, instantiate
-from crt_exp.data.ranks import world_size
+from crt_exp.data import world_size
 from crt_exp.runner.configuration import (check_composed, choice, in_sweep, key_of, output_directory, overrides,
                                           part_of)
 from crt_exp.runner.loggers import CURVES, draw_curves

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data import images as data
-from crt_exp.data.hub import is_on_hub
 from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, listed
-from crt_exp.data.sources import SOURCES, task_folder
+from crt_exp.data.sources import SOURCES, is_on_hub, task_folder
 from crt_exp.tasks.base import Batch, Plan, Task
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")

@@ -17,13 +17,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.atomic_write import whole
+from crt_exp.data.files import whole
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, speech
-from crt_exp.data.cache import warn
-from crt_exp.data.hub import is_on_hub
-from crt_exp.data.sources import task_folder
-from crt_exp.data.symbols import ALPHABET, Symbols
+from crt_exp.data import DataError, speech, warn
+from crt_exp.data.sources import is_on_hub, task_folder
+from crt_exp.data.vocabularies import LETTERS, Symbols
 from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser
@@ -124,7 +122,7 @@ class LibriSpeech(Task):
         if not usable["train"]:
             self.faults["train"].settle(0)
         if self.symbols == "characters" and self.corpus == "librispeech":
-            self.vocabulary = Symbols("characters", tuple(ALPHABET))
+            self.vocabulary = Symbols("characters", tuple(LETTERS))
         else:
             self.vocabulary = Symbols.of(self.symbols, [each.text for each in usable["train"]], self.pieces)
         splits = {split: self.coded(split, utterances) for split, utterances in usable.items()}

@@ -17,10 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.atomic_write import write_rows
+from crt_exp.data.files import write_rows
 from crt_exp.config import ConfigError
-from crt_exp.data import corpora
-from crt_exp.data.ranks import whole
+from crt_exp.data import corpora, whole
 from crt_exp.data.text import IGNORED
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.options import Count, NotNegative, Positive, checked

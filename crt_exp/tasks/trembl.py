@@ -17,9 +17,8 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.sources import task_folder
-from crt_exp.data.protein_families import Families, FamilyOptions
 from crt_exp.data.plan import by_length
-from crt_exp.data.protein import LETTERS, Chains, Singles
+from crt_exp.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
 from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import Share, SymbolTask

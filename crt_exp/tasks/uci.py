@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from crt_exp.options import Count, Positive, Several, checked, split_words
 from crt_exp.config import unknown
-from crt_exp.data import own_table, tabular
+from crt_exp.data import tabular
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import interval
@@ -42,12 +42,12 @@ class UCI:
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
                  repeats: Count, sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]],  # squares stay finite
                  draws: Count = 1, data_dir: str | None = None, csv: str | None = None, target: str | None = None,
-                 kind: own_table.Kind | None = None, baseline: str | None = None):
+                 kind: tabular.Kind | None = None, baseline: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split={list(split)}: the three fractions must sum to 1")
         if (data_dir if csv else target or kind) is not None:
             raise ValueError("task.target and task.kind are of your own table, task.csv=FILE; task.data_dir is not")
-        self.table, self.note = own_table.read(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
+        self.table, self.note = tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
         self.features = self.table.encode(coding)  # float64: a date of 12 digits is no float32 before it is scaled
         if scaling == "none" and np.isnan(self.features).any():
             raise ValueError(f"task.scaling=none: values are missing ({self.note}); only scaled columns are filled in")

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, kl_div
 
 import crt_exp
 from crt_exp import swap_attention
-from crt_exp.data.symbols import Symbols
+from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import recogniser, vision
 from crt_exp.models.conformer_transducer import PRESETS

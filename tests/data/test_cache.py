@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from crt_exp.data import DataError
-from crt_exp.data.cache import cached
+from crt_exp.data.files import cached
 
 KILLED = """
 import os, signal, sys, numpy as np
-from crt_exp.data.cache import cached
+from crt_exp.data.files import cached
 
 np.save_array, np.save = np.save, lambda *args: (np.save_array(*args), os.kill(os.getpid(), signal.SIGKILL))
 cached(sys.argv[1], "key", lambda: {"tokens": np.arange(5)})

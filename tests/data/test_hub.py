@@ -11,8 +11,8 @@ from datasets import ClassLabel, Dataset, Features, Value
 from hub_server import HubServer
 from small_bert import write_model
 
-from crt_exp.data import DataError, corpora, hub
-from crt_exp.data.hub import is_on_hub, text_folder
+from crt_exp.data import DataError, corpora, sources
+from crt_exp.data.sources import is_on_hub, text_folder
 
 FEATURES = Features({"sentence": Value("string"), "label": ClassLabel(names=["unacceptable", "acceptable"])})
 CARD = "---\nconfigs:\n- config_name: cola\n  data_files:\n" + "".join(
@@ -73,9 +73,9 @@ def test_the_network_is_asked_once(answers, answering, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", answering.url if answers else "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    hub.check_network.cache_clear()
-    hub.check_network()
-    hub.check_network()
+    sources.check_network.cache_clear()
+    sources.check_network()
+    sources.check_network()
     assert constants.HF_HUB_OFFLINE == datasets.config.HF_HUB_OFFLINE == (not answers)
     assert answering.asked == ["/"] * answers
 

@@ -13,7 +13,7 @@ from small_images import add, picture, write_images, write_shards
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
-from crt_exp.data.endings import IMAGES, SYSTEM, files_ending
+from crt_exp.data.files import IMAGES, SYSTEM, files_ending
 from crt_exp.data.loading import Micro, Streamed, listed
 from crt_exp.data.plan import Plan
 from crt_exp.runner.trainer import read_ahead

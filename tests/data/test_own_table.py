@@ -7,7 +7,7 @@ import pytest
 from refusals import check_refused
 
 from crt_exp.data import DataError
-from crt_exp.data.own_table import read
+from crt_exp.data.tabular import read_own
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks import uci
 
@@ -31,7 +31,7 @@ def homes(tmp_path):
 
 
 def test_columns_are_what_their_values_say(homes):
-    table, told = read(homes, "price")
+    table, told = read_own(homes, "price")
     assert table.name == "homes" and table.classes is None and len(table) == 60
     assert [column.name for column in table.columns] == ["area", "rooms", "city"]
     area, _, city = table.columns
@@ -39,9 +39,9 @@ def test_columns_are_what_their_values_say(homes):
     for part in ("area: 1 of 60 values are missing", "city: 1 of 60 values are missing",
                  "id has 60 different texts and is left out"):
         assert part in told
-    classes, _ = read(homes, "rooms")
+    classes, _ = read_own(homes, "rooms")
     assert classes.classes == ("1", "2", "3", "4", "5") and classes.target.dtype == np.int64
-    assert read(homes, "rooms", "regression")[0].classes is None
+    assert read_own(homes, "rooms", "regression")[0].classes is None
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
@@ -49,7 +49,7 @@ def test_separators_quotes_and_gzip(separator, tmp_path):
     cells = ['\ufeffa', '"b c"', "y\n1", "x", "p\n2", f'"x{separator}y"', "q\n3", "x", "p\n4", "x\u2028", "q\n\n"]
     text = separator.join(cells)
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(text.encode()))
-    table, _ = read(tmp_path / "t.csv.gz", "y")
+    table, _ = read_own(tmp_path / "t.csv.gz", "y")
     assert table.name == "t" and table.classes == ("p", "q") and table.columns[0].values.tolist() == [1, 2, 3, 4]
 
 
@@ -62,18 +62,18 @@ def test_separators_quotes_and_gzip(separator, tmp_path):
     (["+.5", "1.", "1e-3"], [0.5, 1, 0.001], "")])
 def test_one_way_to_read_numbers(cells, values, told, tmp_path):
     count = len(cells)
-    table, said = read(write(tmp_path / "t.csv", "x,y", cells * 4, ["p", "q"] * 2 * count), "y")
+    table, said = read_own(write(tmp_path / "t.csv", "x,y", cells * 4, ["p", "q"] * 2 * count), "y")
     np.testing.assert_array_equal(table.columns[0].values[:count], values)
     assert told.replace("1 of 3", "4 of 12").replace("7 of 8", "28 of 32") in said and bool(said) == bool(told)
 
 
 def test_other_columns_decide_what_a_comma_is(tmp_path):
     labels = ["p", "q"] * 10
-    table, _ = read(write(tmp_path / "t.csv", "x,z,y", ["1,234", "12"] * 10, ["1,5", "2"] * 10, labels), "y")
+    table, _ = read_own(write(tmp_path / "t.csv", "x,z,y", ["1,234", "12"] * 10, ["1,5", "2"] * 10, labels), "y")
     assert table.columns[0].values[:2].tolist() == [1.234, 12]
     with pytest.raises(DataError, match="column x, row 1: '1.234' may hold decimals or thousands"):
-        read(write(tmp_path / "t.csv", "x,z,y", ["1.234", "999"] * 10, ["1,5", "2"] * 10, labels), "y")
-    table, _ = read(write(tmp_path / "t.csv", "x,y", ["p", "q"] * 10, ["1,5", "2"] * 10), "y")
+        read_own(write(tmp_path / "t.csv", "x,z,y", ["1.234", "999"] * 10, ["1,5", "2"] * 10, labels), "y")
+    table, _ = read_own(write(tmp_path / "t.csv", "x,y", ["p", "q"] * 10, ["1,5", "2"] * 10), "y")
     assert table.classes is None and table.target[:2].tolist() == [1.5, 2]
 
 
@@ -88,16 +88,16 @@ MANY = [i / 4 for i in range(38)]
     ([*MANY, "inf", "1"], "row 39: 'inf'")])
 def test_numbers_that_are_not_plain_are_never_categories(cells, message, tmp_path):
     with pytest.raises(DataError, match=message):
-        read(write(tmp_path / "t.csv", "x,y", cells, ["p", "q"] * 20), "y")
+        read_own(write(tmp_path / "t.csv", "x,y", cells, ["p", "q"] * 20), "y")
     with pytest.raises(DataError, match=message.replace("column x", "column y")):
-        read(write(tmp_path / "t.csv", "x,y", ["p", "q"] * 20, cells), "y")
+        read_own(write(tmp_path / "t.csv", "x,y", ["p", "q"] * 20, cells), "y")
 
 
 @pytest.mark.parametrize("cells", [["a", "b"], ["2024-01-05", "2024-01-06"], ["12:30", "1:00"], ["+", "-"],
                                    ["none", "Attchd"], ["1", "b"]])
 def test_words_are_categories_and_classes(cells, tmp_path):
     file = write(tmp_path / "t.csv", "x,y", cells * 10, cells * 10)
-    table, _ = read(file, "y")
+    table, _ = read_own(file, "y")
     assert table.classes == table.columns[0].levels == tuple(sorted(cells))
     assert table.columns[0].values.tolist() == table.target.tolist()
 
@@ -116,15 +116,15 @@ def test_words_are_categories_and_classes(cells, tmp_path):
 def test_what_is_refused_names_column_and_row(text, target, message, tmp_path):
     (tmp_path / "t.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises((DataError, ValueError), match=message):
-        read(tmp_path / "t.csv", target)
+        read_own(tmp_path / "t.csv", target)
 
 
 def test_kind_decides(homes, tmp_path):
     with pytest.raises(DataError, match="column city, .*task.kind=regression"):
-        read(write(tmp_path / "t.csv", "x,city", range(6), ["Ulm", "Bonn"] * 3), "city", "regression")
+        read_own(write(tmp_path / "t.csv", "x,city", range(6), ["Ulm", "Bonn"] * 3), "city", "regression")
     for labels, classes in ((["1", "1.0", "2", "2.00"], ("1", "2")), (["1", "2", "3", "x"], ("1", "2", "3", "x"))):
         file = write(tmp_path / "t.csv", "x,y", [3, 1, 4, 1] * 5, labels * 5)
-        assert read(file, "y", "classification")[0].classes == classes
+        assert read_own(file, "y", "classification")[0].classes == classes
 
 
 def shuffled(values):
@@ -137,7 +137,7 @@ def shuffled(values):
     (202401010000 + 37 * np.arange(60) ** 2, False), (np.arange(60) / 2, False), (1960 + np.arange(60) // 2, False),
     (np.random.default_rng(0).choice(10_000, 60, replace=False), False)])
 def test_whole_numbers_that_identify_rows_are_left_out(values, identifies, tmp_path):
-    table, said = read(write(tmp_path / "t.csv", "no,x,y", values, [1, 2, 4] * 20, ["a"] * 30 + ["b"] * 30), "y")
+    table, said = read_own(write(tmp_path / "t.csv", "no,x,y", values, [1, 2, 4] * 20, ["a"] * 30 + ["b"] * 30), "y")
     assert ("no counts the rows and is left out" in said) == identifies == (len(table.columns) == 1)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, protein, protein_families
+from crt_exp.data import DataError, protein
 from crt_exp.data.plan import Plan
 from crt_exp.data.protein import LETTERS, Chains, Singles, entries, read_files
 
@@ -34,6 +34,10 @@ def sequences(n, seed=0, longest=40):
     return ["".join(rng.choice(list(LETTERS), rng.integers(1, longest))) for _ in range(n)]
 
 
+def decode(tokens):
+    return "".join(LETTERS[i] for i in tokens)
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -42,7 +46,7 @@ def sequences(n, seed=0, longest=40):
 def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
     wanted = sequences(20)
     found = list(entries(write(tmp_path / file, wanted, kind, end=end)))
-    assert [protein.decode(tokens) for _, tokens in found] == wanted
+    assert [decode(tokens) for _, tokens in found] == wanted
     assert [accession.decode() for accession, _ in found] == [name(i) for i in range(20)]
 
 
@@ -89,7 +93,7 @@ def test_files_are_read_once_and_mapped(tmp_path, monkeypatch):
     monkeypatch.setattr(protein, "BLOCK", 7)
     for cache in (tmp_path / "cache", None):
         found = read_files(files, cache)
-        assert [protein.decode(found[i]) for i in range(50)] == first + second
+        assert [decode(found[i]) for i in range(50)] == first + second
         assert isinstance(found.tokens, np.memmap) and found.names == ("a", "b")
         assert found.files.tolist() == [0] * 30 + [1] * 20 and found.lengths.tolist() == [*map(len, first + second)]
     monkeypatch.setattr(protein, "write_arrays", lambda *_: pytest.fail("read again"))
@@ -101,7 +105,7 @@ def test_a_file_that_changed_is_read_again(tmp_path):
     read_files([path], cache)
     write(path, ["ACDE", "FGK"])                                          # of the same size
     os.utime(path, ns=(1, 1))
-    assert protein.decode(read_files([path], cache)[1]) == "FGK"
+    assert decode(read_files([path], cache)[1]) == "FGK"
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):
@@ -230,7 +234,7 @@ def test_statistics_and_frequencies(tmp_path):
 
 
 def test_held_out_families_are_others():
-    made = protein_families.Families(OPTIONS)
+    made = protein.Families(OPTIONS)
     index = made.sample(300, 0)
     assert (index.files == 3).sum() == 30 and len(index) == 330
     assert index.lengths.min() >= 8 and index.lengths.max() <= 30 and index.tokens.max() < 20
@@ -240,4 +244,4 @@ def test_held_out_families_are_others():
 
 def test_bad_bounds_of_generated_families():
     with pytest.raises(ConfigError, match="task.generated.shortest=40: expected at most longest=30"):
-        protein_families.Families(OPTIONS | {"shortest": 40})
+        protein.Families(OPTIONS | {"shortest": 40})

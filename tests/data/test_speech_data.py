@@ -11,9 +11,9 @@ import soundfile
 from refusals import check_refused
 from small_speech import TEXTS, tone, write_digits, write_librispeech
 
-from crt_exp.data import DataError, cache, speech
+from crt_exp.data import DataError, speech, warn
 from crt_exp.data.speech import AudioPart, BadAudio, Faults, Utterance, decoded, seconds_of
-from crt_exp.data.symbols import Symbols
+from crt_exp.data.vocabularies import Symbols
 
 DATA = os.environ.get("CRT_DATA")
 real_data = pytest.mark.skipif(not DATA, reason="CRT_DATA is not set")
@@ -22,7 +22,7 @@ real_data = pytest.mark.skipif(not DATA, reason="CRT_DATA is not set")
 @pytest.fixture(autouse=True)
 def forgetful():
     """What is said once in a process is said once in a test."""
-    cache.warn.cache_clear()
+    warn.cache_clear()
 
 
 def faults(bad="error"):

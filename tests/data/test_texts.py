@@ -4,7 +4,7 @@ import pytest
 from small_bert import write_text
 
 from crt_exp.data import DataError, glue
-from crt_exp.data import texts
+from crt_exp.data import corpora
 
 
 def test_texts_are_made_where_options_name_them(tmp_path, monkeypatch):
@@ -12,26 +12,26 @@ def test_texts_are_made_where_options_name_them(tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
     for part in ("train", "valid"):
         write_text(tmp_path / "data/wikitext2" / f"wiki.{part}.tokens", 30)
-    texts.prepare(["a=1", f"task.vocabulary={texts.FOLDER}/characters-20",
-                   f"task.validation_text={texts.FOLDER}/validation-3.tokens"])
-    words = (texts.FOLDER / "characters-20/vocab.txt").read_text().splitlines()
+    corpora.prepare(["a=1", f"task.vocabulary={corpora.FOLDER}/characters-20",
+                   f"task.validation_text={corpora.FOLDER}/validation-3.tokens"])
+    words = (corpora.FOLDER / "characters-20/vocab.txt").read_text().splitlines()
     assert "##e" in words and "e" in words and len(words) == 5 + 2 * min(20, (len(words) - 5) // 2)
-    assert len((texts.FOLDER / "validation-3.tokens").read_text().splitlines()) == 10
+    assert len((corpora.FOLDER / "validation-3.tokens").read_text().splitlines()) == 10
 
 
 def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
     """They are made of dev alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
-    option = f"task.data_dir={texts.FOLDER}/qnli-2"
+    option = f"task.data_dir={corpora.FOLDER}/qnli-2"
     with pytest.raises(DataError, match="glue/QNLI needs dev.tsv"):
-        texts.prepare([option])
+        corpora.prepare([option])
     lines = [f"{i}\tWho is {i % 5}?\tIt is {i}.\t{'not_' * (i % 2)}entailment\n" for i in range(13)]
     (tmp_path / "data/glue/QNLI").mkdir(parents=True)
     (tmp_path / "data/glue/QNLI/dev.tsv").write_text("index\tquestion\tsentence\tlabel\n" + "".join(lines))
     for _ in range(2):
-        texts.prepare([option])
-        train, dev = (glue.load("qnli", split, texts.FOLDER / "qnli-2") for split in ("train", "dev"))
+        corpora.prepare([option])
+        train, dev = (glue.load("qnli", split, corpora.FOLDER / "qnli-2") for split in ("train", "dev"))
         assert {*dev.texts[0]} == {"Who is 0?", "Who is 2?", "Who is 4?"}
         assert {*train.texts[0]}.isdisjoint(dev.texts[0])
         assert sorted(train.texts[1] + dev.texts[1]) == sorted(glue.load("qnli", "dev").texts[1])

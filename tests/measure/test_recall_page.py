@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from crt_exp.attention import exact_attention
 from crt_exp.config import ConfigError
-from crt_exp.data import texts
+from crt_exp.data import corpora
 from crt_exp.measure import recall
 from crt_exp.measure.recall import FarKey, SwapCopying
 from crt_exp.mechanism import Mechanism
@@ -107,10 +107,11 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
 def test_what_stages_name_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.txt").write_text("one two Three four\n" * 300)
-    monkeypatch.setattr(texts, "official_file", lambda name, split: tmp_path / "train.txt")
-    texts.prepare(["task.text=[/data/train.tokens,outputs/texts/drawn-5.tokens]", "task.model=outputs/texts/llama-270"])
-    lines = (texts.FOLDER / "drawn-5.tokens").read_text().splitlines()
+    monkeypatch.setattr(corpora, "official_file", lambda name, split: tmp_path / "train.txt")
+    corpora.prepare(["task.text=[/data/train.tokens,outputs/texts/drawn-5.tokens]",
+                     "task.model=outputs/texts/llama-270"])
+    lines = (corpora.FOLDER / "drawn-5.tokens").read_text().splitlines()
     assert len(lines) == 5 and all(len(line.split()) == 40 for line in lines)
     assert {*" ".join(lines).split()} == {"one", "two", "three", "four"}
-    config = LlamaConfig.from_pretrained(texts.FOLDER / "llama-270")
-    assert config.hidden_size == 128 and (texts.FOLDER / "llama-270/tokenizer.json").exists()
+    config = LlamaConfig.from_pretrained(corpora.FOLDER / "llama-270")
+    assert config.hidden_size == 128 and (corpora.FOLDER / "llama-270/tokenizer.json").exists()

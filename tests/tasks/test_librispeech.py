@@ -10,7 +10,7 @@ from small_speech import TEXTS, write_digits, write_librispeech
 from test_speech_data import cut, write_parquet
 
 from crt_exp.config import CONF, ConfigError
-from crt_exp.data import DataError, cache
+from crt_exp.data import DataError, warn
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import error_rates
@@ -51,7 +51,7 @@ def books(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quiet(one_thread, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    cache.warn.cache_clear()
+    warn.cache_clear()
 
 
 def spoken(digits, **given):

@@ -1,0 +1,122 @@
+"""Files: those of a folder by their endings, files written whole or not at all, and arrays kept in a cache folder."""
+
+import csv
+import errno
+import hashlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from crt_exp.data import DataError, warn
+
+SYSTEM = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+AUDIO = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".aifc", ".au", ".snd", ".w64", ".caf",
+         ".rf64")
+IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a full disk, a limit to the size of files, a quota
+Arrays = dict[str, np.ndarray]
+
+
+# ---- files of a folder -----------------------------------------------------------------------------------------------
+
+
+def hidden(path: str | Path) -> bool:
+    """Whether a relative path, or a folder of it, is kept by a system or program beside the data."""
+    return any(part.startswith(".") or part in SYSTEM for part in str(path).split(os.sep))
+
+
+def files_ending(folder: Path, endings: tuple[str, ...], paths: Iterable[str | Path] | None = None) -> list[str]:
+    """The files with these endings (lower case), sorted, of `paths` or of the whole folder; hidden ones apart."""
+    if paths is None:
+        paths = (os.path.join(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
+    start = len(str(folder)) + 1
+    files = sorted(path for path in map(str, paths) if not hidden(path[start:]))
+    taken = [path for path in files if path.lower().endswith(endings)]
+    if len(taken) < len(files):
+        others = sorted(os.path.splitext(path)[1].lower() or "without one" for path in set(files) - set(taken))
+        counts = ", ".join(f"{count} {ending}" for ending, count in Counter(others).most_common(6))
+        warn("%s: left out by their endings: %s (taken are %s)", folder, counts, " ".join(endings))
+    return taken
+
+
+# ---- files that are written whole or not at all ----------------------------------------------------------------------
+
+
+@contextmanager
+def whole(path: Path, kind: str = "") -> Iterator[Path]:
+    """A private path to write to, whose file replaces `path` at the end; kind: the suffix of that file's name.
+
+    Links are followed and the mode of an older file is kept. Raises OSError, naming `path`, where it cannot be written
+    or is no regular file: nothing is left of the new file, and what was there stays.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if os.path.lexists(target) and not target.is_file():
+            raise OSError("expected a regular file; choose another name")
+        with TemporaryDirectory(dir=target.parent, prefix=".", suffix=".tmp") as folder:
+            part = Path(folder, f"new{kind}")
+            yield part
+            if target.exists():
+                shutil.copymode(target, part)
+            os.replace(part, target)
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written: {reason(error)}") from None
+
+
+def reason(error: OSError) -> str:
+    """What the system says, and of a full disk what to do."""
+    said = str(error.strerror or error)
+    return f"{said}; free space and start again, with resume=auto in a run" if error.errno in FULL else said
+
+
+def write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """A csv file, as `whole` writes it."""
+    with whole(path) as part, open(part, "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+# ---- arrays that are made once and mapped from a cache folder --------------------------------------------------------
+
+
+def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -> Arrays:
+    """The arrays of `make()`, kept in the folder KEY of `directory` and mapped from there (None: in memory).
+
+    The key must hold all that the arrays depend on. Raises DataError where the directory cannot be written, and for
+    a file that is too short.
+    """
+    if directory is None:
+        return make()
+    folder = Path(directory).expanduser() / key
+    try:
+        with alone(folder.parent):                           # the ranks of a run then make them once
+            if not folder.exists():
+                with TemporaryDirectory(dir=folder.parent) as place:
+                    part = Path(place, key)
+                    part.mkdir()
+                    for name, array in make().items():
+                        np.save(part / name, array)
+                    part.rename(folder)                      # whole or not at all
+    except OSError as error:
+        raise DataError(f"task.cache_dir={directory}: {error}; expected a writable folder, or null") from None
+    try:
+        return {path.stem: np.load(path, "r") for path in folder.iterdir()}
+    except ValueError as error:
+        raise DataError(f"{folder}: {error}; remove this folder, and it is made again") from None
+
+
+def alone(directory: Path) -> FileLock:
+    """Create the directory and wait until no other process makes something for it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return FileLock(f"{directory}.lock")
+
+
+def key_of(*parts: Any) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
