@@ -21,7 +21,7 @@ ROOMS = [
     ["attention"],
     ["nearfar"],
     ["config"],
-    ["data", "environments"],
+    ["data"],
     ["tasks.metrics"],
     ["swap"],
     ["mechanism"],

@@ -1,1 +1,298 @@
-"""Policies with implicit attention that learn by evolution strategies."""
+"""Evolution strategies: policies that learn from the returns of their neighbours (Salimans et al., 2017).
+
+Legend: N parameters, theta; n pairs of members, theta + sigma eps_i and theta - sigma eps_i; the rows eps_i are drawn
+by our own sampler, orthogonal in blocks of N (Choromanski et al., 2018). Every member of a generation plays the same
+rollouts. Ranks take the place of returns, and Adam ascends
+
+    g = 1 / (2 n sigma) sum_i (rank(theta + sigma eps_i) - rank(theta - sigma eps_i)) eps_i.
+
+A generation depends on its number, the seed and the state before it alone, so that a run that was stopped goes on bit
+for bit.
+
+What is played together decides the shape of every product and so its rounding: groups are of a fixed size, whatever the
+number of processes, and each process uses one thread. So the returns do not depend on how many processes there are.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+
+from crt_exp.evolution.environments import Environment, Observation
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.implicit_policy import ImplicitPolicy
+from crt_exp.measure.kernel import generator
+from crt_exp.runner import checkpoint
+from crt_exp.runner.exit_handling import Stopped
+from crt_exp.samplers import orthogonal
+from crt_exp.measure.times import threads, without_interrupts
+
+CHECKPOINTS = "checkpoints"                              # within the run directory
+SPLITS = {"train": 0, "validation": 1, "test": 2}        # no rollout of one is one of another
+BETAS, EPS = (0.9, 0.999), 1e-8                          # of Adam
+
+
+# ---- rollouts, several at once in step with one another, in this process or in others
+
+
+DROPPED = float("nan")  # the return of a rollout with an observation or a reward that is not finite
+
+
+@dataclass(frozen=True)
+class Player:
+    """Who plays where: a class of environments with its options, a policy, and the attention in it. policy None: each
+    action is drawn, uniformly, from the seed of its rollout."""
+
+    world: type
+    options: tuple[tuple[str, Any], ...]
+    policy: ImplicitPolicy | None
+    mechanism: Mechanism
+
+    def made(self) -> Environment:
+        return self.world(**dict(self.options))
+
+
+@functools.lru_cache(maxsize=2)
+def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
+    """Environments and the layer that ranks patches, made once in each process: what they play leaves no trace."""
+    layer = player.policy.layer(player.mechanism) if player.policy else None
+    return [player.made() for _ in range(count)], layer
+
+
+def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
+    """The return of each row of thetas (B, N) in the rollout of its seed; DROPPED where it met what is not finite."""
+    with threads(1):
+        worlds, layer = prepared(player, len(seeds))
+        seen = [world.reset(seed) for world, seed in zip(worlds, seeds)]
+        draws = [np.random.default_rng([seed, 1]) for seed in seeds]
+        returns, going = np.zeros(len(seeds)), np.ones(len(seeds), bool)
+        while going.any():
+            for i in np.flatnonzero(going):
+                if not finite(seen[i]):
+                    returns[i], going[i] = DROPPED, False
+                    seen[i] = Observation(*map(np.zeros_like, seen[i]))
+            actions = decided(player, layer, thetas, seen, draws)
+            for i in np.flatnonzero(going):
+                seen[i], reward, ended = worlds[i].step(actions[i])
+                returns[i] += reward
+                going[i] = not ended and np.isfinite(reward)
+    return [value if np.isfinite(value) else DROPPED for value in returns.tolist()]
+
+
+def decided(player: Player, layer: Any, thetas: Tensor, seen: Sequence[Observation], draws: Sequence) -> np.ndarray:
+    if player.policy is None:
+        return np.stack([draw.uniform(-1, 1, player.world.actions) for draw in draws])
+    images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*seen))
+    return player.policy.act(layer, thetas, images, states).numpy()
+
+
+def finite(seen: Observation) -> bool:
+    return bool(np.isfinite(seen.image).all() and np.isfinite(seen.state).all())
+
+
+def play_all(player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int) -> list[list[float]]:
+    """The returns of every row of thetas (P, N) in every seed, by row, `together` rows at a time.
+
+    Raises Stopped where a process that plays has died.
+    """
+    groups = thetas.split(together)
+    calls = [(player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)) for group in groups]
+    if min(workers, len(calls)) == 1:
+        returns = [play(*call) for call in calls]
+    else:
+        returns = in_processes(calls, workers)
+    flat = [value for group in returns for value in group]
+    return [flat[i:i + len(seeds)] for i in range(0, len(flat), len(seeds))]
+
+
+def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
+    from joblib.externals.loky.process_executor import BrokenProcessPool
+
+    try:
+        with without_interrupts():
+            return joblib.Parallel(n_jobs=workers, batch_size=1)(joblib.delayed(play)(*call) for call in calls)
+    except BrokenProcessPool:
+        raise Stopped("a process that plays rollouts has died (killed, or out of memory); the generations that ended "
+                      "are kept: continue with resume=auto, with fewer task.workers where memory was short",
+                      1) from None
+
+
+# ---- evolution strategies
+
+
+@dataclass(frozen=True)
+class Search:
+    """population: members of a generation, an even number. rollouts: of each member. evaluated, tested: rollouts of
+    theta itself every `evaluate_every` generations and at the end. together: members that one process plays at once."""
+
+    generations: int
+    population: int
+    rollouts: int
+    sigma: float
+    lr: float
+    evaluate_every: int
+    evaluated: int
+    tested: int
+    together: int
+    workers: int
+
+
+@dataclass
+class State:
+    """What a generation begins with. moments: Adam's two, (2, N). generation: how many are done; records: lines of
+    metrics.jsonl so far; rollouts, dropped: so far, in training."""
+
+    theta: Tensor
+    moments: Tensor
+    generation: int = 0
+    records: int = 0
+    rollouts: int = 0
+    dropped: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {key: getattr(self, key) for key in ("generation", "records", "rollouts", "dropped")}
+
+
+def seeds_of(split: str, seed: int, generation: int, count: int) -> list[int]:
+    """Those of the rollouts of a generation, the same for all its members and with all attention."""
+    return np.random.SeedSequence([SPLITS[split], seed, generation]).generate_state(count).tolist()
+
+
+def directions(seed: int, generation: int, pairs: int, n: int) -> Tensor:
+    """(pairs, n)."""
+    return orthogonal(pairs, n, generator(seed, generation)).rows().float()
+
+
+def members(theta: Tensor, eps: Tensor, sigma: float) -> Tensor:
+    """(2 pairs, N): a member and its antithetic one, in turn."""
+    return (theta + sigma * torch.stack([eps, -eps], 1)).flatten(0, 1)
+
+
+def of_members(returns: Sequence[Sequence[float]]) -> list[float]:
+    """The mean return of each member over its rollouts, each less the mean of all in the same rollout, so that one that
+    was dropped is no gain; not a number where all were."""
+    table = np.ma.masked_invalid(returns)
+    return (table - table.mean(0)).mean(1).filled(np.nan).tolist()
+
+
+def shaped(returns: Sequence[float]) -> Tensor:
+    """Ranks from -1/2 to 1/2, equal returns sharing theirs; both of a pair with a dropped one get 0."""
+    pairs = np.asarray(returns, float).reshape(-1, 2)
+    whole = np.isfinite(pairs).all(1)
+    ranks = np.zeros_like(pairs)
+    if whole.any():
+        ranks[whole] = (rankdata(pairs[whole]).reshape(-1, 2) - 1) / (2 * whole.sum() - 1) - 0.5
+    return torch.from_numpy(ranks).float().flatten()
+
+
+def gradient(ranks: Tensor, eps: Tensor, sigma: float) -> Tensor:
+    """(N,), the direction of larger returns."""
+    up, down = ranks.view(-1, 2).unbind(1)
+    return (up - down) @ eps / (2 * len(eps) * sigma)
+
+
+def ascend(state: State, g: Tensor, lr: float) -> None:
+    """One step of Adam."""
+    first, second = state.moments
+    first.lerp_(g, 1 - BETAS[0])
+    second.lerp_(g.square(), 1 - BETAS[1])
+    step = state.generation + 1
+    size = lr * math.sqrt(1 - BETAS[1]**step) / (1 - BETAS[0]**step)
+    state.theta = state.theta + size * first / (second.sqrt() + EPS)
+
+
+def evolve(plan: Search, player: Player, seed: int, done: int, directory: Path | None) -> Iterator[dict[str, Any]]:
+    """The records of a run: of each generation, of evaluations on validation, of the test at the end. The first `done`
+    are in the run directory, which also keeps the state that the run goes on from.
+
+    Raises ValueError where no rollout of a generation has a finite return.
+    """
+    state = restored(directory, done) or begun(player, seed)
+    if player.policy is not None:
+        if state.generation == 0:
+            keep(directory, state)
+        for number in range(state.generation, plan.generations):
+            for record in (trained(plan, player, state, seed, number), *checked(plan, player, state, seed, number)):
+                state.records += 1
+                if state.records > done:
+                    yield record
+            state.generation = number + 1
+            keep(directory, state)
+    yield {**tested(plan, player, state, seed, "test", plan.tested), "final": True}
+
+
+def begun(player: Player, seed: int) -> State:
+    if player.policy is None:
+        return State(torch.zeros(0), torch.zeros(2, 0))
+    theta = player.policy.initial(generator(seed), torch.from_numpy(player.world.lead).float())
+    return State(theta, torch.zeros(2, len(theta)))
+
+
+def trained(plan: Search, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
+    """Takes the step of a generation, and says how it went."""
+    eps = directions(seed, number, plan.population // 2, len(state.theta))
+    seeds = seeds_of("train", seed, number, plan.rollouts)
+    returns = play_all(player, members(state.theta, eps, plan.sigma), seeds, plan.together, plan.workers)
+    dropped = int(np.isnan(returns).sum())
+    if dropped == plan.population * plan.rollouts:
+        raise ValueError(f"generation {number}: no rollout has a finite return; the environment or its options are at "
+                         "fault, or task.sigma is too large")
+    ascend(state, gradient(shaped(of_members(returns)), eps, plan.sigma), plan.lr)
+    state.rollouts, state.dropped = state.rollouts + plan.population * plan.rollouts, state.dropped + dropped
+    return {"step": number + 1, "epoch": 0, "split": "train", "return": float(np.nanmean(returns)),
+            "best": float(np.nanmax(returns)), "rollouts": state.rollouts, "dropped": state.dropped, "seeds": seeds,
+            "returns": [[value if math.isfinite(value) else None for value in row] for row in returns],
+            "norm": float(state.theta.norm())}
+
+
+def checked(plan: Search, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
+    """The evaluation on validation that is due after a generation."""
+    if (number + 1) % plan.evaluate_every == 0:
+        yield tested(plan, player, state, seed, "validation", plan.evaluated, number + 1)
+
+
+def tested(plan: Search, player: Player, state: State, seed: int, split: str, count: int,
+           step: int | None = None) -> dict[str, Any]:
+    """Rollouts of theta itself, the same ones at every step."""
+    seeds = seeds_of(split, seed, 0, count)
+    groups = [play_all(player, state.theta[None], seeds[i:i + plan.together], 1, 1)[0]
+              for i in range(0, count, plan.together)]
+    returns = np.concatenate(groups)
+    finite = returns[np.isfinite(returns)]
+    if not len(finite):
+        raise ValueError(f"{split}: none of {count} rollouts has a finite return")
+    return {"step": state.generation if step is None else step, "epoch": 0, "split": split,
+            "return": float(finite.mean()), "std": float(finite.std()), "rollouts": state.rollouts,
+            "dropped": count - len(finite), "seeds": seeds, "returns": finite.tolist()}
+
+
+# ---- the state on disk
+
+
+def keep(directory: Path | None, state: State) -> None:
+    if directory is not None:
+        checkpoint.save(directory / CHECKPOINTS, state.generation,
+                        {"evolution": {"theta": state.theta, "moments": state.moments}}, state.counts)
+        checkpoint.prune(directory / CHECKPOINTS, 2)
+
+
+def restored(directory: Path | None, done: int) -> State | None:
+    """The newest intact state; None where there is none. Raises CheckpointError where records are missing."""
+    path = None if directory is None else checkpoint.newest(directory / CHECKPOINTS)
+    if path is None:
+        return None
+    counts = checkpoint.load_state(path)
+    if done < counts["records"]:
+        raise checkpoint.CheckpointError(
+            f"{directory / 'metrics.jsonl'} holds {done} records, and {path} was written after {counts['records']}: "
+            f"lines are missing. Put the whole file back, or move {path.parent} away: then the run starts over")
+    return State(**checkpoint.load_tensors(path / "evolution.safetensors"), **counts)

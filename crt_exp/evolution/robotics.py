@@ -10,12 +10,11 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.drawing import new_figure
-from crt_exp.environments.arms import Sweeping
-from crt_exp.environments.stones import SteppingStones
+from crt_exp.evolution import Player, Search, evolve, prepared, restored
+from crt_exp.evolution.environments import SteppingStones, Sweeping
 from crt_exp.options import Count, Positive, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.evolution.strategy import Player, Search, evolve, prepared, restored
 from crt_exp.data.files import whole
 
 PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
@@ -93,7 +92,7 @@ class Robotics:
 
 @checked("task")
 class Locomotion(Robotics):
-    """task=locomotion: gymnasium's Ant on stepping stones; returns in metres. See environments/stones.py."""
+    """task=locomotion: gymnasium's Ant on stepping stones; returns in metres."""
 
     name = "locomotion"
 
@@ -105,7 +104,7 @@ class Locomotion(Robotics):
 
 @checked("task")
 class Sweep(Robotics):
-    """task=sweep: two arms sweep particles into a bowl; returns as a share of them. See environments/arms.py."""
+    """task=sweep: two arms sweep particles into a bowl; returns as a share of them."""
 
     name = "sweep"
 

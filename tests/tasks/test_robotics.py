@@ -13,20 +13,17 @@ from PIL import Image
 from refusals import check_refused
 
 from crt_exp.config import ConfigError
-from crt_exp.environments import base
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
 from crt_exp.runner.exit_handling import Stopped
-from crt_exp.evolution import strategy
-from crt_exp.evolution.strategy import (Player, Search, directions, evolve, gradient, members, play, play_all,
-                                        seeds_of, shaped)
+from crt_exp.evolution import (Player, Search, directions, environments, evolve, gradient, members, play, play_all,
+                               restored, seeds_of, shaped)
 
 for package in ("gymnasium", "mujoco"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install 'crt_exp[robotics]'")
 
-from crt_exp.environments.arms import BOWL, RADIUS, Sweeping  # noqa: E402
-from crt_exp.environments.stones import SteppingStones, course, heights  # noqa: E402
+from crt_exp.evolution.environments import BOWL, RADIUS, SteppingStones, Sweeping, course, heights  # noqa: E402
 
 PLAN = Search(generations=3, population=4, rollouts=2, sigma=0.3, lr=0.1, evaluate_every=2, evaluated=2, tested=3,
             together=2, workers=1)
@@ -52,7 +49,7 @@ class Field:
         image[0, (3 * (self.goal[0] > 0)), 3 * (self.goal[1] > 0)] = 4
         if self.spoiled is not None and self.seed % 2 == self.spoiled:
             image[0, 0, 0] = np.nan
-        return base.Observation(image, np.zeros(1))
+        return environments.Observation(image, np.zeros(1))
 
     def step(self, action):
         if self.dies:
@@ -149,7 +146,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     first = [next(run) for _ in range(stop)]
     run.close()
     assert first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut")) == whole
-    states = [strategy.restored(tmp_path / name, 5) for name in ("whole", "cut")]
+    states = [restored(tmp_path / name, 5) for name in ("whole", "cut")]
     assert torch.equal(states[0].theta, states[1].theta) and torch.equal(states[0].moments, states[1].moments)
 
 
@@ -253,7 +250,7 @@ def test_arms_sweep_a_heap_into_the_bowl():
     assert seen.image[0].sum() > 6 and world.within == 0
     way = world.places.mean(0) - BOWL
     begin = world.places.mean(0) + 0.15 * way / np.linalg.norm(way) + [[-0.07, 0], [0.07, 0]]
-    from crt_exp.environments.arms import CENTRE, RANGE
+    from crt_exp.evolution.environments import CENTRE, RANGE
     _, reward, _ = world.step(((begin - CENTRE) / RANGE).flatten())
     assert world.within > 0.3 and reward == pytest.approx(world.within / 3)
     assert (np.linalg.norm(world.places - BOWL, axis=1) <= RADIUS).mean() == world.within
@@ -324,6 +321,6 @@ def test_what_is_refused(typed, tmp_path, options, words):
 
 @pytest.mark.parametrize("task, packages", [("locomotion", "gymnasium and mujoco"), ("sweep", "mujoco")])
 def test_without_the_extra_one_line_names_it(typed, tmp_path, monkeypatch, task, packages):
-    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
     check_refused(typed(f"task={task}", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"),
                   [f"task={task} needs {packages}", "pip install 'crt_exp[robotics]'"], tmp_path / "run")
