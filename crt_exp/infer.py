@@ -22,7 +22,7 @@ Exit code 2: a mistake, which is printed, or files that could not be read.
 import math
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,16 +30,16 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from crt_exp.options import Count, NotNegative, parse_arguments
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError, images
 from crt_exp.data.files import IMAGES, files_ending
 from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decoded, padded, seconds_of
-from crt_exp.models import language, recogniser, vision
+from crt_exp.models import conformer_transducer, language, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
-from crt_exp.models.generation import TokenChoice, generate
 
 LIKELIEST = 5                    # classes of an image
 QUIET = 0.2                      # seconds of the quietest part of audio, in which it is cut
@@ -120,8 +120,8 @@ def classify(options: ImageOptions) -> int:
 def transcribe(options: AudioOptions) -> int:
     """Print what is heard in each file, and each symbol with the seconds from the start at which it was said."""
     files, bad = audio_files(options.input, "input"), []
-    known, tensors = recogniser.load(options.run, "run")
-    model = recogniser.load_whole(known, tensors)
+    known, tensors = conformer_transducer.load(options.run, "run")
+    model = known.build(tensors)
     for file in files:
         try:
             seconds = seconds_of(file, str(file))
@@ -183,6 +183,65 @@ def sample(options: SequenceOptions) -> None:
         part = seeds[i:i + AT_ONCE]
         rows += generate(model, prompt, length - len(given), choice, part, never=never, end=alphabet.end)
     alphabet.write([[*given, *row] for row in rows], options)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How a symbol is drawn from logits: at a temperature (0: the most likely one), of the top_k most likely, and of
+    the fewest whose chances sum to at least top_p. None: of all. Several at once hold in this order."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def chances(self, logits: Tensor) -> Tensor:
+        """(B, V) -> (B, V) float64, each row of sum 1; symbols whose logit is -inf have none."""
+        logits = logits.double()
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+        logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        chances = logits.softmax(-1)
+        if self.top_p is not None:
+            ordered, order = chances.sort(dim=-1, descending=True, stable=True)
+            kept = ordered.cumsum(-1) - ordered < self.top_p                    # the sum before it is still too little
+            chances = torch.zeros_like(chances).scatter(-1, order, torch.where(kept, ordered, 0.0))
+        return chances / chances.sum(-1, keepdim=True)
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """(B, V) and numbers (B,) in [0, 1) -> symbols (B,)."""
+        chances = self.chances(logits)
+        sums, places = chances.cumsum(-1), torch.arange(chances.shape[-1], device=chances.device)
+        last = torch.where(chances > 0, places, 0).amax(-1)                     # rounding may lead beyond it
+        return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0].minimum(last)
+
+
+@torch.no_grad()
+def generate(model: language.LanguageModel, prompt: Tensor, count: int, choice: TokenChoice, seeds: Sequence[int], *,
+             never: Iterable[int] = (), end: int | None = None) -> list[list[int]]:
+    """At most `count` new symbols behind a prompt (P,), one sequence for each seed, without the prompt.
+
+    never: symbols that are not drawn. end: the symbol that ends a sequence, which is not part of it. The model is in
+    eval mode. Time for a symbol does not depend on the place with random features; else it is linear in it.
+    """
+    device = prompt.device
+    banned = torch.tensor(sorted(never), dtype=torch.long, device=device)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    pasts, tokens = model.begin(), prompt.expand(len(generators), -1)
+    rows, going = [[] for _ in generators], set(range(len(generators)))
+    for _ in range(count):
+        logits = model(tokens, pasts=pasts)[:, -1].index_fill(-1, banned, -torch.inf)
+        uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators]).to(device)
+        drawn = choice.draw(logits, uniform)
+        going -= {i for i in going if int(drawn[i]) == end}
+        if not going:
+            break
+        for i in going:
+            rows[i].append(int(drawn[i]))
+        tokens = drawn[:, None]
+    return rows
 
 
 def write_text(text: str, output: str | None) -> None:
@@ -265,7 +324,7 @@ def alphabet_of(vocabulary: dict[str, Any], run: str) -> Letters | Text | Pixels
         raise ConfigError(f"run={run} has no letters, pixels or text to write: {error!r}") from None
 
 
-KINDS = {"imagenet": (ImageOptions, classify), recogniser.KIND: (AudioOptions, transcribe),
+KINDS = {"imagenet": (ImageOptions, classify), conformer_transducer.KIND: (AudioOptions, transcribe),
          language.KIND: (SequenceOptions, sample)}
 
 if __name__ == "__main__":

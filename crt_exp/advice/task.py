@@ -18,7 +18,7 @@ from crt_exp.data.files import IMAGES, files_ending
 from crt_exp.options import Count, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.base import Measurement
-from crt_exp.models import encoders, recogniser, vision
+from crt_exp.models import conformer_transducer, encoders, vision
 from crt_exp.models.folder import CONFIG
 from crt_exp.config import json_object
 
@@ -144,7 +144,7 @@ def of_audio(model: str, source: str, samples: int | None, calibration: int, see
     utterances = spoken(source)
     judged, training = spread(len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}")
     config = config_of(model)
-    if config is not None and config.get("kind") == recogniser.KIND:
+    if config is not None and config.get("kind") == conformer_transducer.KIND:
         loaded, batch = transducer(model)
     else:
         loaded, batch = hearer(model)
@@ -170,7 +170,7 @@ def spoken(source: str) -> list[speech.Utterance]:
 
 
 def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:
-    known, tensors = recogniser.load(run, "task.model")
+    known, tensors = conformer_transducer.load(run, "task.model")
     refuse_other(run, known.mechanism.describe())
 
     def batch(utterance: speech.Utterance) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
         return {"audio": audio, "samples": torch.tensor([audio.shape[1]]), "targets": targets,
                 "target_lengths": torch.tensor([targets.shape[1]], dtype=torch.int32)}
 
-    return recogniser.load_whole(known, tensors), batch
+    return known.build(tensors), batch
 
 
 def hearer(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:

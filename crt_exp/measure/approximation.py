@@ -32,7 +32,7 @@ from crt_exp.measure.base import check_estimates, planned
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
 from crt_exp.measure.subject import Subject, relative_error
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.transformer import Transformer
+from crt_exp.models.language import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import cached
 

@@ -24,8 +24,7 @@ from crt_exp.options import Count, checked
 from crt_exp.measure.base import SwapMeasurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.folder import folder_of
-from crt_exp.models.kept import WEIGHTS
+from crt_exp.models.folder import WEIGHTS, folder_of
 from crt_exp.swap.describe import attention_matrices
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # 190

@@ -19,7 +19,7 @@ from crt_exp.attention import (DenominatorCount, attention, exact_attention, ide
                                uniform_attention)
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.transformer import Transformer
+from crt_exp.models.language import Transformer
 from crt_exp.samplers import orthogonal
 from crt_exp.measure.base import Measurement
 from crt_exp.measure.times import Call, Update, added, in_turns, milliseconds

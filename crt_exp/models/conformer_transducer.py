@@ -9,6 +9,7 @@ Sources: Graves, 2012 (transducer); Gulati et al., 2020 (Conformer); Park et al.
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypedDict
 
 import torch
@@ -21,14 +22,17 @@ from torchaudio.transforms import MelSpectrogram
 
 from crt_exp.attention.compiling import outside_graphs
 from crt_exp.config import ConfigError
-from crt_exp.options import Count, NotNegative
+from crt_exp.data.vocabularies import Symbols
+from crt_exp.mechanism import Mechanism
+from crt_exp.models.folder import check_shapes, read_kept, write_kept
+from crt_exp.options import Count, NotNegative, check_options
 from crt_exp.samplers.precision import as_given
 
 WINDOW, HOP = 0.025, 0.010  # seconds
-SUBSAMPLING = 4
-STEP = SUBSAMPLING * HOP    # seconds between frames of the encoder
-FIRST = WINDOW + 6 * HOP    # seconds of audio that one frame of the encoder sees: shorter audio has none
+STEP = 4 * HOP              # seconds between frames of the encoder, each of which sees WINDOW + 6 HOP
 FLOOR = 1e-6                # of a mel energy, so that silence has a logarithm: 60 dB below a full-scale tone
+MOST = 8                    # symbols in one frame of the encoder, so that the search ends
+KIND, PIECES = "conformer_transducer", "pieces.model"  # of config.json; the file of a model of sentencepiece
 
 
 class ConformerSizes(TypedDict):
@@ -67,9 +71,7 @@ def check_sizes(sizes: ConformerSizes) -> None:
         raise ConfigError(f"task.sizes.kernel={sizes['kernel']}: expected an odd number, around a frame")
 
 
-# ---- front end ---------------------------------------------------------------------------------------------
-
-
+# ---- front end -------------------------------------------------------------------------------------------------------
 def frames_of(samples, rate: int):
     """Frames of the front end (a number, or a tensor of them): only those that lie within the audio."""
     return (samples - round(WINDOW * rate)) // round(HOP * rate) + 1
@@ -122,9 +124,7 @@ def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
     return x
 
 
-# ---- encoder -----------------------------------------------------------------------------------------------
-
-
+# ---- encoder ---------------------------------------------------------------------------------------------------------
 class Subsampling(nn.Module):
     """(B, frames, mels) -> (B, T, D). Its convolutions are not padded, so a real frame sees real frames alone."""
 
@@ -154,11 +154,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
 
 
 class FrameNorm(nn.LayerNorm):
-    """Normalises the channels of each frame by itself: no statistic joins frames, utterances or processes.
-
-    Training then gives an utterance the same loss in any batch. Batch norm cannot, nor can group norm over time, of
-    which torchaudio's counts padded frames.
-    """
+    """Normalises the channels of each frame by itself: an utterance has the same loss in any batch."""
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
@@ -179,17 +175,13 @@ class Layer(ConformerLayer):
         y = self.self_attn_layer_norm(x)
         y, _ = self.self_attn(query=y, key=y, value=y, key_padding_mask=~keep, need_weights=False)
         x = x + self.self_attn_dropout(y)
-        x = x + self.convolution(x.permute(1, 2, 0), keep).permute(2, 0, 1)
-        return self.final_layer_norm(x + 0.5 * self.ffn2(x))
-
-    def convolution(self, x: Tensor, keep: Tensor) -> Tensor:
-        """(B, D, T) -> (B, D, T)."""
         pointwise, gate, depthwise, norm, *rest = self.conv_module.sequential
-        x = gate(pointwise(self.conv_module.layer_norm(x.transpose(1, 2)).transpose(1, 2)))
-        x = norm(depthwise(x * keep[:, None]), keep)
+        y = gate(pointwise(self.conv_module.layer_norm(x.transpose(0, 1)).transpose(1, 2)))
+        y = norm(depthwise(y * keep[:, None]), keep)  # (B, D, T)
         for part in rest:
-            x = part(x)
-        return x
+            y = part(y)
+        x = x + y.permute(2, 0, 1)
+        return self.final_layer_norm(x + 0.5 * self.ffn2(x))
 
 
 class Encoder(nn.Module):
@@ -212,11 +204,7 @@ class Encoder(nn.Module):
         return x.transpose(0, 1).to(self.subsampling.out.weight.dtype), lengths  # sharded layers give float32
 
 
-# ---- transducer --------------------------------------------------------------------------------------------
-
-State = tuple[Tensor, Tensor]  # of the LSTM, (1, B, cells) each
-
-
+# ---- transducer ------------------------------------------------------------------------------------------------------
 class Predictor(nn.Module):
     """(B, U) symbols -> (B, U, cells): an LSTM over what was said so far. Blank stands for the start."""
 
@@ -225,7 +213,7 @@ class Predictor(nn.Module):
         self.symbol, self.dropout = nn.Embedding(symbols, cells), nn.Dropout(dropout)
         self.lstm = nn.LSTM(cells, cells, batch_first=True)
 
-    def forward(self, symbols: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(self, symbols: Tensor, state=None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         out, state = self.lstm(self.dropout(self.symbol(symbols)), state)
         return self.dropout(out), state
 
@@ -293,11 +281,7 @@ class ConformerTransducer(nn.Module):
         return F.ctc_loss(logs, targets.long(), lengths, target_lengths.long(), self.blank, "none", zero_infinity=True)
 
 
-# ---- recognition -------------------------------------------------------------------------------------------
-
-MOST = 8  # symbols in one frame of 40 ms, so that the search ends
-
-
+# ---- recognition -----------------------------------------------------------------------------------------------------
 @outside_graphs
 @torch.no_grad()
 def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
@@ -324,3 +308,42 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
         said = [i for i, symbol in enumerate(symbols) if symbol != model.blank]
         found.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said]))
     return found
+
+
+# ---- the folder of a run: names and plain values alone, the attention is built from names of conf/ -------------------
+class Recogniser(NamedTuple):
+    """All but the weights."""
+
+    symbols: Symbols
+    rate: int
+    sizes: ConformerSizes
+    mechanism: Mechanism
+
+    def build(self, tensors: dict[str, Tensor] | None = None) -> nn.Module:
+        """With new weights; with the tensors of a run as it was, its noise included, ready to recognise."""
+        model = ConformerTransducer(len(self.symbols) + 1, self.rate, self.sizes)  # blank is one symbol more
+        model = model if self.mechanism.is_exact else self.mechanism.swap(model)
+        if tensors is not None:
+            model.load_state_dict(tensors)
+        return model if tensors is None else model.eval()
+
+
+def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
+    """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
+    symbols = recogniser.symbols
+    config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
+              "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
+    write_kept(directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None)
+
+
+def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
+    """What a run kept, and its weights. Raises DataError, naming `option`, for what is no run of a recogniser."""
+    with read_kept(run, option, KIND, "task=librispeech") as (folder, config, tensors):
+        kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
+        symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
+        mechanism = Mechanism.of_saved(config["attention"], f"{option}={run}")
+        rate, sizes = config["rate"], config["sizes"]
+        check_options("sizes", ConformerSizes, sizes)
+        check_shapes(lambda: ConformerTransducer(len(symbols) + 1, rate, sizes), sizes["layers"], tensors,
+                     f"{option}={run}")
+        return Recogniser(symbols, rate, sizes, mechanism), tensors

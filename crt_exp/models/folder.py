@@ -1,4 +1,7 @@
-"""The folder `<run>/model` in which a run keeps its model, whole or not at all, with digests of its weights."""
+"""The folder `<run>/model` in which a run keeps its model, whole or not at all, with digests of its weights.
+
+`write_kept` and `read_kept` are for models of this package: a description as JSON beside the tensors.
+"""
 
 import hashlib
 import json
@@ -11,14 +14,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from crt_exp.config import ConfigError, read_yaml
+from crt_exp.config import ConfigError, json_object, read_yaml
 from crt_exp.data import DataError
-from crt_exp.config import json_object
 
-MODEL, CONFIG, DIGESTS = "model", "config.json", "digests.json"  # digests: SHA-256 of each file of weights, by its name
+MODEL, CONFIG, WEIGHTS = "model", "config.json", "model.safetensors"
+DIGESTS = "digests.json"                                         # SHA-256 of each file of weights
 ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained
 
 
@@ -94,6 +97,19 @@ def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[st
                               f"expected {tuple(tensor.shape)}")
 
 
+def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """The weights of a recogniser in a model whose attention may be another: its noise stays its own.
+
+    Raises ConfigError where a weight is missing or has another shape.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
+    for name, tensor in state.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            raise ConfigError(f"{source}: {name} is not of shape {tuple(tensor.shape)}; choose task.preset and "
+                              "task.sizes of that run")
+    model.load_state_dict({name: tensors[name] for name in state}, strict=False)
+
+
 def description_in(folder: Path, named: str) -> dict[str, Any]:
     """What its config.json holds. Raises DataError where it cannot be read."""
     try:
@@ -125,3 +141,33 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
     refuse_adapters(path, named)
     no_model = f"it holds no {CONFIG}; a run that has not ended goes on with resume=auto"
     raise DataError(f"{named}: {no_model if path.is_dir() else 'there is no such directory'}: expected {wanted}")
+
+
+# ---- a description and tensors ---------------------------------------------------------------------------------------
+def write_kept(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor],
+               files: Mapping[str, bytes] | None = None) -> None:
+    """Writes `<directory>/model`, with further files, whole or not at all. Raises OSError."""
+    with whole_folder(directory) as folder:
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        for name, content in (files or {}).items():
+            (folder / name).write_bytes(content)
+        save_tensors(tensors, folder / WEIGHTS)
+
+
+@contextmanager
+def read_kept(run: str | Path, option: str, kind: str,
+         task: str) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
+    """The folder, its description and tensors. Errors of these and of the block become a DataError naming `option`."""
+    named = f"{option}={run}"
+    folder = folder_of(run, option, f"the directory of a run of {task}")
+    try:
+        config = description_in(folder, named)
+        if config.pop("kind", None) != kind:
+            raise DataError(f"{named} is a run of another task: give a run of {task}")
+        tensors = load_file(folder / WEIGHTS)
+        check_numbers(tensors.items(), named)
+        yield folder, config, tensors
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        raise DataError(f"{named}: {folder} cannot be read: {type(error).__name__}: {error}") from None

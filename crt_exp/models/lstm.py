@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data.text import IGNORED
+from crt_exp.models.folder import check_shapes, read_kept, write_kept
 from crt_exp.options import Count, check_options
-from crt_exp.models import kept
-from crt_exp.models.folder import check_shapes
 
 KIND = "word_lstm"
 SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model
@@ -100,12 +99,12 @@ def keep(body: WordLSTM, words: tuple[str, ...], temperature: float, tensors: di
     """Writes `<directory>/model`, whole or not at all; `tensors` are the state of `body`. Raises OSError."""
     sizes = {"width": body.lstm.hidden_size, "layers": body.lstm.num_layers, "dropout": body.dropout.p}
     config = {"kind": KIND, "sizes": sizes, "temperature": temperature, "words": words}
-    kept.write(directory, config, tensors, {})
+    write_kept(directory, config, tensors)
 
 
 def load(run: str | Path, option: str) -> KeptLSTM:
     """What a run of task=ptb kept. Raises DataError, naming `option`, for what is none."""
-    with kept.read(run, option, KIND, "task=ptb") as (_, config, tensors):
+    with read_kept(run, option, KIND, "task=ptb") as (_, config, tensors):
         sizes = {"words": len(config["words"]), **config["sizes"]}
         check_options("", WordLSTM, sizes)
         check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option}={run}")

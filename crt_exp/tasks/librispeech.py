@@ -24,9 +24,10 @@ from crt_exp.data.sources import is_on_hub, task_folder
 from crt_exp.data.vocabularies import LETTERS, Symbols
 from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import recogniser
-from crt_exp.models.conformer_transducer import PRESETS, ConformerSizes, check_sizes, frames_of, greedy
-from crt_exp.models.recogniser import Recogniser
+from crt_exp.models import conformer_transducer
+from crt_exp.models.conformer_transducer import (PRESETS, ConformerSizes, Recogniser, check_sizes, frames_of,
+                                                 greedy)
+from crt_exp.models.folder import take_weights
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.metrics import error_rates
 
@@ -211,7 +212,7 @@ class LibriSpeech(Task):
 
     def load_origin(self) -> dict[str, Tensor]:
         """The weights of the run that task.init names, which must write the same symbols."""
-        known, tensors = recogniser.load(self.init, "task.init")
+        known, tensors = conformer_transducer.load(self.init, "task.init")
         if known.symbols != self.vocabulary:
             raise ConfigError(f"task.init={self.init}: writes {len(known.symbols)} {known.symbols.kind}, this run "
                               f"{len(self.vocabulary)} other {self.vocabulary.kind}; choose task.symbols, task.pieces "
@@ -224,7 +225,7 @@ class LibriSpeech(Task):
         self.recogniser = Recogniser(self.vocabulary, self.rate, self.sizes, mechanism)
         model = self.recogniser.build()
         if self.origin is not None:
-            recogniser.take_weights(model, self.origin, f"task.init={self.init}")
+            take_weights(model, self.origin, f"task.init={self.init}")
         return model
 
     def arguments(self, batch: Batch) -> dict[str, Tensor]:
@@ -251,7 +252,7 @@ class LibriSpeech(Task):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """<run>/model, and what was recognised of the split that was evaluated last as <run>/transcripts.tsv."""
-        recogniser.keep(self.recogniser, tensors, directory)
+        conformer_transducer.keep(self.recogniser, tensors, directory)
         rows = [("split", "utterance", "transcript", "greedy"), *self.transcripts]
         with whole(directory / "transcripts.tsv") as part:
             part.write_text("".join("\t".join(row) + "\n" for row in rows))

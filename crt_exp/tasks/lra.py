@@ -20,7 +20,7 @@ from crt_exp.data.plan import by_length, few, masked, padded
 from crt_exp.data.sources import task_folder
 from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.classifier import Classifier
+from crt_exp.models.language import Classifier
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask, without_labels
 

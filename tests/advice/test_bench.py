@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from crt_exp import swap_attention
 from crt_exp.attention import exact_attention
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.transformer import Transformer
+from crt_exp.models.language import Transformer
 from crt_exp.advice.bench import Bench, LayerCall, Layers, fitted, looked_at
 from crt_exp.advice.bench_pieces import IGNORED, TextBench, following, nats
 

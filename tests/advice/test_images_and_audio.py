@@ -16,8 +16,8 @@ import crt_exp
 from crt_exp import swap_attention
 from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import recogniser, vision
-from crt_exp.models.conformer_transducer import PRESETS
+from crt_exp.models import vision
+from crt_exp.models.conformer_transducer import PRESETS, Recogniser, keep
 from crt_exp.advice.task import label_of
 from crt_exp.advice.bench_pieces import BatchBench
 
@@ -123,8 +123,8 @@ def place(tmp_path_factory):
     transformers.ViTImageProcessor(size={"height": 12, "width": 12}).save_pretrained(root / "vit")
     write_images(root / "images", val=2)
     sizes = PRESETS["small"] | {"layers": 1, "dim": 16, "ffn": 32, "heads": 2, "predictor": 16, "joiner": 16}
-    heard = recogniser.Recogniser(Symbols.of("words", WORDS, 0), 8000, sizes, Mechanism.of("exact"))
-    recogniser.keep(heard, heard.build().state_dict(), root / "speech")
+    heard = Recogniser(Symbols.of("words", WORDS, 0), 8000, sizes, Mechanism.of("exact"))
+    keep(heard, heard.build().state_dict(), root / "speech")
     (root / "audio").mkdir()
     for number, word in enumerate(WORDS):
         soundfile.write(root / "audio" / f"{word}.wav", tone(300 + 50 * number, 0.5), 8000)

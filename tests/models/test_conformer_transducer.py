@@ -11,10 +11,10 @@ from torchaudio.models.conformer import ConformerLayer
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.conformer_transducer import (
-    FIRST,
     HOP,
     PRESETS,
-    SUBSAMPLING,
+    STEP,
+    WINDOW,
     ConformerTransducer,
     FrameNorm,
     LogMel,
@@ -143,9 +143,9 @@ def test_layer_is_torchaudios_where_nothing_is_padded():
 
 @pytest.mark.parametrize("rate", [8000, 16000])
 def test_the_shortest_audio_with_a_frame(rate):
-    samples = round(FIRST * rate)
+    samples = round((WINDOW + 6 * HOP) * rate)
     assert encoder_frames(samples, rate) == 1 and encoder_frames(samples - 1, rate) == 0
-    step = round(SUBSAMPLING * HOP * rate)
+    step = round(STEP * rate)
     assert encoder_frames(samples + 10 * step, rate) == 11
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_language import NAMES, calibrated
 
-from crt_exp.models.generation import TokenChoice, generate
+from crt_exp.infer import TokenChoice, generate
 
 PROMPT = torch.tensor([9, 1, 4])
 

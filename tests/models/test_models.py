@@ -7,7 +7,7 @@ import transformers
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.models.transformer import Transformer
+from crt_exp.models.language import Transformer
 
 
 @pytest.mark.parametrize("name", ["exact", "identity", "favorp", "favorpp", "relu", "linformer"])

@@ -12,7 +12,7 @@ from crt_exp import calibrate_attention, describe_attention, samplers, swap_atte
 from crt_exp.attention import RandomFeatureAttention, softmax_attention, uniform_attention
 from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.transformer import Transformer
+from crt_exp.models.language import Transformer
 from crt_exp.swap import calibration
 
 B, H, L, D = 3, 4, 200, 16

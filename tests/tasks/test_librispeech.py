@@ -14,7 +14,7 @@ from crt_exp.data import DataError, warn
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.metrics import error_rates
-from crt_exp.models import recogniser
+from crt_exp.models import conformer_transducer
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Reader
 from crt_exp.tasks.librispeech import LibriSpeech
@@ -98,8 +98,8 @@ def test_a_run(attention, run, tmp_path):
     assert head == ["split", "utterance", "transcript", "greedy"] and len(rows) == last["utterances"] == 9
     assert last["wer"] == jiwer.wer([row[2] for row in rows], [row[3] for row in rows])
     assert last["cer"] == jiwer.cer([row[2] for row in rows], [row[3] for row in rows])
-    found, tensors = recogniser.load(tmp_path / "run", "run")
-    assert recogniser.load_whole(found, tensors).blank == 10 and found.mechanism.name == attention
+    found, tensors = conformer_transducer.load(tmp_path / "run", "run")
+    assert found.build(tensors).blank == 10 and found.mechanism.name == attention
 
 
 def test_error_rates_add_up():
