@@ -10,7 +10,11 @@ def main() -> None:
     if os.getcwd() not in map(os.path.realpath, sys.path):  # of the script, which Python looks beside
         sys.path.append(os.getcwd())                          # what names of one's own stand for, as with -m
     if "--version" in sys.argv[1:]:
-        print(version())
+        from importlib import metadata
+
+        from crt_exp import __version__
+
+        print(f"crt_exp {__version__}, torch {metadata.version('torch')}")
         return
     try:
         from crt_exp.train import main
@@ -22,15 +26,6 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     main()
-
-
-def version() -> str:
-    """The product's and torch's, without importing torch."""
-    from importlib import metadata
-
-    from crt_exp import __version__
-
-    return f"crt_exp {__version__}, torch {metadata.version('torch')}"
 
 
 if __name__ == "__main__":

@@ -21,16 +21,11 @@ from crt_exp.options import (ConfigError, Parameter, Values, annotations_in_sour
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
 LARGEST = 2**17  # characters of a YAML file
-LARGEST_JSON = 2**26  # bytes; the longest config.json of a run holds a tokenizer
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
 
 # ---- names
-
-
-def groups() -> list[str]:
-    return sorted(path.name for path in CONF.iterdir() if path.is_dir())
 
 
 def choices(group: str) -> list[str]:
@@ -208,10 +203,6 @@ def read_json(text: str | bytes, named: Any, line: int = 1) -> dict[str, Any]:
 def json_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file. Raises ConfigError."""
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_JSON + 1)
+        return read_json(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if len(text) > LARGEST_JSON:
-        raise ConfigError(f"{path}: expected at most {LARGEST_JSON} bytes")
-    return read_json(text, path)

@@ -169,7 +169,10 @@ def sample(options: SequenceOptions) -> None:
     kept = language.load(options.run, "run")
     if not kept.description.causal:
         raise ConfigError(f"run={options.run} predicts masked symbols: sequences take task.direction=unidirectional")
-    alphabet, longest = alphabet_of(kept.symbols, options.run), kept.description.length
+    alphabet = next((kind(kept.symbols) for key, kind in ALPHABETS.items() if key in kept.symbols), None)
+    if alphabet is None:
+        raise ConfigError(f"run={options.run} has no letters, pixels or text to write")
+    longest = kept.description.length
     given, length = alphabet.prompt(options.prompt), options.length or longest
     if alphabet.end is None and (options.output is None or length != longest):
         raise ConfigError(f"this run generates images of {longest} values: leave out length, name a PNG, output=FILE")
@@ -315,15 +318,7 @@ class Pixels:
         images.save_grid(made, Path(options.output).expanduser())
 
 
-def alphabet_of(vocabulary: dict[str, Any], run: str) -> Letters | Text | Pixels:
-    """Raises ConfigError for a vocabulary that is none of these."""
-    try:
-        kind = Letters if "letters" in vocabulary else Pixels if "pixels" in vocabulary else Text
-        return kind(vocabulary)
-    except Exception as error:  # tokenizers raises nothing else
-        raise ConfigError(f"run={run} has no letters, pixels or text to write: {error!r}") from None
-
-
+ALPHABETS = {"letters": Letters, "pixels": Pixels, "tokenizer": Text}  # by a key of the vocabulary
 KINDS = {"imagenet": (ImageOptions, classify), conformer_transducer.KIND: (AudioOptions, transcribe),
          language.KIND: (SequenceOptions, sample)}
 

@@ -199,8 +199,7 @@ ATTENTION = {"favorpp": "crt_exp", "spoken": "attention", "proteins": "attention
 SIZES = [("favorpp", None, {"crt_exp": 5}), ("favorpp", None, {"architecture": {"_target_": "os.system"}}),
          ("favorpp", "model_args", {"depth": 10**12}), ("spoken", "sizes", {"dim": 10**9}),
          ("spoken", "symbols", {"entries": [5]}), ("proteins", "sizes", {"d": 10**9}),
-         ("proteins", None, {"length": 10**12}), ("proteins", None, {"vocabulary": 5}),
-         ("proteins", "vocabulary", {"letters": 5}), ("proteins", None, {"kind": [1]})]
+         ("proteins", None, {"length": 10**12}), ("proteins", None, {"kind": [1]})]
 
 
 def refused(name, change, root, tmp_path, called):
