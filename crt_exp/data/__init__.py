@@ -1,6 +1,7 @@
 """Readers of data sets, data that comes along, and the command `python -m crt_exp.data` that lists, fetches, verifies.
 
-Light on purpose: importing it pulls in no heavy library, so that an error about data costs no waiting.
+This file holds what all readers share: their error, warnings that appear once, and the number of the process. It
+imports no heavy library, so that an error about data costs no waiting.
 """
 
 import functools

@@ -117,12 +117,12 @@ class Sweep(Robotics):
 # ---- a rollout as an animation: the world from above, and the image with the patches that are kept
 
 
-EVERY, PER_SECOND = 2, 10           # orders to the servos for each frame; frames of a second
+EVERY, PER_SECOND, MOST = 2, 10, 120  # orders to the servos for each frame; frames of a second; frames
 INK, KEPT = "0.25", "tab:red"
 
 
-def film(player: Player, theta: Tensor, seed: int, path: Path, most: int = 120) -> Path:
-    """Writes a GIF of the rollout of a seed by the policy theta (N,), of at most so many frames."""
+def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
+    """Writes a GIF of the rollout of a seed by the policy theta (N,), of at most MOST frames."""
     (world,), layer = prepared(player, 1)
     figure, axes = new_figure(1, 2, figsize=(6.4, 3.2), layout="constrained")
     import matplotlib.pyplot as plt
@@ -132,7 +132,7 @@ def film(player: Player, theta: Tensor, seed: int, path: Path, most: int = 120) 
 
     def watch(seen: Any) -> None:
         orders.append(seen)
-        if len(orders) % EVERY == 0 and len(orders) // EVERY <= most:
+        if len(orders) % EVERY == 0 and len(orders) // EVERY <= MOST:
             draw_world(axes[0], world)
             writer.grab_frame()
 
@@ -146,7 +146,6 @@ def film(player: Player, theta: Tensor, seed: int, path: Path, most: int = 120) 
             total += reward
     world.watch = None
     plt.close(figure)
-    return path
 
 
 def draw_image(axes: Any, image: np.ndarray, kept: Tensor, player: Player, total: float) -> None:
