@@ -11,13 +11,10 @@ PACKAGE = Path(__file__).parent.parent / "crt_exp"
 # The longest name that fits counts.
 ROOMS = [
     ["options", "features.kernels", "atomic_write", "samplers.precision", "samplers.nested_tensors",
-     "features.nonfinite", "attention.compiling", "data.ranks", "measure.times"],
+     "features.nonfinite", "data.ranks", "measure.times"],
     ["samplers"],
     ["features"],
     ["bounds"],
-    # what engines share with the layers above them
-    ["attention.engines.constants", "attention.checks", "attention.blocked", "attention.partials"],
-    ["attention.engines"],
     ["attention"],
     ["nearfar"],
     ["config"],

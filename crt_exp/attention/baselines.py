@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.base import AttentionLayer
-from crt_exp.attention.checks import check_inputs, repeat_heads
-from crt_exp.attention.padding import Shift, first_kept, from_first
+from crt_exp.attention.checks import Shift, check_inputs, first_kept, from_first, repeat_heads
 from crt_exp.features.base import can_ask, holds
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32

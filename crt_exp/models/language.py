@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.attention.fitted_once import make_room
+from crt_exp.attention.state import make_room
 from crt_exp.config import ConfigError
 from crt_exp.options import Count, check_options
 from crt_exp.mechanism import Mechanism

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_result, finite
 from crt_exp.attention.engines.chunks import chunks, shifted
-from crt_exp.attention.engines.constants import TINY
-from crt_exp.attention.engines.protocol import Form, Gradients, Kept, denominator_gradients
+from crt_exp.attention.engines import TINY, Form, Gradients, Kept, denominator_gradients
 from crt_exp.attention.partials import Packed, Partial
 
 CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores
