@@ -1,4 +1,4 @@
-"""Attention in linear time: `attention`, its materialised twin `attention_reference`, and exact `softmax_attention`."""
+"""Linear-time attention: `attention`, its definition `attention_reference`, exact `softmax_attention`, baselines."""
 
 from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.baselines import (Baseline, Exact, Identity, Uniform, Window, exact_attention,

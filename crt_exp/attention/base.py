@@ -1,6 +1,6 @@
 """What layers that stand for softmax attention have in common, and what training asks of all of them.
 
-Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d.
+Notation: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d.
 """
 
 from collections.abc import Iterable, Iterator
@@ -173,6 +173,6 @@ def same_step(model: nn.Module, going_on: bool = True) -> Iterator[None]:
 def in_backward() -> bool:
     """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer.
 
-    torch says so in a private function alone; nothing public tells a recomputed pass from a first one.
+    Only a private function of torch returns this; nothing public distinguishes a recomputed pass from a first one.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

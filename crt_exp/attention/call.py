@@ -2,7 +2,7 @@
 
 A call is checked, then goes to one engine. Positive maps: closed forms, in C for float32 on CPUs, behind one operator
 of torch, opaque to torch.compile. Other maps, unnormalised sums, transforms of torch.func and exported programs: chunks
-of plain operations. Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M
+of plain operations. Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M
 features.
 """
 
@@ -45,7 +45,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
 
     Signed maps can have denominators that are not positive: `denominator` leaves them ("none"), keeps them off zero
     ("clamp", at 1e-6 of the sum of absolute values) or takes their absolute value ("abs"); `counter` counts them, and
-    without one a warning says how many there were (on the CPU). `normalize=False` gives the numerator phi_q(x)
+    without one a warning gives their number (on the CPU). `normalize=False` gives the numerator phi_q(x)
     phi_k(y)^T v alone.
 
     Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU

@@ -1,6 +1,6 @@
 """What the attention functions share: checks of their arguments, precision, padding, and what graphs leave out.
 
-Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv. b tokens of a block.
+Notation: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv. b tokens of a block.
 """
 
 import functools
@@ -93,7 +93,7 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether operators that torch cannot look into would lose something: under a transform of torch.func (grad, vmap,
+    """Whether operators that torch cannot trace would lose something: under a transform of torch.func (grad, vmap,
     jvp, ...), and where a tensor carries a tangent of forward-mode differentiation. Then plain operations of torch do
     the work."""
     return transforming() or (forward_ad._current_level >= 0

@@ -1,6 +1,6 @@
 """`RandomFeatureAttention`: a feature map with its state, as a module; with `Running`, the only place of that state.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = scale q
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = scale q
 and y = scale k, where scale^2 = scaling is what multiplies q.k in the logit.
 
 The state changes in one place and at one moment: at the start of a forward pass in training. What the pass itself saw
@@ -278,7 +278,7 @@ def _buffer_of(p: Projections) -> str:
 
 @torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
 def _count_pass(omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, module: int) -> None:
-    """What `_advance` does about redraws, in place, as an operator that torch.compile does not look into."""
+    """What `_advance` does about redraws, in place, as an operator that torch.compile does not trace."""
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)
         layer = _MODULES[module]

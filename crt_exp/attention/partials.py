@@ -1,6 +1,6 @@
-"""Partials: what has been gathered from a set of keys, and how two gatherings are added. The one currency of attention.
+"""Partials: sums over a set of keys for each query or feature, how two are added, and how an output is made of them.
 
-Legend: L queries x, S keys y, values v (..., S, dv), M features; a partial has R rows. a, b are the log features of
+Notation: L queries x, S keys y, values v (..., S, dv), M features; a partial has R rows. a, b are the log features of
 queries and keys. Rows are queries (what each has gathered) or features (the state: what keys have left in each
 feature).
 
@@ -140,7 +140,7 @@ def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> P
     """What query i gathers from keys j <= i of the same chunk.
 
     The scale looks at the whole chunk, later keys too. That is exact unless a later key is so large that the terms of
-    an earlier row underflow: `underflowed` finds those rows, and the caller takes shorter chunks.
+    an earlier row underflow: `small_denominators` finds those rows, and the caller takes shorter chunks.
     """
     phi, top = _scale_queries(f, keys.top)
     kernel = (phi @ keys.phi.mT).tril()
@@ -167,7 +167,7 @@ def small_denominators(p: Partial, seen: Tensor | None) -> Tensor:
 def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
     """The attention output of every row, (..., R, dv); 0 where nothing was gathered.
 
-    `policy` says what becomes of denominators of signed features: "none" leaves them, "clamp" takes
+    `policy`, for denominators of signed features: "none" leaves them, "clamp" takes
     sgn(delta) max(|delta|, CLAMP * modulus) with sgn(0) = 1, "abs" takes |delta|.
     """
     if not normalize:
@@ -210,7 +210,7 @@ class DenominatorCount:
         return self.nonpositive / max(self.total, 1)
 
     def warn(self) -> None:
-        """Says it once per call site, unless that would wait for a device."""
+        """Warns once per call site, unless that would wait for a device."""
         if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
             warnings.warn(f"{self.nonpositive} of {self.total} attention denominators are not positive: these rows are "
                           "noise. Take more features or a positive map, set denominator='clamp' or 'abs', or pass "

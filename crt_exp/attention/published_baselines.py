@@ -1,6 +1,6 @@
 """Attention of other papers: kernels other than softmax (Performers), Linformer, Reformer.
 
-Legend: B batch, H heads, L queries, S keys or tokens, d, dv; R rounds of hashing, n chunks of c places.
+Notation: B batch, H heads, L queries, S keys or tokens, d, dv; R rounds of hashing, n chunks of c places.
 """
 
 import math

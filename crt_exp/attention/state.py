@@ -1,6 +1,6 @@
 """What layers of random features learn from what they see: running statistics, and parameters fitted once.
 
-Legend: B batch, H query heads, Hkv key heads, P vectors of a sample, d. `Running` averages statistics of the batches
+Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d. `Running` averages statistics of the batches
 that the layer saw: means over all tokens of a batch and over ranks, but for the minimum; those of the last pass are
 `pending` until the next one begins, and then folded into those that are `running`. `FittedOnce` fits a map to the
 vectors themselves once: each of the first passes in training leaves a sample of its queries and keys, and when there
@@ -92,7 +92,7 @@ class Running(LinearAttention):
 
     @torch.no_grad()
     def _fold(self, rate: Tensor) -> None:
-        """running <- (1 - rate) running + rate pending; the weight tells how much of running is data."""
+        """running <- (1 - rate) running + rate pending; the weight is the share of data in running."""
         for side in "xy":
             for name in self.moments:
                 getattr(self, f"running_{side}_{name}").lerp_(getattr(self, f"pending_{side}_{name}"), rate)
@@ -269,7 +269,7 @@ def make_room(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
-    """So many vectors of each key head (heads, many, d), evenly spread over x (B,H,L,d) where mask (B,L) is True;
+    """`many` vectors of each key head (heads, many, d), evenly spread over x (B,H,L,d) where mask (B,L) is True;
     where there are fewer, some of them twice, and NaN where there is none."""
     groups = x.shape[1] // heads
     pooled = x.detach().float().unflatten(1, (heads, groups)).permute(1, 2, 0, 3, 4).flatten(1, 3)
@@ -283,7 +283,7 @@ def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
 
 
 def _thinned(rows: Tensor, most: int) -> Tensor:
-    """At most so many of them, evenly spread."""
+    """At most `most` of them, evenly spread."""
     count = rows.shape[1]
     return rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]
 

@@ -1,6 +1,9 @@
 """Engines for positive exponential features: what they are given, what they return, the numbers they share with C.
 
-Legend: B, H, L queries x, S keys y, d, values v of dimension dv, M features, N segments. An engine has a `unit` and
+closed_form.py has the formulas, for every device and precision; native.py and native.c do the same in C. chunks.py
+serves every map by plain operations, and is not one of these.
+
+Notation: B, H, L queries x, S keys y, d, values v of dimension dv, M features, N segments. An engine has a `unit` and
 three functions:
 
     empty(x, v, rows)           a record like that of `forward`, of which only sizes and types count

@@ -3,7 +3,7 @@
    Logs are in base 2 and have exact maxima taken off: of the queries along a row, of the keys along a feature, as a
    running maximum, `ref`. A sum taken with an older ref is multiplied by exp2(old - new) <= 1.
 
-   Legend: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and
+   Notation: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and
    G = [g, gradient to the log-sum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, as (dv + 1, M);
    D gradients to features. Rows of matrices with M columns are `ld` apart, of those with dv + 1 columns `lv`, and what
    fills them up is 0. */
@@ -29,7 +29,7 @@ typedef struct {
     const Call *c;
     int64_t b, h;
     int d, dp, dv, dvp, lv, M, Mp, ld;      /* the p-sizes are multiples of PAD */
-    float *w, *w2, *wt;                     /* rows (M, dp), in natural, in binary units, and these transposed (d, ld) */
+    float *w, *w2, *wt;                     /* rows (M, dp), in natural and binary units; w2 transposed (d, ld) */
     float *bias;                            /* of queries: twice the bias, -inf for the features that fill up (Mp) */
     float *X, *Y, *V, *G, *dx, *dvalues;    /* (CHUNK, dp or lv) */
     float *Yt, *Vt, *A, *dA;                /* (d, CHUNK), (dv + 1, CHUNK), (CHUNK, CHUNK) twice */
@@ -102,7 +102,7 @@ static void load_queries(Head *e, int64_t start, int n) {
         if (!(square_sum(e->X + i * e->dp, e->dp) < FARTHEST)) e->bad = NOT_FINITE;
 }
 
-/* Y, V and the offsets -norm_weight |y|^2 of the keys in `row`; masked keys, which may hold anything, are 0 and -inf. */
+/* Y, V and the offsets -norm_weight |y|^2 of the keys in `row`; masked keys, of any content, are 0 and -inf. */
 static void load_keys(Head *e, int64_t start, int n) {
     load(e, e->c->y, start, n, e->d, e->Y, e->dp);
     load(e, e->c->v, start, n, e->dv, e->V, e->lv);
@@ -218,7 +218,8 @@ static void finish_keys(Head *e, int64_t start, int n) {
     learn(e, n, e->Y);
     product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
     for (int j = 0; j < n; j++)
-        for (int p = j * e->dp; p < (j + 1) * e->dp; p += LANES) AT(e->dx + p) -= twice * e->sums[j] * AT(e->Y + p);
+        for (int p = 0; p < e->dp; p += LANES)
+            AT(e->dx + j * e->dp + p) -= twice * e->sums[j] * AT(e->Y + j * e->dp + p);
     save(e, e->c->dy, start, n, e->d, e->dx, e->dp);
     save(e, e->c->dvalues, start, n, e->dv, e->dvalues, e->lv);
 }
@@ -232,7 +233,7 @@ static void finish_queries(Head *e, int64_t start, int n) {
     save(e, e->c->dx, start, n, e->d, e->dx, e->dp);
 }
 
-/* Writes the gradients to keys [start, stop), which act through the state alone: dS is that to it, in reference `ref`. */
+/* Writes the gradients to keys [start, stop), which act through the state alone: dS is that to it, over `ref`. */
 static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS, const float *ref) {
     transpose(e->dv, e->M, dS, e->ld, e->St, e->lv);
     for (int64_t t = start; t < stop; t += CHUNK) {

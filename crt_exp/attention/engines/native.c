@@ -103,9 +103,9 @@ static void clear_upper(float *A, int n) {
     }
 }
 
-/* Takes n tokens through the forward pass: St (Mp, lv) with z in column dv is the state, of reference ref. Returns 0, and
-   leaves the state as it was, where a denominator comes out below TINY: a later key of the chunk is so large that the
-   terms of an earlier row were rounded to 0. A single token cannot do that, for its largest term is at least 1. */
+/* Takes n tokens through the forward pass: St (Mp, lv) with z in column dv is the state, of reference ref. Returns 0,
+   and leaves the state as it was, where a denominator comes out below TINY: a later key of the chunk is so large that
+   the terms of an earlier row were rounded to 0. A single token cannot do that: its largest term is at least 1. */
 static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *seen) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = up(n);
@@ -262,8 +262,8 @@ static void find_pieces(Head *e, int64_t start, int count, int size, const float
     e->K = scratch;
 }
 
-/* Sweeps back over `count` tokens in pieces of `size`, and over those whose level is 1 token by token. S and old are state
-   and reference before them. */
+/* Sweeps back over `count` tokens in pieces of `size`, and over those whose level is 1 token by token. S and old are
+   the state and reference before them. */
 static void sweep(Head *e, int64_t start, int count, int size, const uint8_t *levels, const float *S, const float *old,
                   float *memory) {
     find_pieces(e, start, count, size, S, old, memory);

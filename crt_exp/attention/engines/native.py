@@ -68,7 +68,7 @@ _available._dynamo_marked_constant = True
 
 
 class Engine:
-    """Bidirectional or causal: see protocol.py."""
+    """Bidirectional or causal: see the head of this package."""
 
     def __init__(self, causal: bool):
         self.causal, self.unit = causal, math.log(2) if causal else 1.0
