@@ -1,7 +1,7 @@
 """Attention with positive exponential features, forward and backward in closed form, for every device and precision.
 
-Notation: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h the batch
-entries and heads of a tile. a, b are the log features of queries and keys.
+Notation: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h the
+batch entries and heads of a tile. a, b are the log features of queries and keys.
 
 Bidirectional. With z_m = sum_j exp(b_jm), U_m = sum_j exp(b_jm) v_j / z_m and l_i = log sum_m exp(a_im + log z_m),
     output_i = sum_m exp(a_im + log z_m - l_i) U_m:
