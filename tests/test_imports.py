@@ -10,14 +10,11 @@ PACKAGE = Path(__file__).parent.parent / "crt_exp"
 # From the bottom to the top: a module imports from lines above its own, or from its own line.
 # The longest name that fits counts.
 ROOMS = [
-    ["options", "features.kernels", "samplers.precision", "samplers.nested_tensors",
-     "features.nonfinite", "attention.compiling", "measure.times"],
+    ["options", "features.kernels", "samplers.precision", "samplers.nested_tensors", "features.nonfinite",
+     "measure.times"],
     ["samplers"],
     ["features"],
     ["bounds"],
-    # what engines share with the layers above them
-    ["attention.engines.constants", "attention.checks", "attention.blocked", "attention.partials"],
-    ["attention.engines"],
     ["attention"],
     ["nearfar"],
     ["config"],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.base import LinearAttention
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.features.nonfinite import NotFinite

@@ -1,16 +1,14 @@
-"""Attention in linear time: `attention`, its materialised twin `attention_reference`, and exact `softmax_attention`."""
+"""Linear-time attention: `attention`, its definition `attention_reference`, exact `softmax_attention`, baselines."""
 
+from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.baselines import (Baseline, Exact, Identity, Uniform, Window, exact_attention,
                                          identity_attention, uniform_attention, window_attention)
 from crt_exp.attention.call import attention, partial_attention
 from crt_exp.attention.decoding import DecodingState
-from crt_exp.attention.generalized import Generalized
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.attention.linear import LinearAttention
-from crt_exp.attention.linformer import Linformer
 from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, softmax_partial
+from crt_exp.attention.published_baselines import Generalized, Linformer, Reformer
 from crt_exp.attention.reference import attention_reference, softmax_attention
-from crt_exp.attention.reformer import Reformer
 
 __all__ = ["Baseline", "DecodingState", "DenominatorCount", "Exact", "Generalized", "Identity", "LinearAttention",
            "Linformer", "Partial", "RandomFeatureAttention", "Reformer", "Uniform", "Window", "attention",

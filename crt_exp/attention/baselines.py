@@ -1,6 +1,6 @@
-"""Attention without random features: the ceiling, the bound of speed, the controls of every report, and a peer.
+"""Baselines without random features: exact attention, its values alone, uniform and window attention.
 
-Each is a layer with the interface of `RandomFeatureAttention` and says whether it can be causal. Legend: B batch, H
+Each is a layer with the interface of `RandomFeatureAttention` and states whether it can be causal. Notation: B batch, H
 query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.base import AttentionLayer
-from crt_exp.attention.checks import check_inputs, repeat_heads
-from crt_exp.attention.padding import Shift, first_kept, from_first
+from crt_exp.attention.checks import Shift, check_inputs, first_kept, from_first, repeat_heads
 from crt_exp.features.base import can_ask, holds
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
@@ -92,7 +91,7 @@ class KeysPast:
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
 
     def _forget(self, new: int) -> None:
-        """Leaves room for so many new tokens in the window."""
+        """Forgets tokens until `new` more fit into the window."""
         if self.window is None or self.held + new <= self.window:
             return
         if new > self.window:
@@ -173,8 +172,7 @@ def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
 
 def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
                       key_mask: Tensor | None = None) -> Tensor:
-    """The mean of the values over the keys that a query may see, whatever it is:
-    what an approximation must be nearer than."""
+    """The mean of the values over the keys that a query may see: an approximation must be closer to exact."""
     check_inputs(x, y, v, None, (), causal, key_mask)
     v, (L, S) = repeat_heads(v, x.shape[1]), (x.shape[2], y.shape[2])
     keep = torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device) if key_mask is None else key_mask[:, None, :, None]
@@ -248,7 +246,7 @@ def _allowed_places(begin: Tensor, S: int, block: int, first: int, start: int, c
 
 
 class Exact(Baseline):
-    """Softmax attention by torch's fused kernels: the ceiling."""
+    """Softmax attention by torch's fused kernels."""
 
     counts_places = False
 

@@ -1,18 +1,20 @@
-"""What the attention functions accept: shapes, masks, noise and parameters, each refused with one
-sentence that says why.
+"""What the attention functions share: checks of their arguments, precision, padding, and what graphs leave out.
 
-Legend: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv.
+Notation: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv. b tokens of a block.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from crt_exp.features.base import can_ask, holds
-from crt_exp.samplers.nested_tensors import Nested, leaves
 from crt_exp.features.nonfinite import NotFinite
+from crt_exp.samplers.nested_tensors import Nested, leaves
 from crt_exp.samplers.noise import Noise, transforming
 
 NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
@@ -20,8 +22,11 @@ NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared
 
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested, causal: bool,
-                 key_mask: Tensor | None) -> None:
-    """Raises ValueError unless x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) and the rest fit together."""
+                 key_mask: Tensor | None) -> torch.dtype:
+    """The `compute_dtype` of x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv).
+
+    Raises ValueError unless these, key_mask (B,S) and the rest fit together.
+    """
     for name, t in (("x", x), ("y", y), ("v", v)):
         if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
             raise ValueError(f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (batch, heads, length, "
@@ -37,13 +42,14 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
                          "queries, the last of the sequence")
     check_key_mask(key_mask, y)
     for part in leaves(noise):
-        if not isinstance(part, Noise) or part.d != x.shape[3] or not _broadcasts(part.batch, x):
+        if not isinstance(part, Noise) or part.d != x.shape[3] or not _broadcasts(part.batch, x.shape[:2]):
             raise ValueError(f"noise {part!r}: expected what a sampler draws, with d = {x.shape[3]} and a batch that "
                              f"broadcasts to (batch, heads) = {tuple(x.shape[:2])}")
     for part in leaves(params):
-        if not isinstance(part, Tensor) or (part.ndim > 2 and not _broadcasts(part.shape[:-2], x)):
+        if not isinstance(part, Tensor) or (part.ndim > 2 and not _broadcasts(part.shape[:-2], x.shape[:2])):
             raise ValueError(f"parameter of shape {tuple(getattr(part, 'shape', ()))}: expected tensors as `fit` gives "
                              f"them, which broadcast to (batch, heads, 1, ...) = {(*x.shape[:2], 1)}")
+    return torch.float64 if torch.float64 in (x.dtype, y.dtype, v.dtype) else torch.float32
 
 
 def check_shared(heads: int, kv_heads: int) -> None:
@@ -59,8 +65,7 @@ def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
                          "cannot be linearised")
 
 
-def _broadcasts(shape, x: Tensor) -> bool:
-    batch = x.shape[:2]
+def _broadcasts(shape, batch) -> bool:
     return len(shape) <= 2 and all(a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(batch)))
 
 
@@ -88,7 +93,7 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether operators that torch cannot look into would lose something: under a transform of torch.func (grad, vmap,
+    """Whether operators that torch cannot trace would lose something: under a transform of torch.func (grad, vmap,
     jvp, ...), and where a tensor carries a tangent of forward-mode differentiation. Then plain operations of torch do
     the work."""
     return transforming() or (forward_ad._current_level >= 0
@@ -125,3 +130,83 @@ def check_entries(t: Tensor) -> None:
     """Raises as `check_result` where they are not `all_finite`."""
     if not all_finite(t):
         raise NotFinite(NOT_FINITE)
+
+# Rows of a batch that begin with padding: places, and blocks of tokens, are counted from the first real one of each
+# row. So a row's outputs do not depend on how much padding the other rows of its batch bring with them.
+
+def first_kept(keep: Tensor) -> Tensor:
+    """The place of the first real token of each row (B,) of keep (B, S); 0 where there is none."""
+    return keep.to(torch.uint8).argmax(1)
+
+
+class Shift(NamedTuple):
+    """Moves the tokens of each row back by `by` (B,) places, so that its first real one begins a block."""
+
+    by: Tensor
+    most: int     # places that are added
+
+    @classmethod
+    def of(cls, keep: Tensor | None, b: int) -> "Shift | None":
+        """None where no row needs it; asked on a CPU alone, elsewhere the answer would have to be waited for."""
+        if keep is None:
+            return None
+        by = -first_kept(keep) % b
+        if torch.compiler.is_compiling() or transforming() or not keep.is_cpu:
+            return cls(by, b - 1)
+        most = int(by.max()) if len(by) else 0
+        return cls(by, most) if most else None
+
+    def there(self, t: Tensor, dim: int = 2) -> Tensor:
+        """t (B, ., n, k), or (B, n) along dim 1, with `most` more places, whose contents mean nothing."""
+        return _taken(t, torch.arange(t.shape[dim] + self.most, device=t.device) - self.by.unsqueeze(1), dim)
+
+    def mask(self, keep: Tensor) -> Tensor:
+        """That of the keys, False at the places that are added."""
+        places = torch.arange(keep.shape[1] + self.most, device=keep.device) - self.by.unsqueeze(1)
+        return self.there(keep, 1) & (places >= 0) & (places < keep.shape[1])
+
+    def back(self, t: Tensor) -> Tensor:
+        """The inverse of `there`."""
+        return _taken(t, torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1), 2)
+
+
+def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
+    """Of t (B, ., S, k) the n tokens from the first real one of each row on; zeros after the last one."""
+    places = torch.arange(n, device=t.device) + first_kept(keep).unsqueeze(1)
+    return _taken(t, places, 2).masked_fill((places >= t.shape[2])[:, None, :, None], 0)
+
+
+def _taken(t: Tensor, places: Tensor, dim: int) -> Tensor:
+    """Of each row of t those at its places (B, n)."""
+    places = places.clamp(0, t.shape[dim] - 1)
+    if dim == 1:
+        return t.gather(1, places)
+    return t.gather(2, places[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
+
+# What graphs of torch.compile leave out.
+
+def left_open(*tensors: torch.Tensor) -> bool:
+    """Whether a graph is made of these in which one of their sizes is left open, as by torch.compile(dynamic=True)."""
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not all(has_static_value(t.numel()) for t in tensors)
+
+
+def end_graph(reason: str) -> None:
+    """Ends the graph that torch.compile makes; with fullgraph=True it raises an error with the reason."""
+    import torch._dynamo
+
+    torch._dynamo.graph_break(msg=reason)
+
+
+def outside_graphs(function: Callable) -> Callable:
+    """As `torch.compiler.disable`, but the compiler, which takes longer to import than torch itself, is imported where
+    it is at work alone."""
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+    return call

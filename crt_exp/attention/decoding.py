@@ -13,9 +13,9 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from crt_exp.attention.call import positive_state
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, finite, repeat_heads
 from crt_exp.attention.engines.chunks import Chunked
-from crt_exp.attention.engines.operators import positive_state
 from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, finish, merge
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
@@ -56,7 +56,7 @@ class DecodingState:
         key_mask (B, T), True = keep: a masked token leaves the state untouched. Raises ValueError as `attention` does,
         and where the noise or the parameters are not those that the state was made with.
         """
-        check_inputs(x, y, v, self._noise, self._params, True, key_mask)
+        dtype = check_inputs(x, y, v, self._noise, self._params, True, key_mask)
         if x.shape[2] != y.shape[2]:
             raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
         self._check(x, version)
@@ -65,7 +65,7 @@ class DecodingState:
         else:
             y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
             with as_given(x):
-                work = self._chunked(compute_dtype(x, y, v), key_mask)
+                work = self._chunked(dtype, key_mask)
                 seen = work.seen(0) if self.kept is None else None
                 rows, state = work.stretch(x, y, v, self.sums, slice(0, x.shape[2]), seen)
                 out, self.kept = self._outputs(rows).to(v.dtype), Packed.of(state)
@@ -79,13 +79,11 @@ class DecodingState:
 
         Half of the work of `step`, in one pass: for a prompt whose outputs `attention` gives.
         """
-        check_inputs(y, y, v, self._noise, self._params, True, key_mask)
+        dtype = check_inputs(y, y, v, self._noise, self._params, True, key_mask)
         self._check(y)
-        dtype = compute_dtype(y, v)
         with as_given(y):
             if self._fused:
-                noise = precise(self._noise, dtype)
-                sums, top = positive_state(y, v, self._phi, noise, self._params, key_mask)
+                sums, top = positive_state(y, v, self._phi, precise(self._noise, dtype), self._params, key_mask, dtype)
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
                 new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])

@@ -1,6 +1,6 @@
 """`RandomFeatureAttention`: a feature map with its state, as a module; with `Running`, the only place of that state.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = scale q
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = scale q
 and y = scale k, where scale^2 = scaling is what multiplies q.k in the logit.
 
 The state changes in one place and at one moment: at the start of a forward pass in training. What the pass itself saw
@@ -19,14 +19,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.base import in_backward
+from crt_exp.attention.base import Redraws, in_backward
 from crt_exp.attention.call import attention
 from crt_exp.attention.checks import check_key_mask
 from crt_exp.attention.decoding import DecodingState
-from crt_exp.attention.fitted_once import FittedOnce
 from crt_exp.attention.partials import DenominatorCount
-from crt_exp.attention.redrawn import Redraws
-from crt_exp.attention.running import Running, for_query_heads
+from crt_exp.attention.state import FittedOnce, Running, for_query_heads, grouped_statistics
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.options import Count, Whole, checked
@@ -105,7 +103,8 @@ class RandomFeatureAttention(Redraws, Running):
         """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
         self.check_call(q, k)
         check_key_mask(key_mask, k)
-        q, k = self.normalized(q), self.normalized(k)
+        if self.normalize_qk:
+            q, k = self.normalized(q), self.normalized(k)
         changing = self.training and not in_backward()
         if changing and not self.going_on:
             self._advance()
@@ -181,8 +180,8 @@ class RandomFeatureAttention(Redraws, Running):
         if self.causal or self.clusters is not None:
             return self._running_params()
         own = not self.cross and q.shape[2] == k.shape[2]
-        stats = self._statistics(q, k, key_mask) if own else self._without_queries(k, key_mask)
-        return self._for_query_heads(self.phi.fit(stats))
+        stats = grouped_statistics(q, k, key_mask, self.scale) if own else self._without_queries(k, key_mask)
+        return for_query_heads(self.phi.fit(stats), self.heads // self.kv_heads)
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
         """Of the keys at hand and the queries of earlier batches; those of this call may lie in the future."""
@@ -191,9 +190,6 @@ class RandomFeatureAttention(Redraws, Running):
         if self.keeps_statistics:
             queries = EitherMoments(self.running_weight > 0, self._running_moments("x"), queries)
         return Statistics(queries, keys)
-
-    def _for_query_heads(self, params):
-        return for_query_heads(params, self.heads // self.kv_heads)
 
     # ---- redraws and running statistics
 
@@ -220,7 +216,7 @@ class RandomFeatureAttention(Redraws, Running):
             return self.phi.fit(None)
         self._say_uncalibrated()
         params = self.clusters.params() if self.clusters is not None else self.phi.fit(self.running_statistics())
-        return self._for_query_heads(params)
+        return for_query_heads(params, self.heads // self.kv_heads)
 
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
@@ -282,7 +278,7 @@ def _buffer_of(p: Projections) -> str:
 
 @torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
 def _count_pass(omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, module: int) -> None:
-    """What `_advance` does about redraws, in place, as an operator that torch.compile does not look into."""
+    """What `_advance` does about redraws, in place, as an operator that torch.compile does not trace."""
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)
         layer = _MODULES[module]

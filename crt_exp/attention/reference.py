@@ -1,7 +1,7 @@
 """Attention by its definition, O(L S M) time: what tests and diagnostics compare the engines with, and shares no line
 with them.
 
-Legend: L queries x, S keys y, d, values v (..., S, dv), M features. x and y are already scaled: x = d^(-1/4) q,
+Notation: L queries x, S keys y, d, values v (..., S, dv), M features. x and y are already scaled: x = d^(-1/4) q,
 y = d^(-1/4) k, so that x.y is the logit.
 
 Of a feature map it takes phi_q and phi_k alone. Each entry of the kernel matrix, sum_m phi_q(x_i)_m phi_k(y_j)_m, is

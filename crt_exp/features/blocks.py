@@ -1,7 +1,7 @@
 """Features in blocks: columns that are products of a weight and a feature of a base, kept as the two factors.
 
 Legend as in base.py; R weights of a token, D features of the base. Attention puts the factors together for the tokens
-of one chunk alone (attention/blocked.py), after the exponential: nothing of length L x R D is ever made there.
+of one chunk alone (attention/partials.py), after the exponential: nothing of length L x R D is ever made there.
 """
 
 from abc import abstractmethod

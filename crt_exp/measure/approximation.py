@@ -21,7 +21,7 @@ from crt_exp.advice.bench import LayerCall
 from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
-from crt_exp.attention.running import for_query_heads, grouped_statistics
+from crt_exp.attention.state import for_query_heads, grouped_statistics
 from crt_exp.bounds import ensemble_log_variance
 from crt_exp.bounds.coupling import couples
 from crt_exp.config import choices

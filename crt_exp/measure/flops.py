@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from crt_exp.attention.blocked import together
+from crt_exp.attention.partials import together
 from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks

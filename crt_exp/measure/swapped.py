@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from crt_exp.advice.bench import looked_at
-from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.base import LinearAttention
 from crt_exp.features import SDERF
 from crt_exp.options import Count, Several, Whole, checked
 from crt_exp.measure.base import Measurement, SwapMeasurement, check_estimates

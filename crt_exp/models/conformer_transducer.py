@@ -20,7 +20,7 @@ from torchaudio.functional import rnnt_loss
 from torchaudio.models.conformer import ConformerLayer
 from torchaudio.transforms import MelSpectrogram
 
-from crt_exp.attention.compiling import outside_graphs
+from crt_exp.attention.checks import outside_graphs
 from crt_exp.config import ConfigError
 from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism

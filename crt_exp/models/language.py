@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.fitted_once import make_room
+from crt_exp.attention.state import make_room
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import check_shapes, read_kept, write_kept

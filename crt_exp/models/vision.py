@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.fitted_once import make_room
+from crt_exp.attention.state import make_room
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.sources import reason_of

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.baselines import VECTOR
-from crt_exp.attention.checks import check_entries, check_inputs, compute_dtype, transformed
-from crt_exp.attention.compiling import end_graph, left_open, outside_graphs
-from crt_exp.attention.padding import Shift, first_kept
+from crt_exp.attention.checks import (Shift, check_entries, check_inputs, compute_dtype, end_graph, first_kept,
+                                      left_open, outside_graphs, transformed)
 from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
 from crt_exp.nearfar.engine import native

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.attention.base import in_backward
+from crt_exp.attention.base import LinearAttention, in_backward
 from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import transformed
-from crt_exp.attention.fitted_once import FittedOnce
-from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.state import FittedOnce
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Whole, checked
 from crt_exp.nearfar.call import by_rows, near_far_attention

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from crt_exp.attention.baselines import Buffer
-from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries
-from crt_exp.attention.padding import first_kept
+from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries, first_kept
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly, one_hot
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.recall import (

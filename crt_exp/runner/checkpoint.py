@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from crt_exp.attention.fitted_once import make_room
+from crt_exp.attention.state import make_room
 from crt_exp.data import whole
 from crt_exp.runner.adapters import Adapters
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, sharded_like

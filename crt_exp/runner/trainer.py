@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
-from crt_exp.attention.linear import same_step
+from crt_exp.attention.base import same_step
 from crt_exp.config import ConfigError
 from crt_exp.data import whole
 from crt_exp.features.nonfinite import NotFinite, first_nonfinite, layer_of, nonfinite_parameters

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.base import LinearAttention
 from crt_exp.features.statistics import Moments, Statistics
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more

@@ -9,8 +9,7 @@ class of the module.
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.base import AttentionLayer
-from crt_exp.attention.linear import LinearAttention
+from crt_exp.attention.base import AttentionLayer, LinearAttention
 
 REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually the lowest number) for removed ones
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.base import AttentionLayer
+from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import exact_attention
-from crt_exp.attention.linear import LinearAttention
 from crt_exp.swap.calibration import call, call_arguments, fill_statistics, real_queries, swapped_states
 
 

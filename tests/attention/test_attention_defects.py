@@ -17,7 +17,8 @@ from crt_exp.attention import (
     exact_attention,
     softmax_attention,
 )
-from crt_exp.attention.engines import closed_form, operators
+from crt_exp.attention.call import positive_form
+from crt_exp.attention.engines import closed_form
 from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 
@@ -118,7 +119,7 @@ def test_defect_number_of_chunks_taken_for_their_size(is_causal):
     for length in (2048, 8192):
         largest = []
         case = Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32)
-        form = operators.form_of(case.x, case.y, case.v, case.phi, case.noise, case.params, None)
+        form = positive_form(case.x, case.y, case.phi, case.noise, case.params, None, 1.0, torch.float32)[2]
         with Watched(), torch.no_grad():
             (closed_form.causal if is_causal else closed_form.bidirectional).forward(case.x, case.y, case.v, form)
         sizes.append(max(largest))

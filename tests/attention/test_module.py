@@ -22,8 +22,7 @@ from crt_exp.attention import (
     attention,
     softmax_attention,
 )
-from crt_exp.attention.linear import same_step
-from crt_exp.attention.redrawn import Redraws
+from crt_exp.attention.base import Redraws, same_step
 from crt_exp.config import known
 from crt_exp.features import GERF, OPRF, ClusteredHybrid, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism

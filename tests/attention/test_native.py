@@ -11,8 +11,7 @@ from covering import in_turn
 from native_cases import Case, assert_near, needs_library
 from nearfar_cases import choices
 
-from crt_exp.attention.engines import native, native_library
-from crt_exp.attention.engines.protocol import Form
+from crt_exp.attention.engines import Form, native
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
@@ -45,9 +44,9 @@ def threads():
 def built(monkeypatch, tmp_path):
     """Takes a library that is compiled another way for the rest of the test."""
     def build(flags):
-        monkeypatch.setattr(native_library, "FLAGS", flags)
+        monkeypatch.setattr(native, "FLAGS", flags)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        library = ctypes.CDLL(str(native_library.compiled()))
+        library = ctypes.CDLL(str(native.compiled()))
         monkeypatch.setattr(native, "library", lambda: library)
     return build
 
@@ -72,7 +71,7 @@ def test_every_width_of_vectors(kind, built, monkeypatch):
     flags = Path("/proc/cpuinfo").read_text()
     if {"x86-64-v4": "avx512vl", "x86-64-v3": "avx2", "x86-64": "sse2"}[kind] not in flags:
         pytest.skip(f"this processor is no {kind}")
-    built(native_library.FLAGS.replace("-march=native", f"-march={kind}"))
+    built(native.FLAGS.replace("-march=native", f"-march={kind}"))
     for shape in ("usual", "odd sizes", "masked", "cross"):
         for causal in (False, True):
             case = Case(OPRF(), **SHAPES[shape])
@@ -227,7 +226,7 @@ def test_every_compiler(compiler, built, monkeypatch):
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler} here")
     monkeypatch.setenv("CC", compiler)
-    built(native_library.FLAGS)
+    built(native.FLAGS)
     for causal in (False, True):
         case = Case(OPRF(), **SHAPES["odd sizes"])
         assert_near(case.run(causal=causal), case.run(torch.float64, causal=causal))

@@ -10,10 +10,11 @@ import pytest
 import torch
 from native_cases import Case, assert_near
 
-from crt_exp.attention.engines import constants, native, native_library
+from crt_exp.attention import engines
+from crt_exp.attention.engines import native
 from crt_exp.features import OPRF
 
-HEADER = native_library.ENGINES / "constants.h"
+HEADER = native.ENGINES / "vectors.h"
 
 
 @pytest.fixture
@@ -34,14 +35,14 @@ def small(cache, monkeypatch):
         pytest.skip("no C compiler here")
     source = cache.parents[1] / "small.c"
     source.write_text("int answer(void) { return 42; }\n")
-    monkeypatch.setattr(native_library, "SOURCES", (source,))
+    monkeypatch.setattr(native, "SOURCES", (source,))
     return cache
 
 
 def kept():
     """The library's file, whole.
     It is not loaded: a process that has one by this name would not look at the file again."""
-    file = native_library.compiled()
+    file = native.compiled()
     content = file.read_bytes()
     assert b"answer" in content and len(content) > 10_000
     return file
@@ -67,7 +68,7 @@ def test_without_a_compiler(cache, monkeypatch, caplog):
 
 
 def test_message_of_the_compiler(small, caplog):
-    native_library.SOURCES[0].write_text("int main(void) { return 0 }\n")
+    native.SOURCES[0].write_text("int main(void) { return 0 }\n")
     with caplog.at_level(logging.WARNING):
         assert native.library() is None
     assert "error" in caplog.text and list(small.iterdir()) == []
@@ -114,11 +115,11 @@ def test_many_processes_at_once(small):
 
 
 def test_c_and_python_read_the_same_numbers():
-    """Each number stands in constants.h alone: no source defines it again."""
-    text = "\n".join(file.read_text() for file in native_library.SOURCES if file != HEADER)
-    names = constants.numbers(HEADER)
+    """Each number stands in vectors.h alone: no source defines it again."""
+    text = "\n".join(file.read_text() for file in native.SOURCES if file != HEADER)
+    names = engines.numbers(HEADER)
     assert names.keys() >= {"CHUNK", "TINY", "NO_MEMORY"}
     for name, value in names.items():
-        assert getattr(constants, name) == float(value)
+        assert getattr(engines, name) == float(value)
         assert not re.search(rf"\b{name}\s*=[^=]|#define {name}\b", text), name
-    assert HEADER in native_library.SOURCES and '#include "constants.h"' in text
+    assert HEADER in native.SOURCES and '#include "vectors.h"' in text

@@ -145,8 +145,7 @@ def test_inputs_are_checked(phi):
 def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
     """Also where it is compiled: the plain operations keep features, which this one must not."""
     case = Case(OPRF(), causal, torch.float32)
-    from crt_exp.attention.engines import operators as fused
-    monkeypatch.setattr(fused, "plain", lambda *a: pytest.fail("plain operations"))
+    monkeypatch.setattr("crt_exp.attention.call.plain", lambda *a: pytest.fail("plain operations"))
     for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True)):
         w = case.w.clone().requires_grad_()
         f(w).sum().backward()

@@ -14,9 +14,9 @@ import torch
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.past import RecallState
-from crt_exp.attention.engines import native_library
+from crt_exp.attention.engines import native
 
-assert native_library.library() is not None
+assert native.library() is not None
 for seed in range(60):
     g = torch.Generator().manual_seed(seed)
     pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))

@@ -1,10 +1,10 @@
 """Attention with any feature map, chunk by chunk, in plain operations that autograd and the transforms of torch follow.
 
-Legend: B, H, L queries, S keys, M features, C tokens of a chunk. Works on `Features` and `Partial` alone, so that every
-map that gives phi_q and phi_k is served: signed, trigonometric, discrete, sums and products. Where autograd would keep
-the features of too many tokens, the backward pass computes them again: what is kept is a state of M (dv + 1) numbers,
-in causal attention one for every STRETCH tokens. Vectors are split once: each gradient to a slice would be as long as
-the whole.
+Notation: B, H, L queries, S keys, M features, C tokens of a chunk. The code uses `Features` and `Partial` alone. It
+serves every map with phi_q and phi_k: signed, trigonometric, discrete, sums and products. Where autograd would keep the
+features of too many tokens, the backward pass computes them again: what is kept is a state of M (dv + 1) numbers, in
+causal attention one for every STRETCH tokens. Vectors are split once: each gradient to a slice would be as long as the
+whole.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """Attention with positive exponential features, forward and backward in closed form, for every device and precision.
 
-Legend: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h are the
+Notation: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h the
 batch entries and heads of a tile. a, b are the log features of queries and keys.
 
 Bidirectional. With z_m = sum_j exp(b_jm), U_m = sum_j exp(b_jm) v_j / z_m and l_i = log sum_m exp(a_im + log z_m),
@@ -34,8 +34,7 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_result, finite
 from crt_exp.attention.engines.chunks import chunks, shifted
-from crt_exp.attention.engines.constants import TINY
-from crt_exp.attention.engines.protocol import Form, Gradients, Kept, denominator_gradients
+from crt_exp.attention.engines import TINY, Form, Gradients, Kept, denominator_gradients
 from crt_exp.attention.partials import Packed, Partial
 
 CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores

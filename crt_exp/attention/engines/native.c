@@ -1,251 +1,9 @@
-/* Attention with positive exponential features on CPUs, in float32: the twin of closed_form.py, whose formulas and names these
-   are. One thread takes one head through chunks of 64 tokens, so that the features of a
-   chunk stay in the second-level cache from the product that makes them to the last that needs them.
+/* Attention with positive exponential features on CPUs, in float32: the passes over all tokens of a head (head.h).
 
-   Logs are in base 2 and have exact maxima taken off: of the queries along a row, of the keys along a feature, as a running
-   maximum, `ref`. A sum taken with an older ref is multiplied by exp2(old - new) <= 1.
+   closed_form.py has the formulas and names. One thread takes one head through chunks of 64 tokens: the features of a
+   chunk stay in the second-level cache from the product that makes them to the last that needs them. */
 
-   Legend: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and G = [g,
-   gradient to the log-sum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, as (dv + 1, M); D gradients to features. Rows of matrices with M
-   columns are `ld` apart, of those with dv + 1 columns `lv`, and what fills them up is 0. */
-
-#include "vectors.h"
-
-static const float NONE = -1e30f;   /* the reference of no key */
-static const float FARTHEST = 1e29f;  /* -log of the shortest key: beyond, it would be as good as no key */
-static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: its features come out as 0 in the backward pass */
-
-typedef struct {
-    int64_t B, H, L, S, d, dv, M, segment, threads;
-    double norm_weight;
-    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dlogsum, dx, dy, dvalues,
-        dweights, dbias;  /* null: the map does not learn */
-    const uint8_t *keep;  /* (B, S), or null */
-    uint8_t *levels;      /* (B, H, chunks): 1 where a chunk was taken token by token */
-} Call;
-
-/* ---- One head ---- */
-
-typedef struct {
-    const Call *c;
-    int64_t b, h;
-    int d, dp, dv, dvp, lv, M, Mp, ld;      /* the p-sizes are multiples of PAD */
-    float *w, *w2, *wt;                     /* rows (M, dp), in natural and binary units; the latter transposed (d, ld) */
-    float *bias;                            /* of queries: twice the bias, -inf for the features that fill up (Mp) */
-    float *X, *Y, *V, *G, *dx, *dvalues;    /* (CHUNK, dp or lv) */
-    float *Yt, *Vt, *A, *dA;                /* (d, CHUNK), (dv + 1, CHUNK), (CHUNK, CHUNK) twice */
-    float *Q, *K, *Kt, *D;                  /* (CHUNK, ld); Kt (Mp, CHUNK) */
-    float *S, *St, *dS;                     /* (dv + 1, ld), (Mp, lv) with the transposed state, (dv + 1, ld) */
-    float *ref, *fresh, *factor, *offset;   /* (Mp) */
-    float *row, *top, *sums;                /* (CHUNK) offsets, maxima and sums of the tokens of a chunk */
-    float *dW, *db;                         /* of a map that learns: (d, ld) and (Mp) */
-    float *pieces;                          /* of the chunks of a segment, in the causal backward pass */
-    int bad;
-} Head;
-
-INLINE float *row_of(const Head *e, View t, int64_t token) { return of(t, e->b, e->h) + token * t.token; }
-
-/* Numbers that the backward sweep holds for a piece of `size` tokens: see Piece. */
-static size_t piece_size(const Head *e, int size) {
-    return ((size_t)(e->dv + 1 + size) * e->ld + 2 * e->Mp + PAD - 1) / PAD * PAD;
-}
-
-/* Scratch memory and the packed directions of head `index` of B x H. Returns 0 where memory ended. */
-static int open_head(Head *e, const Call *c, int64_t index) {
-    e->c = c, e->b = index / c->H, e->h = index % c->H, e->bad = OK;
-    e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->dvp = up(c->dv), e->lv = up(c->dv + 1);
-    e->M = c->M, e->Mp = up(c->M), e->ld = e->Mp + PAD;  /* rows a power of two apart would fall on the same cache lines */
-    int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
-    const int sweeps = c->levels && c->dx.data, learns = c->dweights.data != NULL;
-    const Scratch parts[] = {
-        {&e->w, (size_t)Mp * dp}, {&e->w2, (size_t)Mp * dp}, {&e->wt, (size_t)e->d * ld}, {&e->bias, Mp},
-        {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp}, {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->dx, CHUNK * dp},
-        {&e->dvalues, CHUNK * lv}, {&e->Yt, (size_t)dp * CHUNK}, {&e->Vt, (size_t)lv * CHUNK}, {&e->A, CHUNK * CHUNK},
-        {&e->dA, CHUNK * CHUNK}, {&e->Q, (size_t)CHUNK * ld}, {&e->K, (size_t)CHUNK * ld}, {&e->Kt, (size_t)CHUNK * Mp},
-        {&e->D, (size_t)CHUNK * ld}, {&e->S, (size_t)(e->dv + 1) * ld}, {&e->St, (size_t)Mp * lv},
-        {&e->dS, (size_t)(e->dv + 1) * ld}, {&e->ref, Mp}, {&e->fresh, Mp}, {&e->factor, Mp}, {&e->offset, Mp},
-        {&e->row, CHUNK}, {&e->top, CHUNK}, {&e->sums, CHUNK},
-        {&e->dW, learns ? (size_t)e->d * ld : 0}, {&e->db, learns ? Mp : 0},
-        {&e->pieces, sweeps ? piece_size(e, CHUNK) * (c->segment / CHUNK) : 0}};
-    if (!take_scratch(parts, sizeof parts / sizeof *parts)) return 0;
-    float scale = *of(c->scale, e->b, e->h), *bias = of(c->bias, e->b, e->h);
-    const Scratch zeros[] = {{&e->wt, e->d * ld}, {&e->w, Mp * dp}, {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp},
-                             {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->Yt, CHUNK * dp}, {&e->Vt, CHUNK * lv},
-                             {&e->dW, learns ? e->d * ld : 0}, {&e->db, learns ? Mp : 0}};
-    for (size_t i = 0; i < sizeof zeros / sizeof *zeros; i++) memset(*zeros[i].to, 0, sizeof(float) * zeros[i].count);
-    for (int m = 0; m < e->M; m++) {
-        const float *from = row_of(e, c->rows, m);
-        for (int p = 0; p < e->d; p++) e->w[m * dp + p] = from[p] * scale;
-    }
-    for (int i = 0; i < Mp * dp; i++) e->w2[i] = e->w[i] * LOG2E;
-    transpose(e->M, e->d, e->w2, dp, e->wt, ld);
-    for (int m = 0; m < Mp; m++) e->bias[m] = m < e->M ? 2 * bias[m] * LOG2E : -INFINITY;
-    for (int m = 0; m < e->M; m++)
-        if (!isfinite(square_sum(e->w2 + m * dp, dp)) || !isfinite(e->bias[m])) e->bad = BAD_DIRECTIONS;
-    return 1;
-}
-
-/* Rows [start, start + n) of a tensor with d columns into `to`, whose rows are ld apart. */
-static void load(const Head *e, View t, int64_t start, int n, int d, float *to, int ld) {
-    for (int i = 0; i < n; i++) memcpy(to + i * ld, row_of(e, t, start + i), sizeof(float) * d);
-}
-
-static void save(const Head *e, View t, int64_t start, int n, int d, const float *from, int ld) {
-    for (int i = 0; i < n; i++) memcpy(row_of(e, t, start + i), from + i * ld, sizeof(float) * d);
-}
-
-static int masked(const Head *e, int64_t key) { return e->c->keep && !e->c->keep[e->b * e->c->S + key]; }
-
-/* X, and a note where it is not finite. */
-static void load_queries(Head *e, int64_t start, int n) {
-    load(e, e->c->x, start, n, e->d, e->X, e->dp);
-    for (int i = 0; i < n; i++)
-        if (!(square_sum(e->X + i * e->dp, e->dp) < FARTHEST)) e->bad = NOT_FINITE;
-}
-
-/* Y, V and the offsets -norm_weight |y|^2 of the keys in `row`; masked keys, whose memory may hold anything, are 0 and -inf. */
-static void load_keys(Head *e, int64_t start, int n) {
-    load(e, e->c->y, start, n, e->d, e->Y, e->dp);
-    load(e, e->c->v, start, n, e->dv, e->V, e->lv);
-    for (int j = 0; j < n; j++) {
-        float *y = e->Y + j * e->dp, *v = e->V + j * e->lv;
-        if (masked(e, start + j)) {
-            memset(y, 0, sizeof(float) * e->d);
-            memset(v, 0, sizeof(float) * e->dv);
-            e->row[j] = -INFINITY;
-        } else {
-            float square = square_sum(y, e->dp);
-            e->row[j] = -(float)e->c->norm_weight * LOG2E * square;
-            if (!(e->row[j] > -FARTHEST)) e->bad = NOT_FINITE;
-        }
-        v[e->dv] = 1;
-    }
-}
-
-/* G = [g, gradient to the log-sum - g.output]. */
-static void load_gradients(Head *e, int64_t start, int n) {
-    load(e, e->c->grad, start, n, e->dv, e->G, e->lv);
-    for (int i = 0; i < n; i++) {
-        const float *g = e->G + i * e->lv, *out = row_of(e, e->c->out, start + i);
-        e->G[i * e->lv + e->dv] = (e->c->dlogsum.data ? *row_of(e, e->c->dlogsum, start + i) : 0) - dot(g, out, e->dv);
-    }
-}
-
-/* F (n, ld) = W x of n tokens. */
-static void project(const Head *e, int n, const float *x, float *F) {
-    product(ALL, n, e->Mp, e->d, x, e->dp, 1, e->wt, e->ld, F, e->ld, 0);
-}
-
-/* fresh = max(ref, logs of the keys K + row). */
-static void raise_reference(Head *e, int n, const float *ref, float *fresh) {
-    for (int m = 0; m < e->Mp; m += LANES) {
-        vec top = AT(ref + m);
-        for (int j = 0; j < n; j++) top = maximum(top, AT(e->K + j * e->ld + m) + e->row[j]);
-        AT(fresh + m) = top;
-    }
-}
-
-/* factor = exp2(from - to); returns whether any is not 1. */
-static int factors(int Mp, const float *from, const float *to, float *factor) {
-    int changed = 0;
-    for (int m = 0; m < Mp; m++) changed |= from[m] != to[m];
-    if (changed)
-        for (int m = 0; m < Mp; m += LANES) AT(factor + m) = exp2_of(AT(from + m) - AT(to + m));
-    return changed;
-}
-
-/* to = from with columns times factor, (dv + 1, ld). */
-static void scale_columns(const Head *e, const float *from, const float *factor, float *to) {
-    for (int i = 0; i <= e->dv; i++)
-        for (int m = 0; m < e->Mp; m += LANES) AT(to + i * e->ld + m) = AT(from + i * e->ld + m) * AT(factor + m);
-}
-
-/* Features exp2(F + row + sign offset) of n tokens, in place. */
-static void exponentiate(const Head *e, int n, float *F, const float *row, const float *offset, float sign) {
-    const vec most = (vec){0} + 127.0f;
-    for (int i = 0; i < n; i++) {
-        float *f = F + (int64_t)i * e->ld;
-        for (int m = 0; m < e->Mp; m += LANES) {
-            vec t = AT(f + m) + row[i] + sign * AT(offset + m);
-            AT(f + m) = exp2_of(minimum(t, most));  /* below 84 but for rounding, which grows with the vectors */
-        }
-    }
-}
-
-/* Q = exp2(logs + offset - top) with the maximum of each row in `top`, and sum_m Q_m weight_m (or Q_m, for null) in `sums`. */
-static void query_features(Head *e, int n, const float *offset, const float *weight) {
-    project(e, n, e->X, e->Q);
-    for (int i = 0; i < n; i++) {
-        float *q = e->Q + (int64_t)i * e->ld;
-        vec top = AT(q) + AT(offset), sum = {0};
-        for (int m = 0; m < e->Mp; m += LANES) {
-            AT(q + m) += AT(offset + m);
-            top = maximum(top, AT(q + m));
-        }
-        float highest = e->top[i] = largest(top);
-        for (int m = 0; m < e->Mp; m += LANES) {
-            vec f = AT(q + m) = exp2_of(AT(q + m) - highest);
-            if (weight) f *= AT(weight + m);
-            sum += f;
-        }
-        e->sums[i] = total(sum);
-    }
-}
-
-/* Adds the gradients to the directions and the bias that come through n tokens t (n, dp), from D, those to their logs. */
-static void learn(Head *e, int n, const float *t) {
-    if (!e->c->dweights.data) return;
-    product(ALL, e->d, e->Mp, n, t, 1, e->dp, e->D, e->ld, e->dW, e->ld, 1);
-    for (int i = 0; i < n; i++)
-        for (int m = 0; m < e->Mp; m += LANES) AT(e->db + m) += AT(e->D + (int64_t)i * e->ld + m);
-}
-
-static void save_learned(const Head *e) {
-    const Call *c = e->c;
-    if (!c->dweights.data) return;
-    transpose(e->d, e->M, e->dW, e->ld, of(c->dweights, e->b, e->h), e->d);
-    memcpy(of(c->dbias, e->b, e->h), e->db, sizeof(float) * e->M);
-}
-
-/* Writes the gradients to n keys, from D, those to their features, and those to n values. */
-static void finish_keys(Head *e, int64_t start, int n) {
-    const float twice = 2 * (float)e->c->norm_weight;
-    for (int j = 0; j < n; j++) {
-        float *D = e->D + (int64_t)j * e->ld, *K = e->K + (int64_t)j * e->ld;
-        vec sum = {0};
-        for (int m = 0; m < e->Mp; m += LANES) sum += AT(D + m) *= AT(K + m);
-        e->sums[j] = total(sum);
-    }
-    learn(e, n, e->Y);
-    product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
-    for (int j = 0; j < n; j++)
-        for (int p = 0; p < e->dp; p += LANES) AT(e->dx + j * e->dp + p) -= twice * e->sums[j] * AT(e->Y + j * e->dp + p);
-    save(e, e->c->dy, start, n, e->d, e->dx, e->dp);
-    save(e, e->c->dvalues, start, n, e->dv, e->dvalues, e->lv);
-}
-
-/* Writes the gradients to n queries from D, those to their features. */
-static void finish_queries(Head *e, int64_t start, int n) {
-    for (int i = 0; i < n; i++)
-        for (int m = 0; m < e->Mp; m += LANES) AT(e->D + (int64_t)i * e->ld + m) *= AT(e->Q + (int64_t)i * e->ld + m);
-    learn(e, n, e->X);
-    product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
-    save(e, e->c->dx, start, n, e->d, e->dx, e->dp);
-}
-
-/* Writes the gradients to keys [start, stop), which act through the state alone: dS is the gradient to it, in reference `ref`. */
-static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS, const float *ref) {
-    transpose(e->dv, e->M, dS, e->ld, e->St, e->lv);
-    for (int64_t t = start; t < stop; t += CHUNK) {
-        int n = stop - t < CHUNK ? stop - t : CHUNK;
-        load_keys(e, t, n);
-        project(e, n, e->Y, e->K);
-        exponentiate(e, n, e->K, e->row, ref, -1);
-        product(ALL, n, e->dvp, e->M, e->K, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
-        product(ALL, n, e->Mp, e->dv + 1, e->V, e->lv, 1, dS, e->ld, e->D, e->ld, 0);
-        finish_keys(e, t, n);
-    }
-}
+#include "head.h"
 
 /* ---- Bidirectional ---- */
 
@@ -331,25 +89,6 @@ static void backward_whole(Head *e) {
     keys_backward(e, 0, e->c->S, e->dS, e->ref);
 }
 
-/* Runs `body` for all heads on the call's threads. Denormal numbers, which are slow, count as 0 in it. */
-static int run(const Call *c, void (*body)(Head *e)) {
-    int bad = OK;
-#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
-    for (int64_t head = 0; head < c->B * c->H; head++) {
-        unsigned mode = without_denormals();
-        Head e;
-        if (open_head(&e, c, head)) {
-            body(&e);
-            save_learned(&e);
-            if (e.bad > bad) bad = e.bad;
-        } else
-            bad = NO_MEMORY;
-        with_mode(mode);
-        trim_scratch();
-    }
-    return bad;
-}
-
 int bidirectional_forward(const Call *c) { return run(c, forward_whole); }
 
 int bidirectional_backward(const Call *c) { return run(c, backward_whole); }
@@ -364,9 +103,9 @@ static void clear_upper(float *A, int n) {
     }
 }
 
-/* Takes n tokens through the forward pass: St (Mp, lv) with z in column dv is the state, of reference ref. Returns 0, and leaves
-   the state as it was, where a denominator comes out below TINY: a later key of the chunk is so large that the terms of an
-   earlier row were rounded to 0. A single token cannot do that, for its largest term is at least 1. */
+/* Takes n tokens through the forward pass: St (Mp, lv) with z in column dv is the state, of reference ref. Returns 0,
+   and leaves the state as it was, where a denominator comes out below TINY: a later key of the chunk is so large that
+   the terms of an earlier row were rounded to 0. A single token cannot do that: its largest term is at least 1. */
 static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *seen) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = up(n);
@@ -445,8 +184,8 @@ static void forward_head(Head *e) {
     }
 }
 
-/* What the backward sweep holds for each piece of tokens: features K (size, ld), the state S before it (dv + 1, ld) in reference
-   `old`, and its own reference `ref`. */
+/* What the backward sweep holds for each piece of tokens: features K (size, ld), the state S before it (dv + 1, ld) in
+   reference `old`, and its own reference `ref`. */
 typedef struct {
     float *K, *S, *old, *ref;
 } Piece;
@@ -456,7 +195,7 @@ static Piece piece_at(const Head *e, float *memory, int size, int i) {
     return (Piece){K, S, old, old + e->Mp};
 }
 
-/* Writes the gradients to n tokens. Given dS, the gradient to the state after them, of reference `ref`; leaves that before. */
+/* Writes the gradients to n tokens. Takes dS, the gradient to the state after them, over `ref`; leaves that before. */
 static void backward_tokens(Head *e, int64_t start, int n, Piece *piece) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = up(n);
@@ -523,8 +262,8 @@ static void find_pieces(Head *e, int64_t start, int count, int size, const float
     e->K = scratch;
 }
 
-/* Sweeps back over `count` tokens in pieces of `size`, and over those whose level is 1 token by token. S and old are state and
-   reference before them. */
+/* Sweeps back over `count` tokens in pieces of `size`, and over those whose level is 1 token by token. S and old are
+   the state and reference before them. */
 static void sweep(Head *e, int64_t start, int count, int size, const uint8_t *levels, const float *S, const float *old,
                   float *memory) {
     find_pieces(e, start, count, size, S, old, memory);

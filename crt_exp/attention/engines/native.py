@@ -1,23 +1,39 @@
-"""The closed-form engines on CPUs in float32, in C (see native_library.py for how it is compiled).
+"""The closed-form engines on CPUs in float32, in C, and the library of all C sources of the package.
 
 closed_form.py has the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while its
 features are in the cache of one core; the same products one by one take 1.5 (bidirectional) to 2 times (causal) as
-long.
+long. The library is compiled for this machine at first use, by its C compiler, and kept for later processes. gcc makes
+the fastest code; that of clang takes about 1.2 times as long.
+
+Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the library is kept (default ~/.cache), and
+CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning.
 """
 
 import ctypes
+import functools
+import hashlib
+import logging
 import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result
-from crt_exp.attention.engines.constants import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE
-from crt_exp.attention.engines.native_library import library
-from crt_exp.attention.engines.protocol import Form, Gradients, Kept
+from crt_exp.attention.engines import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE, Form, Gradients, Kept
 from crt_exp.features.nonfinite import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass keeps
+ENGINES = Path(__file__).parent
+NEAR_FAR = ENGINES.parents[1] / "nearfar" / "engine"
+SOURCES = tuple(sorted(file for folder in (ENGINES, NEAR_FAR) for file in folder.glob("*.[ch]")))
+FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 
 
 class View(ctypes.Structure):
@@ -37,7 +53,10 @@ class AttentionCall(ctypes.Structure):
 
 def applies(*tensors: Tensor) -> bool:
     """Whether these tensors are for this engine: float32 on the CPU, where the library can be had."""
-    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and _available()
+    for t in tensors:
+        if t.device.type != "cpu" or t.dtype != torch.float32:
+            return False
+    return _available()
 
 
 def _available() -> bool:
@@ -49,7 +68,7 @@ _available._dynamo_marked_constant = True
 
 
 class Engine:
-    """Bidirectional or causal: see protocol.py."""
+    """Bidirectional or causal: see the head of this package."""
 
     def __init__(self, causal: bool):
         self.causal, self.unit = causal, math.log(2) if causal else 1.0
@@ -104,3 +123,55 @@ def _view(t: Tensor) -> View:
 
 
 bidirectional, causal = Engine(False), Engine(True)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, or None."""
+    if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
+        return None
+    try:
+        return ctypes.CDLL(str(compiled()))
+    except (OSError, subprocess.SubprocessError, ValueError, RuntimeError) as e:
+        lines = str(getattr(e, "stderr", None) or e).strip().splitlines()
+        reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        logging.getLogger(__name__).warning(
+            "the attention kernels for this CPU could not be compiled or loaded (%s): PyTorch's matrix products do the "
+            "work, in 1.5 to 3 times the time. Install a C compiler or name one in CC, and a folder of your own in "
+            "XDG_CACHE_HOME; CRT_EXP_NATIVE=0 silences this", reason)
+        return None
+
+
+def compiled() -> Path:
+    """The library's file: the one that is kept, or a new one, which appears whole or not at all.
+
+    Raises OSError, SubprocessError, ValueError (CC) or RuntimeError (no home) where that fails.
+    """
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "crt_exp" / "native"
+    file = folder / f"native-{_kind(compiler)}.so"
+    if file.exists():
+        return file
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if sys.stderr.isatty():
+        print("compiling the attention kernels for this processor, once: some 10 s", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="new-") as private:
+        new = Path(private) / file.name
+        sources = [source for source in SOURCES if source.suffix == ".c"]
+        subprocess.run([*compiler, *FLAGS.split(), f"-I{ENGINES}", "-o", new, *sources, "-lm"], check=True,
+                       capture_output=True, text=True, errors="replace", timeout=300)
+        os.replace(new, file)
+    return file
+
+
+def _kind(compiler: list[str]) -> str:
+    """A name for what decides the library: the sources, the compiler with its version, and the processor, on which
+    -march=native depends: home folders are shared by machines."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.platform(), platform.processor()]
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))} or lines)
+    parts = [*(file.read_text() for file in SOURCES), *compiler, FLAGS, version.stdout, *platform.libc_ver(),
+             platform.machine(), *processor]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

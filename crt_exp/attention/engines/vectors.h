@@ -4,8 +4,6 @@
 
 #pragma once
 
-#include "constants.h"
-
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,6 +11,13 @@
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
+
+/* Numbers that Python reads from here. */
+#define CHUNK 64           /* tokens that a thread takes together */
+#define TINY 1e-25f        /* a smaller denominator could miss terms that float32 rounds to 0 */
+#define NOT_FINITE 1       /* what a call returns in place of 0: queries, keys or values are not finite, */
+#define BAD_DIRECTIONS 2   /* noise or parameters are not, */
+#define NO_MEMORY 3        /* memory ended, */
 
 #if defined(__AVX512F__)
 enum { LANES = 16, ROWS = 6, VECTORS = 4 };  /* of the tile of a product that is held in registers */

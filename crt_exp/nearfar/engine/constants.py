@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from crt_exp.attention.engines.constants import numbers
+from crt_exp.attention.engines import numbers
 
 _NUMBERS = numbers(Path(__file__).with_suffix(".h"))
 PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS, WIDEST = (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
-from crt_exp.attention.engines import native
-from crt_exp.attention.engines.constants import NO_MEMORY, NOT_FINITE
+from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes
 from crt_exp.nearfar.engine.constants import WIDEST

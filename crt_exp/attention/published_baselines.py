@@ -1,28 +1,150 @@
-"""Reformer's attention by locality-sensitive hashing with shared queries and keys (Kitaev et al., 2020): a peer.
+"""Attention of other papers: kernels other than softmax (Performers), Linformer, Reformer.
 
-Legend: B batch, H heads, S tokens, R rounds of hashing, d, dv; n chunks of c places. Tokens are sorted by bucket and
-then by position; the place of a token is where it then lies. In each round a query sees the keys of its bucket that lie
-at most c places before it, and if not causal also those at most c after it. So time and memory are O(R S c).
-
-The paper lets a query see the own chunk of c places and the one before: where a chunk begins depends on how many tokens
-of other buckets come later in the sequence. A band of places does not, and so causal attention is that of each prefix.
+Notation: B batch, H heads, L queries, S keys or tokens, d, dv; R rounds of hashing, n chunks of c places.
 """
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from crt_exp.attention.checks import check_inputs, repeat_heads
-from crt_exp.attention.redrawn import Redrawn
-from crt_exp.options import Count, Whole, checked
+from crt_exp.attention.base import Redraws, in_backward
+from crt_exp.attention.baselines import Baseline
+from crt_exp.attention.checks import check_inputs, from_first, repeat_heads
+from crt_exp.features.base import ONE, FeatureMap, Features, Projections
+from crt_exp.options import Count, NotNegative, Whole, checked
 from crt_exp.samplers import at_least_float32
 
+Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
+FUNCTIONS = {"relu": torch.relu, "elu+1": lambda t: F.elu(t) + 1, "sigmoid": torch.sigmoid, "abs": torch.abs,
+             "gelu": F.gelu, "cos": torch.cos, "tanh": torch.tanh, "identity": lambda t: t}
 SELF = -1e5  # the logit of a token to itself, so that it is seen where there is no other: the authors' value
+
+
+@dataclass(frozen=True)
+class Generalized(FeatureMap):
+    """Features f(W u) / sqrt(M) + kernel_epsilon. Without `projection` W = I, M = d, and the noise may be None.
+
+    With Gaussian rows W: Performers 2.2, A.4, D.3; elu+1 without projection is the Linear Transformer. It estimates no
+    known kernel: it defines one.
+
+    Denominators are positive for relu, elu+1, sigmoid, exp and abs; for the others choose what `attention` does with
+    those that are not. The epsilon belongs to the definition of these kernels; it makes every key count a little.
+    """
+
+    f: Function = "relu"
+    kernel_epsilon: NotNegative = 1e-3
+    projection: bool = True
+
+    estimates = False
+
+    @property
+    def positive(self) -> bool:
+        return self.f in ("relu", "elu+1", "sigmoid", "exp", "abs")
+
+    def projections(self, m) -> Projections | None:
+        return super().projections(m) if self.projection else None
+
+    def phi_q(self, x, noise=None, params=()) -> Features:
+        if self.projection and noise is None:
+            raise ValueError("generalised features with projection=True need a noise")
+        u = noise.project(x) if self.projection else at_least_float32(x)
+        scale = math.log(u.shape[-1]) / 2
+        if self.f == "exp":  # in logs, so that it cannot overflow
+            floor = math.log(self.kernel_epsilon) if self.kernel_epsilon else -math.inf
+            return Features(ONE, torch.logaddexp(u - scale, u.new_tensor(floor)))
+        value = FUNCTIONS[self.f](u) * math.exp(-scale) + self.kernel_epsilon
+        return Features(value, u.new_zeros(1, 1))
+
+    def log_kernel(self, x, y):
+        raise NotImplementedError(f"generalised features ({self.f}) estimate no known kernel")
+
+
+class Redrawn(Redraws, Baseline):
+    """A layer whose tensor `name` is drawn from (seed, layer, draw), the same on every process: again after every
+    `redraw_every` training passes, never in eval mode, in a backward pass or within a step; 0: never.
+
+    Subclasses define `sample(generator)`, and call `register_drawn` at the end of `__init__`.
+    """
+
+    name: str
+
+    def __init__(self, heads: int, d: int, *, redraw_every: int = 0, seed: int = 0, layer: int = 0, **sizes):
+        super().__init__(heads, d, seed=seed, layer=layer, **sizes)
+        self.redraw_every, self.seeds = redraw_every, (seed, layer)
+
+    def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
+        seed = zlib.crc32("/".join(map(str, (*self.seeds, draw))).encode())
+        return {self.name: self.sample(torch.Generator().manual_seed(seed))}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        self.check_call(q, k)
+        if self.training and self.redraw_every and not self.going_on and not in_backward():
+            self.count_pass()
+        return super().forward(q, k, v, key_mask)
+
+
+@checked("attention")
+class Linformer(Redrawn):
+    """Softmax attention to `rank` mixtures of up to `length` keys, not causal (Wang et al., 2020).
+
+    redraw_every: 0, the mixtures are learned, one projection for keys and one for values; n: they are random, one
+    projection for both, and drawn again after n training passes, as Performers has it (appendix A.6; of its multiplier
+    e^-delta the paper says too little). Entries begin as N(0, 1 / length) either way. Projections are shared by heads
+    and batch; masked keys enter no mixture, and places are counted from the first real key of each row.
+
+    Parameters key_projection and value_projection (rank, length), or the buffer `mixtures` of that shape.
+    """
+
+    can_be_causal, name = False, "mixtures"
+
+    def __init__(self, heads: int, d: int, *, length: Count = 512, rank: Count = 128, redraw_every: Whole = 0,
+                 seed: int = 0, layer: int = 0, **sizes):
+        super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
+        if not 1 <= rank <= length:
+            raise ValueError(f"rank = {rank}: it must lie between 1 and the length {length}")
+        self.shape = (rank, length)
+        if redraw_every:
+            self.register_drawn(self.rows_of_draw(0))
+        else:
+            self.key_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
+            self.value_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        return torch.randn(self.shape, generator=generator) / self.shape[1]**0.5
+
+    def attend(self, x, y, v, *, causal, key_mask):
+        check_inputs(x, y, v, None, (), causal, key_mask)
+        most, S = self.shape[1], y.shape[2]
+        if causal:
+            raise ValueError("linformer mixes all keys: it cannot be causal")
+        if most < S:
+            raise ValueError(f"linformer was made for up to {most} keys, got {S}")
+        y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+        if key_mask is not None:
+            y, v = (from_first(torch.where(key_mask[:, None, :, None], t, 0.0), key_mask, S) for t in (y, v))
+        of_keys, of_values = self.projections()
+        keys, values = of_keys[:, :S].to(y.dtype) @ y, of_values[:, :S].to(v.dtype) @ v
+        return F.scaled_dot_product_attention(x, keys, values, scale=1.0)
+
+    def projections(self) -> tuple[Tensor, Tensor]:
+        """Of keys and of values, (rank, length)."""
+        return (self.rows("mixtures"),) * 2 if self.redraw_every else (self.key_projection, self.value_projection)
 
 
 @checked("attention")
 class Reformer(Redrawn):
     """Softmax over the keys that share a bucket with the query in one of `hashes` rounds, with keys q / |q|.
+
+    Locality-sensitive hashing with shared queries and keys (Kitaev et al., 2020). Tokens are sorted by bucket and then
+    by position; the place of a token is where it then lies. In each round a query sees the keys of its bucket that lie
+    at most c places before it, and if not causal also those at most c after it: time and memory O(R S c). The paper
+    lets a query see its own chunk and the one before: where a chunk begins depends on later tokens. A band of places
+    does not, and so causal attention is that of each prefix.
 
     buckets: of each round, 1 or even; 2 S / chunk in the paper. chunk: places that a query looks back. The logit is
     scaling d^(1/2) q_i.q_j / |q_j|, that of a token to itself counts where it sees nothing else. redraw_every: training
