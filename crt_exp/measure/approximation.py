@@ -28,9 +28,9 @@ from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
 from crt_exp.options import Count, Positive, Several, Whole, checked
-from crt_exp.measure.base import check_estimates, planned
+from crt_exp.measure import check_estimates, planned
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
-from crt_exp.measure.subject import Subject, relative_error
+from crt_exp.measure.fidelity import Subject, relative_error
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence

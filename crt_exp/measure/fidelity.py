@@ -1,25 +1,162 @@
-"""task=fidelity: errors and loss of a pretrained language model with another attention, without training.
+"""Trained models with another attention and without training: losses, and errors of layers and hidden states.
 
-Notation: L tokens of a document, "above" the loss increase over exact attention in nats. Errors are relative, in the
-Frobenius norm.
+task=fidelity: a pretrained language model. task=swap_loss, task=swap_layers: saved runs with exact attention, whose
+weights are loaded as task.init does.
+
+Notation: L tokens of a document, H query heads, d their dimension, D the width of the model, "above" the loss increase
+over exact attention in nats. Errors are relative, in the Frobenius norm.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from crt_exp.advice.bench import LayerCall, Swap, looked_at
+from crt_exp.advice.bench_pieces import SHARE, TextBench, nats
+from crt_exp.advice.language import length_of, opened, positions, rows_of
+from crt_exp.attention.linear import LinearAttention
+from crt_exp.data import text as data
 from crt_exp.data.text import official_file
-from crt_exp.options import Count, Whole, checked
-from crt_exp.measure.base import SwapMeasurement
-from crt_exp.measure.subject import Subject
+from crt_exp.features import SDERF
+from crt_exp.measure import Measurement, SwapMeasurement, check_estimates
+from crt_exp.measure.variance import predicted_errors
 from crt_exp.mechanism import Mechanism
+from crt_exp.options import Count, Several, Whole, checked
 from crt_exp.runner.configuration import kept_task
+from crt_exp.swap.calibration import learns
+from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.mlm import MLM
+
+class Pass(NamedTuple):
+    """Hidden states of one document after each layer, and the mean loss of its predicted tokens in nats; None for a
+    bare encoder."""
+
+    states: list[Tensor]         # (1, L, D) each
+    loss: float | None
+
+    @property
+    def embedding(self) -> Tensor:
+        """The last states, mean over tokens, (D,) float64."""
+        return self.states[-1][0].double().mean(0)
+
+
+class Subject(TextBench):
+    """A Hugging Face model that was trained with exact attention, and `texts` pieces of `length` tokens.
+
+    model: a hub name, a folder or a run of task=mlm. text: held-out files or folders. calibration: others, to which
+    causal layers with fitted parameters are fitted, as by `calibrate_attention`. Pieces are spread over the text, whose
+    tokens are stored in `cache_dir`. `seed` sets the masked positions, the same for every attention.
+
+    Raises DataError for a missing model, tokenizer or text. Raises ValueError for a model that was not trained with
+    exact attention or reads no text, for too few tokens, and for a file in both text and calibration.
+    """
+
+    def __init__(self, model: str, text: str | Sequence[str], calibration: str | Sequence[str] | None,
+                 tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
+                 cache_dir: str | Path | None = None):
+        self.name = model
+        loaded, predicted, self.tokenizer = opened(model, tokenizer)
+        self.most, L = min(positions(loaded), 2**20), length_of(loaded, length)
+        check_apart(text, calibration)
+
+        def pieces(source: str | Sequence[str], count: int, option: str) -> Tensor:
+            return spread(rows_of(source, predicted, self.tokenizer, L, cache_dir), count, source, option)
+
+        super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
+                         pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
+        self.calls: list[list[LayerCall]] = []
+        self.exact = [self.captured(i) for i in range(texts)]
+
+    # ---- reading
+
+    @torch.no_grad()
+    def read(self, i: int) -> Pass:
+        """The model with its present attention on document i."""
+        out = self.run(self.rows[i:i + 1])
+        states = list(out.hidden_states[1:])
+        if self.predicts is None:
+            return Pass(states, None)
+        inputs, labels = self.asked(i)
+        logits = out.logits if self.causal else self.model(input_ids=inputs).logits
+        return Pass(states, float(nats(logits, labels).mean()))
+
+    def run(self, ids: Tensor) -> Any:
+        return super().run(ids, output_hidden_states=True)
+
+    def asked(self, i: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of document i; masked models get BERT's corruption."""
+        if self.causal:
+            return super().asked(i)
+        draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
+        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i:i + 1].numpy(), draw)
+        return batch["input_ids"], batch["labels"]
+
+    def captured(self, i: int) -> Pass:
+        """The exact model on document i; `calls` stores the calls of its attention layers."""
+        exact = self.read(i)
+        self.calls.append(self.watched(self.rows[i:i + 1], LayerCall.of)[0])
+        return exact
+
+    # ---- other attention
+
+    @torch.no_grad()
+    def measured(self, mechanism: Mechanism) -> dict[str, np.ndarray]:
+        """Without training, of each document: `attention` (texts, calls), the relative error of every layer's output
+        for the exact model's queries, keys and values; `hidden` (texts, layers), that of the hidden states with all
+        layers swapped; `cosine` (texts,) of the mean states; `above` (texts,), the loss increase over exact attention
+        in nats, where the model predicts tokens."""
+        with self.swapped(mechanism) as states:
+            of_texts = [self.of_text(i, states) for i in range(len(self.rows))]
+        return {key: np.array([each[key] for each in of_texts]) for key in of_texts[0]}
+
+    def of_text(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
+        exact, now = self.exact[i], self.read(i)
+        errors = [float(relative_error(states[call.path].forward(call.q, call.k, call.v), call.output))
+                  for call in self.calls[i]]
+        hidden = [float(relative_error(a, b)) for a, b in zip(now.states, exact.states)]
+        record = {"attention": errors, "hidden": hidden,
+                 "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
+        return record if exact.loss is None else record | {"above": now.loss - exact.loss}
+
+    def fit(self, attention: Swap) -> None:
+        if self.training is None and learns(self.model):
+            raise ValueError(f"attention {attention.name} of this model is fitted to training text: give "
+                             "task.calibration=<file>, another than task.text")
+        super().fit(attention)
+
+
+def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+    """|estimate - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
+    error, size = (t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected))
+    return error / size
+
+
+def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
+    """`count` of the rows, spread over the text. Raises ValueError for too few."""
+    if len(rows) < count:
+        raise ValueError(f"{option} = {count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; give more "
+                         "text, fewer pieces or a smaller task.length")
+    return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
+
+
+def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:
+    """Raises ValueError where text and calibration share a file."""
+    if calibration is None:
+        return
+    seen = {data.content(file): file for file in data.text_files(text)}
+    both = [seen[digest] for digest in map(data.content, data.text_files(calibration)) if digest in seen]
+    if both:
+        raise ValueError(f"task.calibration holds {Path(both[0]).name}, which is task.text too: fit to training text, "
+                         "and judge on text that was held out")
+
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2
 
@@ -108,3 +245,77 @@ def unigram(task: MLM) -> float:
         counts[task.tokenizer.all_special_ids] = 0  # which are never predicted
     logs = np.log((known + 1) / (known.sum() + len(known)))
     return float(-(asked * logs).sum() / asked.sum())
+
+
+Row = dict[str, Any]
+
+
+@lru_cache(maxsize=8)
+def task_of(start: str) -> Task:
+    """The task of a saved run, which starts from its weights."""
+    return kept_task(start, init=start)
+
+
+@checked("task")
+class SwapLoss(SwapMeasurement):
+    """task=swap_loss: metrics of a saved run with another attention and without training, one row a split."""
+
+    metric = "loss"
+
+    def __init__(self, start: str | None, splits: Several[str], offset: Whole = 0, fit: Whole = 0):
+        self.start, self.splits, self.offset, self.fit = start, splits, offset, fit
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:
+        task = task_of(self.start)
+        model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
+        if self.fit:
+            looked_at(model, inputs(task, "train", 1, self.fit))
+        read = getattr(task, "metrics", task.evaluate)  # without what only a run's end asks for
+        for split in self.splits:
+            found = read(model, split, Reader(task))
+            yield {"split": split, "step": 0} | {metric: value for metric, value in found.items()
+                                                 if isinstance(value, (int, float))}
+
+
+def inputs(task: Task, split: str, rows: int, batches: int) -> list[Any]:
+    """What the model is called with, of the first batches of a split."""
+    def given(batch: Batch) -> Any:
+        if hasattr(task, "arguments"):
+            return task.arguments(batch)
+        return batch["images"] if "images" in batch else {key: batch[key] for key in batch if key != "labels"}
+
+    return [given(batch) for batch in islice(task.batches(split, Plan(rows)), batches)]
+
+
+@checked("task")
+class SwapLayers(Measurement):
+    """task=swap_layers: relative errors of a saved run with another attention, on validation batches.
+
+    For each layer: of its `output`; of the output of `uniform` attention; and the predicted error of an `entry` of the
+    kernel matrix (the root mean square over heads), where the closed forms know it; `S_mean` is the mean of |x + y|^2.
+    Last, the mean `error` of the outputs."""
+
+    metric = "error"
+
+    def __init__(self, start: str | None, rows: Count, batches: Count = 1, noise: Whole | None = None):
+        self.start, self.count, self.batches, self.noise = start, rows, batches, noise
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:
+        check_estimates(mechanism)
+        task, errors = task_of(self.start), []
+        model = task.build(replace(mechanism, seed=seed if self.noise is None else self.noise)).eval()
+        for layer, state in enumerate(looked_at(model, inputs(task, task.validation, self.count, self.batches))):
+            errors.append(state.measured.relative_error)
+            yield {"layer": layer, "output": errors[-1], "uniform": state.measured.relative_uniform,
+                   "S_mean": state.seen.mean_sq_sum.double().mean().item(), **predicted_entry(state)}
+        yield {"error": float(np.mean(errors))}
+
+
+def predicted_entry(state: LinearAttention) -> Row:
+    if state.phi.on_vectors or isinstance(state.phi, SDERF):  # they depend on more than a typical pair
+        return {}
+    try:
+        return {"entry": float(predicted_errors(state.phi, state.seen, state.m).square().mean().sqrt())}
+    except NotImplementedError:                               # parts that share their projections
+        return {}

@@ -21,7 +21,7 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.transformer import Transformer
 from crt_exp.samplers import orthogonal
-from crt_exp.measure.base import Measurement
+from crt_exp.measure import Measurement
 from crt_exp.measure.times import Call, Update, added, in_turns, milliseconds
 
 CAUSAL = " causal"          # at the end of a method's name

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -117,6 +118,16 @@ def naming(name: Hashable, i: int, warm: int, rounds: int) -> Iterator[None]:
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
     """The median over rounds of the ratio to another arm within the round, in which both saw the same load."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
+
+
+def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
+    """Mean, standard deviation and half-width of the 95% Student interval (None for one value)."""
+    from scipy.special import stdtrit  # slow to import
+
+    n = len(values)
+    std = float(np.std(values, ddof=1)) if n > 1 else None
+    half = float(stdtrit(n - 1, 0.975)) * std / n**0.5 if n > 1 else None
+    return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}
 
 
 # ---- processes and threads

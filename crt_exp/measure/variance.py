@@ -23,7 +23,7 @@ from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.features.kernels import Kernel
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.base import Measurement, Series
+from crt_exp.measure import Measurement, Series
 
 
 def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -24,11 +24,11 @@ from crt_exp.data import speech
 from crt_exp.data.text import generator_of
 from crt_exp.options import Count, NotNegative, Positive, Several, Whole, checked
 from crt_exp.measure.adapt import descent
-from crt_exp.measure.base import Measurement, SwapMeasurement
+from crt_exp.measure import Measurement, SwapMeasurement
 from crt_exp.measure.pretrained import DTYPES, ROWS, arranged, bench_of, folder_of
 from crt_exp.measure.recall import attention_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.tasks.metrics import error_rates
+from crt_exp.tasks.base import error_rates
 
 RATE = 16_000                 # samples a second
 AT_MOST, A_SECOND = 16, 8     # largest transcript: tokens, and tokens a second of audio (speech has at most 5.3)

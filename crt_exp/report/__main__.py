@@ -13,7 +13,7 @@ from pathlib import Path
 
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
-from crt_exp.report import pages, text
+from crt_exp.report import pages
 from crt_exp.report.rows import FOLDER
 
 
@@ -45,8 +45,8 @@ def make(args: argparse.Namespace) -> None:
         wanted = args.page if args.page in page.targets else ""
         page.run(args.size, wanted, [each.strip() for each in args.methods.split(",") if each.strip()], args.seeds,
                  args.launcher, args.out)
-    text.render(module, folder, args.size, part)
-    print(f"{text.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
+    pages.render(module, folder, args.size, part)
+    print(f"{pages.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
 
 
 def render_all(folder: Path, size: str) -> None:
@@ -56,7 +56,7 @@ def render_all(folder: Path, size: str) -> None:
     tested = {}
     for name in pages.names():
         if pages.has_rows(name, folder):
-            tested[name] = text.render(pages.load(name), folder, size)
+            tested[name] = pages.render(pages.load(name), folder, size)
             print(f"written: {folder / name}.md", flush=True)
     if missing := [name for name in pages.names() if name not in tested]:
         print(f"no results.md and index.md: no rows of {', '.join(missing)}")

@@ -16,10 +16,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from pydantic import Field
 
-from crt_exp.options import annotations_in_source
+from crt_exp.options import Count, Parameter, annotations_in_source, check_options, format_value, unknown
 from crt_exp.config import (ATTENTION, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
                             own_options, read_yaml, uses)
-from crt_exp.options import Count, Parameter, check_options, format_value, unknown
 
 # ---- what Hydra was asked for
 

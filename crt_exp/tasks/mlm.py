@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.config import ConfigError, unknown
-from crt_exp.data import DataError
-from crt_exp.data import text as data
+from crt_exp.data import DataError, text as data
 from crt_exp.data.hub import Hub
 from crt_exp.data.sources import no_folder
 from crt_exp.data.vocabularies import new_tokenizer

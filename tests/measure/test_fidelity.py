@@ -14,8 +14,7 @@ from small_bert import VOCABULARY, write_text
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.fidelity import Fidelity
-from crt_exp.measure.subject import Subject
+from crt_exp.measure.fidelity import Fidelity, Subject
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
          "vocab_size": len(VOCABULARY), "max_position_embeddings": 64}
