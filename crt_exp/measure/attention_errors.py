@@ -6,7 +6,6 @@ Notation: H heads of all layers, n sequences.
 """
 
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.samplers.bias import measured_bias
 from crt_exp.swap.describe import attention_matrices
 
+
 @checked("task")
 class ProjectionErrors(Series):
     """task=projections: MSE of the output against exact softmax attention.
@@ -45,7 +45,7 @@ class ProjectionErrors(Series):
     q, k ~ N(0, scale^2) and v ~ N(0, 1), L tokens of dimension d, the same for every mechanism and m.
     """
 
-    metric, lower_is_better, over = "mse", True, "m"
+    metric, over = "mse", "m"
 
     def __init__(self, length: Count, d: Count, ms: Several[Count], samples: Count, scale: Positive = 1.0):
         self.values, self.samples, self.source = list(ms), samples, Synthetic(length, 1, d, scale, 0)
@@ -63,9 +63,6 @@ class ProjectionErrors(Series):
         exact = softmax_attention(x, y, v)
         return tuple((exact - each).square().mean().item() for each in (estimate, v.mean(-2, keepdim=True)))
 
-    def summary(self, records: list[dict]) -> str:
-        return "MSE " + ", ".join(f"{r['mse']:.2e} (m = {r['m']})" for r in records)
-
 
 @checked("task")
 class HeadErrors(Series):
@@ -76,7 +73,7 @@ class HeadErrors(Series):
     without projections has the same errors at every m.
     """
 
-    metric, lower_is_better, over = "log_mse", True, "m"
+    metric, over = "log_mse", "m"
     measures_whole = staticmethod(lambda mechanism: True)
 
     def __init__(self, length: Count, d: Count, sum: Positive, ms: Several[Count], samples: Count,
@@ -88,10 +85,6 @@ class HeadErrors(Series):
         errors = self.errors(mechanism, m if mechanism.estimates else None, 0, seed)[0]
         mse = (errors["output_error"] / errors["uniform_error"])[:, 0].square()
         return {"mse": mse.tolist(), "log_mse": mse.log().mean().item()}
-
-    def summary(self, records: list[dict]) -> str:
-        shown = ", ".join(f"{math.exp(r['log_mse']):.3g} (m = {r['m']})" for r in records)
-        return f"MSE relative to uniform attention (geometric mean): {shown}"
 
 
 def scale_of(mean_sq_sum: float, d: int) -> float:

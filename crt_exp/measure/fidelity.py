@@ -1,7 +1,7 @@
 """Trained models with another attention and without training: losses, and errors of layers and hidden states.
 
-task=fidelity: a pretrained language model. task=swap_loss, task=swap_layers: saved runs with exact attention, whose
-weights are loaded as task.init does.
+task=fidelity: a pretrained language model. task=swap_loss: a saved run with exact attention, whose weights are loaded
+as task.init does.
 
 Notation: L tokens of a document, H query heads, d their dimension, D the width of the model, "above" the loss increase
 over exact attention in nats. Errors are relative, in the Frobenius norm.
@@ -22,18 +22,15 @@ from torch.nn import functional as F
 from crt_exp.advice.bench import LayerCall, Swap, looked_at
 from crt_exp.advice.bench_pieces import SHARE, TextBench, nats
 from crt_exp.advice.language import length_of, opened, positions, rows_of
-from crt_exp.attention.linear import LinearAttention
 from crt_exp.data import text as data
 from crt_exp.data.text import official_file
-from crt_exp.features import SDERF
-from crt_exp.measure import Measurement, SwapMeasurement, check_estimates
-from crt_exp.measure.variance import predicted_errors
+from crt_exp.measure import SwapMeasurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.options import Count, Several, Whole, checked
 from crt_exp.runner.configuration import kept_task
 from crt_exp.swap.calibration import learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
-from crt_exp.tasks.mlm import MLM
+
 
 class Pass(NamedTuple):
     """Hidden states of one document after each layer, and the mean loss of its predicted tokens in nats; None for a
@@ -179,20 +176,18 @@ class Fidelity(SwapMeasurement):
     """task=fidelity; see conf/task/fidelity.yaml for the options.
 
     Rows: `above`, `hidden_error`, `attention_error` and `cosine` of each document, lists; both errors of each `layer`;
-    last their means, with `cost` the mean of `above`. With attention=exact also `S`, `S_least` and `S_largest`, mean
-    |x + y|^2 over the heads of each layer, and in the last row the `loss` of the model, and the `share` of heads whose
-    mean |x + y|^2 lies in `window`; `unigram`, the loss of token frequencies, for a run of task=mlm.
+    last their means, with `cost` the mean of `above`; with attention=exact also the `loss` of the model.
     """
 
     metric = "hidden_error"
 
     def __init__(self, model: str | None, text: str | Sequence[str] | None, calibration: str | Sequence[str] | None,
                  tokenizer: str | None, length: Count | None, texts: Count, calibration_texts: Count, draws: Whole,
-                 window: tuple[float, float], cache_dir: str | None):
+                 cache_dir: str | None):
         if model is None or text is None:
             raise ValueError("task=fidelity needs task.model=... (a folder, a run or a hub name) and task.text=... "
                              "(held out, or a part of WikiText-2)")
-        self.model, self.draws, self.window = model, draws, window
+        self.draws = draws
         self.read = {"model": model, "text": files(text), "calibration": files(calibration), "tokenizer": tokenizer,
                      "length": length, "texts": texts, "calibration_texts": calibration_texts, "cache_dir": cache_dir}
 
@@ -206,26 +201,13 @@ class Fidelity(SwapMeasurement):
                     for i in range(len(read.calls[0])))
         last = {"sample": "", "cost": float(np.mean(of_texts.get("above", np.nan))),
                 "hidden_error": float(np.mean(of_texts["hidden_error"]))}
-        if mechanism.is_exact:
-            S = head_norms(read)
-            yield from ({"layer": i, "sample": "", "S": float(np.mean(each)), "S_least": min(each),
-                         "S_largest": max(each)} for i, each in enumerate(S))
-            low, high = self.window
-            last["share"] = float(np.mean([low <= each <= high for layer in S for each in layer]))
-            if read.predicts:
-                last["loss"] = float(np.mean([each.loss for each in read.exact]))
-            if Path(self.model, "config.yaml").is_file():
-                last["unigram"] = unigram(kept_task(self.model))
+        if mechanism.is_exact and read.predicts:
+            last["loss"] = float(np.mean([each.loss for each in read.exact]))
         yield last
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         return f"hidden_error {last['hidden_error']:.4g}, loss increase {last['cost']:.4g} nats"
-
-
-def head_norms(subject: Subject) -> list[list[float]]:
-    """Mean |x + y|^2 of each head of each attention layer, over documents."""
-    return [torch.stack([call.sums() for call in calls]).mean(0).tolist() for calls in zip(*subject.calls)]
 
 
 def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -235,19 +217,6 @@ def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[fl
     texts = {"attention_error": measured["attention"].mean(1), "hidden_error": measured["hidden"][:, -1],
              **{key: measured[key] for key in ("cosine", "above") if key in measured}}
     return {key: values.tolist() for key, values in texts.items()}, layers
-
-
-def unigram(task: MLM) -> float:
-    """Loss in nats on the validation text of a run of the token frequencies of its training text."""
-    known, asked = (np.bincount(task.blocks[split].ravel(), minlength=len(task.tokenizer))
-                    for split in ("train", "validation"))
-    for counts in (known, asked):
-        counts[task.tokenizer.all_special_ids] = 0  # which are never predicted
-    logs = np.log((known + 1) / (known.sum() + len(known)))
-    return float(-(asked * logs).sum() / asked.sum())
-
-
-Row = dict[str, Any]
 
 
 @lru_cache(maxsize=8)
@@ -266,11 +235,11 @@ class SwapLoss(SwapMeasurement):
         self.start, self.splits, self.offset, self.fit = start, splits, offset, fit
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         task = task_of(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
-            looked_at(model, inputs(task, "train", 1, self.fit))
+            looked_at(model, [called(task, batch) for batch in islice(task.batches("train", Plan(1)), self.fit)])
         read = getattr(task, "metrics", task.evaluate)  # without what only a run's end asks for
         for split in self.splits:
             found = read(model, split, Reader(task))
@@ -278,44 +247,8 @@ class SwapLoss(SwapMeasurement):
                                                  if isinstance(value, (int, float))}
 
 
-def inputs(task: Task, split: str, rows: int, batches: int) -> list[Any]:
-    """What the model is called with, of the first batches of a split."""
-    def given(batch: Batch) -> Any:
-        if hasattr(task, "arguments"):
-            return task.arguments(batch)
-        return batch["images"] if "images" in batch else {key: batch[key] for key in batch if key != "labels"}
-
-    return [given(batch) for batch in islice(task.batches(split, Plan(rows)), batches)]
-
-
-@checked("task")
-class SwapLayers(Measurement):
-    """task=swap_layers: relative errors of a saved run with another attention, on validation batches.
-
-    For each layer: of its `output`; of the output of `uniform` attention; and the predicted error of an `entry` of the
-    kernel matrix (the root mean square over heads), where the closed forms know it; `S_mean` is the mean of |x + y|^2.
-    Last, the mean `error` of the outputs."""
-
-    metric = "error"
-
-    def __init__(self, start: str | None, rows: Count, batches: Count = 1, noise: Whole | None = None):
-        self.start, self.count, self.batches, self.noise = start, rows, batches, noise
-
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[Row]:
-        check_estimates(mechanism)
-        task, errors = task_of(self.start), []
-        model = task.build(replace(mechanism, seed=seed if self.noise is None else self.noise)).eval()
-        for layer, state in enumerate(looked_at(model, inputs(task, task.validation, self.count, self.batches))):
-            errors.append(state.measured.relative_error)
-            yield {"layer": layer, "output": errors[-1], "uniform": state.measured.relative_uniform,
-                   "S_mean": state.seen.mean_sq_sum.double().mean().item(), **predicted_entry(state)}
-        yield {"error": float(np.mean(errors))}
-
-
-def predicted_entry(state: LinearAttention) -> Row:
-    if state.phi.on_vectors or isinstance(state.phi, SDERF):  # they depend on more than a typical pair
-        return {}
-    try:
-        return {"entry": float(predicted_errors(state.phi, state.seen, state.m).square().mean().sqrt())}
-    except NotImplementedError:                               # parts that share their projections
-        return {}
+def called(task: Task, batch: Batch) -> Any:
+    """What the model is called with."""
+    if hasattr(task, "arguments"):
+        return task.arguments(batch)
+    return batch["images"] if "images" in batch else {key: batch[key] for key in batch if key != "labels"}

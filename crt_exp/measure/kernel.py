@@ -2,9 +2,6 @@
 
 Source: Hybrid Random Features (HRF). Notation: n pairs x, y (n, d) float64; SM(x, y) = exp(x.y). The relative error
 of an estimate is estimate / SM - 1, which does not overflow.
-
-FLOPs (HRF Appendix L): torch.utils.flop_counter counts two per multiply-add of a matrix product. This module adds one
-per value of an elementwise operation and one per term of a sum.
 """
 
 import math
@@ -40,6 +37,13 @@ from crt_exp.tasks.uci import scaler
 
 AT_ONCE = 2**24     # feature values held for a block of random projections
 SIDES = 2           # clusters of queries, and of keys
+TOKENS = 8          # the count of 2 * TOKENS minus that of TOKENS leaves out what is computed once
+MOST = 2**20        # projections
+Two = Annotated[int, Field(ge=2)]
+aten = torch.ops.aten
+ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,
+               aten.sqrt, aten.rsqrt, aten.pow, aten.square, aten.abs, aten.reciprocal, aten.where, aten.lt, aten.eq)
+SUMS = (aten.sum, aten.mean)
 
 
 def generator(*key: int) -> torch.Generator:
@@ -90,9 +94,6 @@ def mse_record(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, para
     return {"mse": mse.mean().item(), "closed_form": closed.mean().item()}, mse.tolist()
 
 
-# ---- pairs of vectors
-
-
 def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """x and y (n, d) of length r at angles theta (n,), each pair in a random plane."""
     u, v = torch.randn(2, len(theta), d, generator=g, dtype=torch.float64)
@@ -106,9 +107,6 @@ def angles_of(n: int) -> Tensor:
     return torch.linspace(0.0, math.pi, n, dtype=torch.float64)
 
 
-# ---- by angle
-
-
 @checked("task")
 class Pointwise(Series):
     """task=pointwise: root mean squared relative error at each angle, and the largest (HRF 4.1, Figures 2 and 5).
@@ -117,10 +115,9 @@ class Pointwise(Series):
     closed form is for iid projections.
     """
 
-    metric, lower_is_better, over = "largest_error", True, "length"
+    metric, over = "largest_error", "length"
 
-    def __init__(self, d: Annotated[int, Field(ge=2)], lengths: Several[Positive], angles: Annotated[int, Field(ge=2)],
-                 groups: Count, draws: Count):
+    def __init__(self, d: Two, lengths: Several[Positive], angles: Two, groups: Count, draws: Count):
         self.d, self.values, self.angles, self.groups, self.draws = d, list(lengths), angles, groups, draws
 
     def of(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
@@ -149,8 +146,8 @@ class QMC(Measurement):
 
     metric = "mse"
 
-    def __init__(self, dataset: str, scaling: Literal["standard", "minmax", "none"], length: Positive,
-                 pairs: Annotated[int, Field(ge=2)], groups: Count, draws: Count, data_dir: str | None = None):
+    def __init__(self, dataset: str, scaling: Literal["standard", "minmax", "none"], length: Positive, pairs: Two,
+                 groups: Count, draws: Count, data_dir: str | None = None):
         self.pairs, self.groups, self.draws = pairs, groups, draws
         self.file, table = file_of(dataset, data_dir), load(dataset, data_dir).encode("ordinal")
         rows = torch.from_numpy(scaler(table, scaling)(table)).double()
@@ -177,9 +174,6 @@ class QMC(Measurement):
         return f"{super().summary(records)}{bias_sentence(records[-1])}"
 
 
-# ---- in clusters
-
-
 @checked("task")
 class Clusters(Series):
     """task=clusters: E (estimate - SM)^2 over random pairs, for each m and repetition (HRF H.3, Table 3).
@@ -192,7 +186,7 @@ class Clusters(Series):
     sqrt(d). length: of all points. points: per cluster. A seed fixes the data; projections differ between repetitions.
     """
 
-    metric, lower_is_better, over = "mse", True, "m"
+    metric, over = "mse", "m"
 
     def __init__(self, d: Count, agreeing: Annotated[NotNegative, Field(le=1)], spread: NotNegative, length: Positive,
                  points: Count, ms: Several[Count], pairs: Count, repeats: Count):
@@ -226,12 +220,7 @@ class Clusters(Series):
         return x, y
 
 
-aten = torch.ops.aten
-ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,
-               aten.sqrt, aten.rsqrt, aten.pow, aten.square, aten.abs, aten.reciprocal, aten.where, aten.lt, aten.eq)
-SUMS = (aten.sum, aten.mean)
-TOKENS = 8          # the count of 2 * TOKENS minus that of TOKENS leaves out what is computed once
-MOST = 2**20        # projections
+# ---- at equal FLOPs (HRF Appendix L): 2 for a multiply-add, 1 for an elementwise value and for a term of a sum
 
 
 @checked("task")
@@ -243,11 +232,10 @@ class Flops(Series):
     values of width d. If one projection exceeds the budget, m = 0 and there is no error.
     """
 
-    metric, lower_is_better, over = "error", True, "budget"
+    metric, over = "error", "budget"
 
-    def __init__(self, counted: Literal["features", "attention"], budgets: Several[Positive],
-                 d: Annotated[int, Field(ge=2)], length: Positive, angles: Annotated[int, Field(ge=2)], groups: Count,
-                 draws: Count):
+    def __init__(self, counted: Literal["features", "attention"], budgets: Several[Positive], d: Two, length: Positive,
+                 angles: Two, groups: Count, draws: Count):
         self.counted, self.values, self.d, self.length = counted, list(budgets), d, length
         self.angles, self.groups, self.draws = angles, groups, draws
 
@@ -256,10 +244,7 @@ class Flops(Series):
         phi = mechanism.map("softmax")
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
-
-        def cost(m: int) -> float:
-            return flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
-
+        cost = lambda m: flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
         m = most_within(cost, budget)
         if not m:
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
@@ -320,8 +305,7 @@ class RankingCost(Measurement):
 
     metric = "flops"
 
-    def __init__(self, d: Annotated[int, Field(ge=2)], lengths: Several[Count], rounds: Count,
-                 methods: Several[str] | None = None):
+    def __init__(self, d: Two, lengths: Several[Count], rounds: Count, methods: Several[str] | None = None):
         self.d, self.lengths, self.rounds = d, lengths, rounds
         self.mechanisms = {name: Mechanism.parse(name) for name in methods or ()}
 

@@ -2,7 +2,7 @@
 
 task=swap_speech: word error rate without training. task=dictation: loss without training. task=whisper: fine-tuned
 after the swap. The loss is that of the transcript of exact attention: word error rates saturate near 100%, where losses
-still differ. task=swap_times: time and memory of pretrained models.
+still differ.
 """
 
 import random
@@ -25,8 +25,7 @@ from crt_exp.data.text import generator_of
 from crt_exp.options import Count, NotNegative, Positive, Several, Whole, checked
 from crt_exp.measure.adapt import descent
 from crt_exp.measure import Measurement, SwapMeasurement
-from crt_exp.measure.pretrained import DTYPES, ROWS, arranged, bench_of, folder_of
-from crt_exp.measure.recall import attention_of
+from crt_exp.measure.pretrained import DTYPES, arranged, folder_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import error_rates
 
@@ -228,28 +227,3 @@ class Whisper(Measurement):
             row["agrees"].append(float(agrees.mean()))
             row["wer"].append(word_error_rate(processor, [each], [transcript(model, processor, each)]))
         return row | {"mean_above": sum(row["above"]) / len(tested)}
-
-
-@checked("task")
-class SwapTimes(Measurement):
-    """task=swap_times: `ms` of a pass without gradient in each of `rounds`, in which all `methods` take turns, and
-    `mib` at its peak: of the layers of a language model on `length` tokens, or, with `subset`, of the encoder of a
-    recogniser on one utterance."""
-
-    metric = "mib"
-    uses: frozenset[str] = frozenset()  # attention is named by task.methods
-
-    def __init__(self, model: str, length: Count, subset: str | None, methods: Several[str], rounds: Count):
-        self.model, self.length, self.subset, self.methods, self.rounds = model, length, subset, methods, rounds
-
-    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
-        if self.subset:
-            bench = encoder_bench(self.model, self.subset)
-            piece = bench.training[0]
-        else:
-            row = ROWS["new"](self.model, self.length, seed)
-            bench = bench_of(self.model, row, self.length)
-            piece = row.ids
-        attentions = {text: attention_of(text) for text in self.methods}
-        for text, ms in bench.times(attentions, piece, self.rounds).items():
-            yield {"method": text, "ms": ms, "mib": bench.memory(attentions[text], piece)}

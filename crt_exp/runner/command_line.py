@@ -26,6 +26,7 @@ from crt_exp.data.ranks import inside_torchrun, rank
 from crt_exp.options import unknown, written
 from crt_exp.runner.configuration import GROUPS, check_early, explained, plain
 
+
 def check_command_line(args: list[str]) -> str | None:
     """The text of --help, where `args` ask for it. Raises ConfigError for choices and keys that do not exist, naming
     the nearest ones, and for values that do not fit; in a sweep, for each of its values."""

@@ -30,6 +30,7 @@ from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask, SymbolTask, without_labels
 
+
 @checked("task")
 @dataclass(eq=False)
 class LRA(SequenceTask):

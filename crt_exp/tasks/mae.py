@@ -23,6 +23,7 @@ from crt_exp.features.nonfinite import NotFinite
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.imagenet import ImageTask, Part, Share
 
+
 class MAESizes(TypedDict):
     """Of a new model."""
 

@@ -164,7 +164,7 @@ def test_a_model_of_other_attention_is_refused(folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
-    """Rows of documents, of layers and of the model itself."""
+    """Rows of documents and of layers, and the loss of the model itself."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
     for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
@@ -173,11 +173,10 @@ def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
                          "task.sizes.num_hidden_layers=2", "task.cache_dir=null", "task.vocabulary_size=300",
                          "task.block=32", "trainer.batch=4", "trainer.steps=4", "logger=none", "hydra.run.dir=run")
     assert code == 0, err
-    probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, [0, 1e9], None)
+    probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, None)
     texts, *layers, last = probe.rows(Mechanism.parse("exact"), 0)
     assert np.allclose(texts["above"], 0, atol=1e-4) and len(texts["above"]) == len(texts["cosine"]) == 3
-    assert [row["layer"] for row in layers] == [0, 1, 0, 1] and layers[2]["S_least"] <= layers[2]["S"]
-    assert last["share"] == 1 and abs(last["cost"]) < 1e-4 and last["unigram"] > 0 and last["loss"] > 0
+    assert [row["layer"] for row in layers] == [0, 1] and abs(last["cost"]) < 1e-4 and last["loss"] > 0
     texts, *layers, last = probe.rows(Mechanism.parse("favorpp m=8"), 1)
     assert last["cost"] == pytest.approx(np.mean(texts["above"])) and "loss" not in last
     assert [row["layer"] for row in layers] == [0, 1]

@@ -1,4 +1,4 @@
-"""task=swap_text, swap_embeddings, swap_speech and swap_times on tiny models with random weights."""
+"""task=swap_text, swap_embeddings and swap_speech on tiny models with random weights."""
 
 from dataclasses import replace
 
@@ -95,12 +95,6 @@ def test_a_text_that_is_too_short_is_refused(reader):
         read("exact", "new", 8192, 3)
 
 
-def test_time_is_of_all_methods_in_turn(reader):
-    methods = ["exact", "nearfar exact_until=32"]
-    rows = [*whisper.SwapTimes("", 256, None, methods, 2).rows(None, 0)]
-    assert [row["method"] for row in rows] == methods and all(len(row["ms"]) == 2 for row in rows)
-
-
 def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
     (tmp_path / "wiki.valid.tokens").write_text(" one @-@ way , ( 24 @.@ 5 in ) of <unk> . \n \n")
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: tmp_path / "wiki.valid.tokens")
@@ -153,8 +147,6 @@ def test_speech_is_heard_with_each_attention(speaker, arm):
 def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
     with pytest.raises(ValueError, match="train has 5 utterances: group 0 of 5 is not there"):
         [*whisper.SwapSpeech("", "train", 5, 0, None).rows(Mechanism.parse("exact"), 0)]
-    rows = whisper.SwapTimes("", 1, "train", ["exact", "nearfar exact_until=0"], 2).rows(None, 0)
-    assert [len(row["ms"]) for row in rows] == [2, 2]
 
 
 @pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])

@@ -1,6 +1,5 @@
-"""Saved runs with another attention and without training: losses and layers."""
+"""Saved runs with another attention and without training: losses."""
 
-import numpy as np
 import pytest
 
 from crt_exp.runner.run import read_records
@@ -32,8 +31,3 @@ def test_a_kept_run_with_other_attention(measured):
     assert swap["accuracy"] == pytest.approx(run["accuracy"])
     exact, = measured("exact", "task=swap_loss", "task.start=start", "task.splits=[val]", "attention=exact")
     assert exact["loss"] != pytest.approx(swap["loss"]) and exact["split"] == "val" and exact["final"]
-
-    *layers, last = measured("layers", "task=swap_layers", "task.start=start", "task.rows=4", *ours)
-    assert [each["layer"] for each in layers] == [0, 1]
-    assert all(each["entry"] > 0 and each["S_mean"] > 0 and each["uniform"] > 0 for each in layers)
-    assert last["error"] == pytest.approx(np.mean([each["output"] for each in layers]))
