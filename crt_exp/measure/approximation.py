@@ -237,9 +237,8 @@ class Synthetic:
     turn: radians between a query and the key at its position, in a random plane (q = cos(turn) k + sin(turn) g,
     g ~ N(0, scale^2)). None: queries are independent of keys.
 
-    The Transformer has `depth` bidirectional pre-norm layers of width heads d with an FFN four times as wide. Its
-    weights are torch's initial ones; those of queries and keys are scaled to give a standard deviation of `scale`. It
-    reads tokens ~ N(0, 1).
+    The Transformer has `depth` bidirectional pre-norm layers of width heads d and torch's initial weights; those of
+    queries and keys are scaled to give a standard deviation of `scale`. It reads tokens ~ N(0, 1).
     """
 
     def __init__(self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None):

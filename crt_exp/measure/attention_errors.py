@@ -37,6 +37,8 @@ from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.samplers.bias import measured_bias
 from crt_exp.swap.describe import attention_matrices
 
+PAIRS = np.triu_indices(len(STANDARD), 1)  # 190, of different amino acids
+
 
 @checked("task")
 class ProjectionErrors(Series):
@@ -141,7 +143,7 @@ class KernelBias(Measurement):
         yield {"at_unit": unit, "at_unit_error": unit_error, "at_spread": spread, "at_spread_error": spread_error}
 
 
-PAIRS = np.triu_indices(len(STANDARD), 1)  # 190
+# ---- attention matrices of a protein model
 
 
 @checked("task")

@@ -31,6 +31,8 @@ from crt_exp.runner.configuration import kept_task
 from crt_exp.swap.calibration import learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
+SPLITS = ("train", "valid", "test")  # of WikiText-2
+
 
 class Pass(NamedTuple):
     """Hidden states of one document after each layer, and the mean loss of its predicted tokens in nats; None for a
@@ -155,7 +157,7 @@ def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | No
                          "and judge on text that was held out")
 
 
-SPLITS = ("train", "valid", "test")  # of WikiText-2
+# ---- task=fidelity
 
 
 @lru_cache(maxsize=2)
@@ -217,6 +219,9 @@ def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[fl
     texts = {"attention_error": measured["attention"].mean(1), "hidden_error": measured["hidden"][:, -1],
              **{key: measured[key] for key in ("cosine", "above") if key in measured}}
     return {key: values.tolist() for key, values in texts.items()}, layers
+
+
+# ---- task=swap_loss
 
 
 @lru_cache(maxsize=8)

@@ -43,6 +43,8 @@ RATE = 1e-3         # learning rate of timed steps
 GROUPS = 32         # of classes: the likely classes of a query are mostly in one group
 WITHIN = 0.3        # share of the squared length of a class vector that is its own, not that of its group
 REPEATED = 2**23    # values of class vectors that repeated samples gather at once
+SPLIT, FITTED = "test", 16  # parameters are fitted to every sixteenth query
+BLOCK = 64                  # queries of a block, which fits the cache of a core
 
 
 def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
@@ -197,8 +199,7 @@ def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     return torch.autograd.grad(loss(hidden), hidden)[0]
 
 
-SPLIT, FITTED = "test", 16  # parameters are fitted to every sixteenth query
-BLOCK = 64                  # queries of a block, which fits the cache of a core
+# ---- distributions over the words of a language model
 
 
 @checked("task")
@@ -251,9 +252,6 @@ def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
         parts.append(part)
         kept.append(batch["labels"] != IGNORED)
     return torch.cat(parts, 1)[torch.cat(kept, 1)]
-
-
-# ---- distances
 
 
 def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> Callable[[Tensor], Tensor]:

@@ -65,9 +65,8 @@ def render_all(folder: Path, size: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<15}{pages.load(name).page.title}" for name in pages.names())
-    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"pages:\n{listed}",
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__.splitlines()[0],
+                                   epilog=f"pages: {', '.join(pages.names())}")
     made.add_argument("page", metavar="PAGE", nargs="?", help="a page, one of its sweeps (table1, fig2), or a file")
     made.add_argument("--run", action="store_true", help="make the rows that are missing")
     made.add_argument("--size", choices=pages.SIZES, default=os.environ.get("SIZE", "small"),

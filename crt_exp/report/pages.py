@@ -34,6 +34,9 @@ from crt_exp.runner.sweep import aligned
 
 RUNS = Path("outputs/runs")
 SIZES = ("small", "full")
+LONG = 40  # rows of a folded table; a longer one is left out
+INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
+            "threshold exactly where a claim is supported or contradicted.")
 
 
 @dataclass(frozen=True)
@@ -156,9 +159,7 @@ def check(page: Page) -> None:
                 raise ConfigError(f"{page.name}, {name}: two runs are called {run.name}")
 
 
-LONG = 40  # rows of a folded table; a longer one is left out
-INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
-            "threshold exactly where a claim is supported or contradicted.")
+# ---- Markdown
 
 
 def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = "") -> list[Tested]:

@@ -25,6 +25,10 @@ from crt_exp.runner.run import write_atomic
 FOLDER = Path("outputs/report")
 ORIGIN = ("seconds", "commit", "date", "versions")
 LARGEST = 2**20  # bytes of a file that is not compressed
+LEVEL = 0.05     # of tests, and 1 - LEVEL that of intervals
+DECIDED = ("supported", "contradicted")
+UNDECIDED, CONFLICT, NOT_MEASURED = "inconclusive", "theory and measurement disagree", "not measured"
+WORDS = (*DECIDED, CONFLICT, UNDECIDED, NOT_MEASURED)
 
 
 class Rows:
@@ -141,10 +145,7 @@ def concatenated(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return frame[[name for name in frame.columns if name not in ORIGIN] + [*ORIGIN]]
 
 
-LEVEL = 0.05
-DECIDED = ("supported", "contradicted")
-UNDECIDED, CONFLICT, NOT_MEASURED = "inconclusive", "theory and measurement disagree", "not measured"
-WORDS = (*DECIDED, CONFLICT, UNDECIDED, NOT_MEASURED)
+# ---- means and verdicts
 
 
 class Mean(NamedTuple):

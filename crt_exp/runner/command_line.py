@@ -26,6 +26,9 @@ from crt_exp.data.ranks import inside_torchrun, rank
 from crt_exp.options import unknown, written
 from crt_exp.runner.configuration import GROUPS, check_early, explained, plain
 
+COLUMN = 40  # of the comments of --help
+LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # of a file: indentation, key and comment
+
 
 def check_command_line(args: list[str]) -> str | None:
     """The text of --help, where `args` ask for it. Raises ConfigError for choices and keys that do not exist, naming
@@ -133,8 +136,7 @@ def check_writable(directory: Path) -> None:
         directory.rmdir()
 
 
-COLUMN = 40  # of the comments
-LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # of a file: indentation, key and comment
+# ---- --help
 
 
 def help_text(cfg: DictConfig) -> str:

@@ -128,6 +128,9 @@ def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
     return left if kind == "linear" else (1 - math.cos(math.pi * left)) / 2
 
 
+# ---- weights that stay, and adapters
+
+
 def named(names: Iterable[str], parts: Sequence[str], option: str) -> list[str]:
     """Dotted names that hold one of the parts, such as "layer.0". Raises ConfigError for parts that no name holds."""
     names = list(names)

@@ -173,6 +173,13 @@ class Reader:
         return parts
 
 
+# ---- metrics
+#
+# Each is a fraction, and defined for degenerate inputs too: constant predictions or labels carry no information, so a
+# correlation with them is 0. `predictions` and `labels` have one length n > 0 and finite values, else ValueError: a
+# model that diverged must not look like one that scored 0.
+
+
 def accuracy(predictions: Any, labels: Any) -> float:
     """Share of predictions equal to the label, in [0, 1]."""
     predictions, labels = checked(predictions, labels)

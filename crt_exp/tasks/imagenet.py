@@ -30,6 +30,9 @@ from crt_exp.options import Count, NotNegative, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
+Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, le=1)]
+NAMED_CLASSES = 5                                            # top-5 accuracy is ImageNet's
 
 
 @dataclass(eq=False)
@@ -112,9 +115,7 @@ def cores() -> int:
     return max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Part = Annotated[float, Field(gt=0, le=1)]
-NAMED_CLASSES = 5                                            # top-5 accuracy is ImageNet's
+# ---- task=imagenet
 
 
 class VisionSizes(TypedDict):

@@ -30,6 +30,9 @@ from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask, SymbolTask, without_labels
 
+BEGIN = VALUES  # of task=pixels: the symbol before the first value
+COUNTED = 500   # training images that its unigram is counted on
+
 
 @checked("task")
 @dataclass(eq=False)
@@ -110,8 +113,7 @@ def lengths_of(data: Labelled, together: int) -> np.ndarray:
     return np.array([len(row) for row in data.rows]).reshape(-1, together).max(1)
 
 
-BEGIN = VALUES
-COUNTED = 500                                                # training images that the unigram is counted on
+# ---- task=pixels
 
 
 @checked("task")

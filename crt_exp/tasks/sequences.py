@@ -29,6 +29,9 @@ from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+SPLITS = {"train": 0, "validation": 1, "test": 2}
+NOISE = 64   # of task=recall: symbols between its pairs
+WIDTH = 128  # of its new models, where nothing is said
 
 
 @dataclass(eq=False)
@@ -150,9 +153,7 @@ def without_labels(batch: Batch) -> dict[str, Tensor]:
     return {key: part for key, part in batch.items() if key != "labels"}
 
 
-SPLITS = {"train": 0, "validation": 1, "test": 2}
-NOISE = 64                         # symbols of what lies between
-WIDTH = 128                        # of a new model, where nothing is said
+# ---- task=recall
 
 
 @checked("task")
