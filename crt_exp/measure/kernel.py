@@ -26,7 +26,7 @@ from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
 from crt_exp.measure import Measurement, Series, check_estimates
-from crt_exp.measure.times import PROCESSOR, Watch, in_turns, threads
+from crt_exp.measure.times import PROCESSOR, in_turns, milliseconds, threads
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import column_sums
 from crt_exp.options import Count, NotNegative, Positive, Several, checked
@@ -328,10 +328,7 @@ def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
     """Mean time of `calls` calls."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
-    with Watch(PROCESSOR) as watch:
-        for _ in range(calls):
-            column_sums(layer, q, k)
-    return watch.ms / calls
+    return milliseconds(lambda: [column_sums(layer, q, k) for _ in range(calls)], clock=PROCESSOR) / calls
 
 
 def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:

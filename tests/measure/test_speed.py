@@ -1,5 +1,8 @@
 """task=speed and task=memory: what is timed, the baselines, rows, and what is refused."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
 import torch
 
@@ -10,7 +13,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.measure import speed
 from crt_exp.measure.speed import FORMED, Memory, Speed, Work, alone, chunked
 from crt_exp.samplers import orthogonal
-from crt_exp.measure.times import in_new_process
 
 
 def rows(what, methods, length=16, rounds=2, backward=True, run="exact"):
@@ -85,7 +87,8 @@ def test_projections_of_one_head_are_drawn_anew(one_thread):
 
 @pytest.mark.slow
 def test_memory_of_a_method():
-    assert in_new_process(memory) > 8  # MiB of a matrix of 8 x 512 x 512 numbers, and more
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(memory).result() > 8  # MiB of a matrix of 8 x 512 x 512 numbers, and more
     assert isinstance(alone("exact", 8), Work)
 
 
