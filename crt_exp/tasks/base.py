@@ -1,4 +1,4 @@
-"""What a task that trains a model gives the runner, and what it gets from it. Tasks that only measure are probes."""
+"""What a task that trains a model gives the runner, and what it gets from it; and the metrics of tasks."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
