@@ -22,7 +22,7 @@ from crt_exp.report import pages
 FILES = {
     "mine/sizes.py": """
 import torch
-from crt_exp.measure.base import Measurement
+from crt_exp.measure import Measurement
 
 class Size(Measurement):
     metric, measures_whole = "size", staticmethod(lambda mechanism: True)

@@ -90,7 +90,8 @@ def test_an_object_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("task", ["_target_: os.system\n  command: touch {}", "_target_: trap.call",
                                   "_target_: crt_exp.tasks.mlm.os.system\n  command: touch {}", "_target_: [1]",
-                                  "_target_: crt_exp.tasks.recall.Recall\n  vocabulary: {{_target_: trap.call}}", "5"])
+                                  "_target_: crt_exp.tasks.sequences.Recall\n  vocabulary: {{_target_: trap.call}}",
+                                  "5"])
 def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):
     sprung = hostile.set_trap(tmp_path, monkeypatch)
     (tmp_path / "config.yaml").write_text("task:\n  " + task.format(sprung) + "\n")

@@ -17,7 +17,7 @@ from crt_exp.data import DataError, images, speech
 from crt_exp.data.files import IMAGES, files_ending
 from crt_exp.options import Count, Positive, checked
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.base import Measurement
+from crt_exp.measure import Measurement
 from crt_exp.models import conformer_transducer, encoders, vision
 from crt_exp.models.folder import CONFIG
 from crt_exp.config import json_object

@@ -17,8 +17,7 @@ import pandas as pd
 from crt_exp.data.files import whole
 from crt_exp.drawing import CONTROL, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.drawing import EXACT as BLACK
-from crt_exp.measure.times import ratio
-from crt_exp.tasks.metrics import interval
+from crt_exp.measure.times import interval, ratio
 
 EXACT, CONTROL_NAME = "exact", "uniform"
 TOLERANCE = 0.02   # nats: 2% of the perplexity

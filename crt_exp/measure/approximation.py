@@ -28,9 +28,9 @@ from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
 from crt_exp.options import Count, Positive, Several, Whole, checked
-from crt_exp.measure.base import check_estimates, planned
+from crt_exp.measure import SwapMeasurement, check_estimates
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
-from crt_exp.measure.subject import Subject, relative_error
+from crt_exp.measure.fidelity import Subject, relative_error
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence
@@ -44,16 +44,15 @@ SMALL = -60.0    # nats: a smaller relative MSE counts as this
 
 
 @checked("task")
-class Approximation:
+class Approximation(SwapMeasurement):
     """task=approximation; see conf/task/approximation.yaml for the options.
 
-    Records of four kinds: `heads`, one a layer: mean |x + y|^2, and the log relative MSE of each map by the closed
+    Rows of four kinds: `heads`, one a layer: mean |x + y|^2, and the log relative MSE of each map by the closed
     forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error after each layer; and a final
     one at the largest m. Attention without projections has no `heads`, no matrix and no m.
     """
 
-    metric, lower_is_better = "output_error", True
-    measures_whole = staticmethod(lambda mechanism: True)
+    metric = "output_error"
 
     def __init__(self, ms: Several[Count], samples: Count, rows: Count, pairs: Whole, heads: Count, d: Count,
                  scale: Positive, depth: Whole, model: str | None = None, text: str | None = None,
@@ -63,23 +62,25 @@ class Approximation:
             raise ValueError("task.model and task.text go together: a model, and the text that it reads")
         if model is None and (layers is not None or tokenizer is not None):
             raise ValueError("task.layers and task.tokenizer need task.model")
-        self.ms, self.samples, self.of_rows, self.pairs = list(ms), samples, rows, pairs
+        self.ms, self.samples, self.row_count, self.pairs = list(ms), samples, rows, pairs
         self.source = (Synthetic(length or 1024, heads, d, scale, depth, turn) if model is None
                        else Pretrained(model, text, tokenizer, length, layers))
         self.depth = model is not None or depth > 0
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        rows, layers = list(done), self.source.layers(0, seed)
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        rows, layers = [], self.source.layers(0, seed)
         numbers, ms, plan = range(len(layers)), self.ms if mechanism.estimates else [None], []
         check_estimates(mechanism)
         if mechanism.estimates:
-            phi = mechanism.map("softmax")  # raises, before the first record, where map and sampler do not go together
+            phi = mechanism.map("softmax")  # raises, before the first row, where map and sampler do not go together
             phi.phi_q(layers[0].x[:, :, :1], mechanism.sampler(1, layers[0].d, generator(seed)), layers[0].fit(phi))
             plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
         plan += [("layer", self.of_layer, (mechanism, m, i, seed)) for m in ms for i in numbers]
         plan += [("depth", self.of_depth, (mechanism, m, seed)) for m in ms if self.depth]
         plan += [("test", self.of_all, (mechanism, rows, seed))]
-        yield from planned(plan, rows)
+        for split, compute, arguments in plan:
+            rows.append({"split": split, **compute(*arguments)})
+            yield rows[-1]
 
     def of_heads(self, i: int, seed: int) -> dict[str, Any]:
         """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each map's log relative MSE (nats).
@@ -118,7 +119,7 @@ class Approximation:
                 pairs["output"] = (whole_output(mechanism, layer), layer.output)
             else:
                 phi, rows = mechanism.map("softmax"), torch.randperm(x.shape[2], generator=generator(seed))
-                rows = rows[:self.of_rows].sort().values
+                rows = rows[:self.row_count].sort().values
                 noise = drawn(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
                 params = layer.fit(phi)
                 pairs["output"] = attention(x, y, v, phi, noise, params, causal=causal, counter=count), layer.output
@@ -161,7 +162,7 @@ class Approximation:
             x, y = layer.x[0, 0], layer.y[0, 0]
             record |= {"best": dict(best.most_common()), "m": max(self.ms),
                        **bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))}
-        return record | {"final": True}
+        return record
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -236,9 +237,8 @@ class Synthetic:
     turn: radians between a query and the key at its position, in a random plane (q = cos(turn) k + sin(turn) g,
     g ~ N(0, scale^2)). None: queries are independent of keys.
 
-    The Transformer has `depth` bidirectional pre-norm layers of width heads d with an FFN four times as wide. Its
-    weights are torch's initial ones; those of queries and keys are scaled to give a standard deviation of `scale`. It
-    reads tokens ~ N(0, 1).
+    The Transformer has `depth` bidirectional pre-norm layers of width heads d and torch's initial weights; those of
+    queries and keys are scaled to give a standard deviation of `scale`. It reads tokens ~ N(0, 1).
     """
 
     def __init__(self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None):

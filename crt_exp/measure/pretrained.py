@@ -23,7 +23,7 @@ from crt_exp.advice.bench import Bench, quiet
 from crt_exp.advice.bench_pieces import AT_ONCE, UNSURE, TextBench
 from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.options import Count, checked
-from crt_exp.measure.base import SwapMeasurement
+from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.recall import attention_of
 from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism

@@ -24,7 +24,7 @@ from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.config import unknown
 from crt_exp.data.text import generator_of, official_file, running_blocks
-from crt_exp.measure.base import Measurement, SwapMeasurement
+from crt_exp.measure import Measurement, SwapMeasurement
 from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
@@ -32,7 +32,7 @@ from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.recall import rows_at
 from crt_exp.tasks.mlm import repeated
-from crt_exp.tasks.recall import drawn
+from crt_exp.tasks.sequences import drawn
 
 OWN = ("uniform", "window", "nearfar")  # methods of task=far_key beside the baselines
 CALIBRATION = 4        # rows that statistics are made of

@@ -1,11 +1,18 @@
-"""Sampled softmax on synthetic classes: time of a draw and a step, bias and variance of the gradient.
+"""Softmax over many classes: cost and gradient of sampled softmax, and random-feature estimates of its distribution.
 
-Notation: V classes, d dimension, B queries, k negatives, m projections. Targets follow Zipf's law; class 0 is the most
-frequent.
+Sampled softmax: synthetic classes, whose targets follow Zipf's law; class 0 is the most frequent.
+
+Distributions (HRF 4.2): the model is a run of task=ptb. Queries x are its outputs at the words of the test split, keys
+y the embeddings of all words; both are divided by the square root of the temperature, so that the kernel is exp(x.y).
+Distances compare the distributions over class numbers: W1 = sum_c |F_c - F^_c| and KS = max_c |F_c - F^_c|; the paper
+does not state its one-dimensional distributions. Negative estimates are set to 0 and rows normalised before that.
+
+Notation: V classes, d dimension, B queries of a batch or block, k negatives, m projections, n queries x.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,14 +20,22 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.options import Count, Positive, Several, checked, join_words, split_words
 from crt_exp.config import unknown
-from crt_exp.features import OPRF
-from crt_exp.measure.base import Measurement
+from crt_exp.data.text import IGNORED
+from crt_exp.features import OPRF, FeatureMap, Features, Statistics
+from crt_exp.features.base import Params
+from crt_exp.features.blocks import Blocks
+from crt_exp.measure import Measurement
+from crt_exp.measure.times import LONG, again, in_turns
 from crt_exp.mechanism import Mechanism
+from crt_exp.models import lstm
+from crt_exp.options import Count, Positive, Several, checked, join_words, split_words
+from crt_exp.runner.configuration import kept_task
+from crt_exp.runner.run import read_records
 from crt_exp.sampled_softmax import (ClassSampler, DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax,
                                      TreeFeatures, Uniform, Unigram)
-from crt_exp.measure.times import LONG, again, in_turns
+from crt_exp.samplers.nested_tensors import Nested
+from crt_exp.tasks.base import Reader
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB
@@ -28,6 +43,8 @@ RATE = 1e-3         # learning rate of timed steps
 GROUPS = 32         # of classes: the likely classes of a query are mostly in one group
 WITHIN = 0.3        # share of the squared length of a class vector that is its own, not that of its group
 REPEATED = 2**23    # values of class vectors that repeated samples gather at once
+SPLIT, FITTED = "test", 16  # parameters are fitted to every sixteenth query
+BLOCK = 64                  # queries of a block, which fits the cache of a core
 
 
 def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
@@ -180,3 +197,97 @@ def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: 
 def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     hidden = hidden.clone().requires_grad_()
     return torch.autograd.grad(loss(hidden), hidden)[0]
+
+
+# ---- distributions over the words of a language model
+
+
+@checked("task")
+class ClassDistributions(Measurement):
+    """task=class_distributions: distances between the softmax of a run of task=ptb and its estimate, for each m (HRF
+    Figures 3 and 8, Tables 4 and 5).
+
+    With attention=exact: loss of the model, and distances of the uniform distribution and of word frequencies.
+
+    start: the run directory. every: use every n-th word of the test split. ms: projections; hybrids with n coefficient
+    features take m / n per base.
+    """
+
+    metric = "ks"
+
+    def __init__(self, start: str | None, every: Count, ms: Several[Count]):
+        self.start, self.every, self.ms = start, every, list(ms)
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        task, x, y = vectors_of(self.start)
+        queries, stats = x[::self.every].contiguous(), Statistics.of(x[::FITTED].contiguous(), y)
+        if mechanism.estimates:
+            phi = mechanism.map("softmax")
+            for m in self.ms:
+                made = mechanism.projecting(m // mechanism.features.content.get("n", 1))
+                noise = made.noise(y.shape[1], torch.Generator().manual_seed(seed))
+                yield {"m": m, **distances(queries, y, estimator(phi, noise, phi.fit(stats), y))}
+            return
+        last = read_records(Path(self.start) / "metrics.jsonl")[-1]
+        yield {metric: last[metric] for metric in ("loss", "unigram_loss")}
+        for name, shares in [("uniform", torch.ones(len(y))), ("unigram", torch.from_numpy(task.unigram).float())]:
+            found = distances(queries, y, lambda part, shares=shares: shares.expand(len(part), -1))
+            yield from ({"method": name, "m": m, **found} for m in self.ms)
+
+
+@lru_cache(maxsize=1)
+def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
+    """The task of a run, x (n, d) at the words of the test split, and y (V, d)."""
+    task, kept = kept_task(start), lstm.load(start, "the model")
+    return (task, outputs(kept.body, task) / kept.temperature**0.5,
+            kept.body.embedding.weight.detach() / kept.temperature**0.5)
+
+
+@torch.no_grad()
+def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
+    """(n, d) float32, in the order of the text."""
+    state, parts, kept = None, [], []
+    for batch in Reader(task).batches(SPLIT):
+        part, state = body(batch["tokens"], None if batch["first"] else state)
+        parts.append(part)
+        kept.append(batch["labels"] != IGNORED)
+    return torch.cat(parts, 1)[torch.cat(kept, 1)]
+
+
+def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> Callable[[Tensor], Tensor]:
+    """The function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c) of each query x. keys (V, d).
+
+    Against overflow, key features are divided by the largest of each column, and a common factor of a row is left out.
+    """
+    bound = phi.bind(noise, params)
+    values, logs = dense(bound.phi_k(keys))
+    largest = logs.amax(-2, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)  # also of a cluster without a class
+    table = (values * (logs - largest).exp()).mT
+
+    def estimate(queries: Tensor) -> Tensor:
+        values, logs = dense(bound.phi_q(queries))
+        logs = logs + largest
+        return (values * (logs - logs.amax(-1, keepdim=True)).exp()) @ table
+    return estimate
+
+
+def dense(features: Features | Blocks) -> Features:
+    return features if isinstance(features, Features) else features.dense()
+
+
+def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK) -> dict:
+    """Between softmax(x . y_c) and estimate(queries (B, d)) (B, V): means of W1 and KS, share of negative estimates.
+
+    Raises ValueError if an estimate is not finite, or if a query has no positive estimate.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for part in queries.split(block):
+        exact, found = torch.softmax(part @ keys.T, -1), estimate(part)
+        positive = found.clamp(min=0)
+        total = positive.sum(-1, keepdim=True)
+        if not bool(found.isfinite().all() and (total > 0).all()):
+            raise ValueError("estimates of the softmax: expected finite values and a positive one for each query")
+        apart = (exact - positive / total).cumsum(-1)[:, :-1].abs()
+        sums += torch.stack([apart.sum(dtype=torch.float64), apart.amax(-1).sum(dtype=torch.float64),
+                             (found < 0).sum() / len(keys)])
+    return dict(zip(("w1", "ks", "negative"), (sums / len(queries)).tolist()))

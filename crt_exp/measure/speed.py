@@ -21,7 +21,7 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers import orthogonal
-from crt_exp.measure.base import Measurement
+from crt_exp.measure import Measurement
 from crt_exp.measure.times import Call, Update, added, in_turns, milliseconds
 
 CAUSAL = " causal"          # at the end of a method's name
@@ -78,14 +78,12 @@ class Work(NamedTuple):
     backward: Callable[[Tensor], None]
     model: nn.Module = nn.Identity()
 
-    def times(self, backward: bool = True) -> dict[str, float]:
+    def times(self) -> dict[str, float]:
         """Milliseconds; training: forward and backward pass."""
         self.model.eval()
-        inference = {"inference": milliseconds(torch.no_grad()(self.forward))}
-        if not backward:
-            return inference
+        inference = milliseconds(torch.no_grad()(self.forward))
         self.model.train()
-        return inference | {"training": milliseconds(lambda: self.backward(self.forward()))}
+        return {"inference": inference, "training": milliseconds(lambda: self.backward(self.forward()))}
 
 
 # ---- attention alone: of queries, keys and values (1, HEADS, length, D), already scaled by d^(-1/4)
@@ -172,7 +170,7 @@ class OneHead:
         self.x, self.y = x / 2, y / 2  # d^(-1/4)
 
     @torch.no_grad()
-    def times(self, backward: bool) -> dict[str, float]:
+    def times(self) -> dict[str, float]:
         return {"ms": milliseconds(self.drawn(), self.x, self.y, self.v)}
 
     def drawn(self) -> Attend:
@@ -258,16 +256,11 @@ class Speed(Measurement):
     "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
     """
 
-    metric = "ms"  # training or inference where passes are timed apart
-
-    def __init__(self, what: Literal[*TIMED], lengths: Several[Count], rounds: Count, backward: bool,
+    def __init__(self, what: Literal[*TIMED], lengths: Several[Count], rounds: Count,
                  methods: Several[str] | None = None):
-        if not backward and what not in PASSES:
-            raise ValueError(f"task.backward=false is for task.what={' or '.join(PASSES)}")
         check_methods(methods or (), what)
-        self.what, self.lengths, self.rounds, self.backward, self.methods = what, lengths, rounds, backward, methods
-        if what in PASSES:
-            self.metric = "training" if backward else "inference"
+        self.what, self.lengths, self.rounds, self.methods = what, lengths, rounds, methods
+        self.metric = "training" if what in PASSES else "ms"
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         places = [(length, method) for length in self.lengths
@@ -281,13 +274,13 @@ class Speed(Measurement):
 
     def turn(self, length: int, method: str) -> Callable[[], dict[str, float]]:
         made = TIMED[self.what](method, length)
-        return partial(made.times, self.backward) if hasattr(made, "times") else lambda: {"ms": milliseconds(made)}
+        return made.times if hasattr(made, "times") else lambda: {"ms": milliseconds(made)}
 
     def summary(self, records: list[dict]) -> str:
         """A table of medians: one row per length, milliseconds of each method."""
         import pandas as pd
 
-        kind = ("a training step" if self.backward else "a pass") if self.what in PASSES else "in turns"
+        kind = "a training step" if self.what in PASSES else "in turns"
         table = pd.DataFrame(records).pivot_table(self.metric, "length", "method", "median", sort=False).rename_axis(
             index=None, columns="tokens")
         return f"milliseconds, {self.what}, {kind}:\n{table.to_string(float_format='%.1f', na_rep='')}"

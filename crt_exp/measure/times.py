@@ -3,7 +3,7 @@
 What is timed (attention alone, layers, whole models, a decoded token, estimators) is a call without arguments, made
 where it is known. An arm is such a call, or whatever `measure` makes one of. All arms take their turn in every round,
 so that load from outside hits all of them alike. Times are milliseconds. Memory is MiB beyond what is held before a
-call, in a process that has done nothing else (`in_new_process`): an allocator keeps what earlier calls freed.
+call, in a process that has done nothing else: an allocator keeps what earlier calls freed.
 """
 
 import ctypes
@@ -13,11 +13,10 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,41 +31,20 @@ WALL, PROCESSOR = time.perf_counter, time.process_time  # the latter hardly chan
 # ---- one call
 
 
-class Watch:
-    """Within it time counts; `ms` behind it. Waits for what a CUDA device has still to do, before and behind.
-
-    device: by default the current one where CUDA is in use.
-    """
-
-    def __init__(self, clock: Callable[[], float] = WALL, device: torch.device | str | None = None):
-        self.clock, self.device, self.ms = clock, device, float("nan")
-
-    def __enter__(self) -> Self:
-        wait_for(self.device)
-        self.begun = self.clock()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        wait_for(self.device)
-        self.ms = 1e3 * (self.clock() - self.begun)
-
-    @property
-    def seconds(self) -> float:
-        return self.ms / 1e3
+def milliseconds(call: Callable[..., Any], *given: Any, clock: Callable[[], float] = WALL,
+                 device: torch.device | str | None = None) -> float:
+    """Of call(*given), with what a CUDA device has to do for it; by default the current one, where CUDA is in use."""
+    wait_for(device)
+    begun = clock()
+    call(*given)
+    wait_for(device)
+    return 1e3 * (clock() - begun)
 
 
 def wait_for(device: torch.device | str | None) -> None:
     """Until a CUDA device, by default the current one where CUDA is in use, has done what it was given."""
     if torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def milliseconds(call: Callable[..., Any], *given: Any, clock: Callable[[], float] = WALL,
-                 device: torch.device | str | None = None) -> float:
-    """Of call(*given)."""
-    with Watch(clock, device) as watch:
-        call(*given)
-    return watch.ms
 
 
 def again(call: Callable[..., Any], *given: Any, below: float = float("inf"),
@@ -85,33 +63,16 @@ def in_turns(arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm], Val
     """measure(arm) of every arm in every round, one round after the other; the first `warm` rounds do not count.
 
     measure: by default an arm is a call, and its milliseconds are kept. turn: by how many places the arms are rotated,
-    so that in processes with different numbers another one is first. An error in an arm carries a note that names it
-    and the round.
+    so that in processes with different numbers another one is first.
     """
-    order, kept = rotated(arms, turn), {name: [] for name in arms}
+    kept: dict[Name, list[Value]] = {name: [] for name in arms}
+    first = turn % len(arms) if arms else 0
     for i in range(warm + rounds):
-        for name, arm in order.items():
-            with naming(name, i, warm, rounds):
-                value = measure(arm)
+        for name in [*arms][first:] + [*arms][:first]:
+            value = measure(arms[name])
             if i >= warm:
                 kept[name].append(value)
     return kept
-
-
-def rotated(arms: Mapping[Name, Arm], by: int) -> dict[Name, Arm]:
-    names = list(arms)
-    by %= len(names) or 1
-    return {name: arms[name] for name in names[by:] + names[:by]}
-
-
-@contextmanager
-def naming(name: Hashable, i: int, warm: int, rounds: int) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        place = f"warm-up round {i + 1} of {warm}" if i < warm else f"round {i - warm + 1} of {rounds}"
-        error.add_note(f"in the turn of {name}, {place}")
-        raise
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
@@ -119,18 +80,22 @@ def ratio(times: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
-# ---- processes and threads
+def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
+    """Mean, standard deviation and half-width of the 95% Student interval (None for one value)."""
+    from scipy.special import stdtrit  # slow to import
+
+    n = len(values)
+    std = float(np.std(values, ddof=1)) if n > 1 else None
+    half = float(stdtrit(n - 1, 0.975)) * std / n**0.5 if n > 1 else None
+    return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}
 
 
-def in_new_process(call: Callable[..., Any], **arguments: Any) -> Any:
-    """In a process that has done nothing else."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(call, **arguments).result()
+# ---- threads and signals
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within it torch has so many."""
+    """Within it torch has this number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

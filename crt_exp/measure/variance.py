@@ -23,7 +23,7 @@ from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.features.kernels import Kernel
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.base import Measurement, Series
+from crt_exp.measure import Measurement, Series
 
 
 def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class Variance(Series):
     fit: to each pair alone, or to the set of them. resize: options of the regime mnist.
     """
 
-    metric, lower_is_better, over = "log_variance", True, "sigma"
+    metric, over = "log_variance", "sigma"
 
     def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, Field(ge=2)], sigmas: Several[Positive],
                  kernel: Kernel, fit: Literal[*FITS] = "pair", resize: dict[str, Any] | None = None):
@@ -163,28 +163,3 @@ class VarianceByAngle(Measurement):
         ratios = log_variances(TrigRF(), x, y) - log_variances(mechanism.map(), x, y)
         for each, ratio in zip(degrees.tolist(), ratios.tolist()):
             yield {"angle": each, "log_ratio": ratio if each % 180 else None}
-
-
-# ---- closed forms at the queries and keys of a trained model
-
-
-def predicted_errors(phi: FeatureMap, stats: Statistics, m: int) -> Tensor:
-    """(heads,): sqrt(Var / K^2) of an entry of the kernel matrix, m iid projections, at a typical pair of each head."""
-    moment = phi.log_relative_second_moment(*typical_pair(stats), phi.fit(stats))
-    return (torch.expm1(moment.double()) / m).sqrt().flatten()
-
-
-def typical_pair(stats: Statistics) -> tuple[Tensor, Tensor]:
-    """x and y (heads, 1, d) with the mean |x|^2, |y|^2 and |x + y|^2 of the statistics; spread over the coordinates."""
-    a, b = stats.x.mean_norm, stats.y.mean_norm
-    inner = ((stats.mean_sq_sum - a - b) / 2).clamp(-(a * b).sqrt(), (a * b).sqrt())
-    d = stats.d
-    ones = torch.ones(d, dtype=torch.float64, device=a.device) / d**0.5
-    signs = torch.ones_like(ones)
-    signs[1::2] = -1
-    across = signs - (signs @ ones) * ones  # orthogonal to ones
-    across = across / across.norm().clamp(min=1e-12)
-    along = inner / a.clamp(min=1e-30).sqrt()
-    rest = (b - along.square()).clamp(min=0).sqrt()
-    x, y = a.sqrt()[:, None] * ones, along[:, None] * ones + rest[:, None] * across
-    return x[:, None], y[:, None]

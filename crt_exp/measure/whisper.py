@@ -2,7 +2,7 @@
 
 task=swap_speech: word error rate without training. task=dictation: loss without training. task=whisper: fine-tuned
 after the swap. The loss is that of the transcript of exact attention: word error rates saturate near 100%, where losses
-still differ. task=swap_times: time and memory of pretrained models.
+still differ.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -22,13 +22,12 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from crt_exp.advice.bench import Bench, fitted, quiet
 from crt_exp.data import speech
 from crt_exp.data.text import generator_of
-from crt_exp.options import Count, NotNegative, Positive, Several, Whole, checked
+from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure.adapt import descent
-from crt_exp.measure.base import Measurement, SwapMeasurement
-from crt_exp.measure.pretrained import DTYPES, ROWS, arranged, bench_of, folder_of
-from crt_exp.measure.recall import attention_of
+from crt_exp.measure import Measurement, SwapMeasurement
+from crt_exp.measure.pretrained import DTYPES, arranged, folder_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.tasks.metrics import error_rates
+from crt_exp.tasks.base import error_rates
 
 RATE = 16_000                 # samples a second
 AT_MOST, A_SECOND = 16, 8     # largest transcript: tokens, and tokens a second of audio (speech has at most 5.3)
@@ -43,34 +42,18 @@ def load(model: str) -> tuple[nn.Module, Any]:
 
 
 @lru_cache(maxsize=4)
-def utterances(subset: str, seconds: float = 0) -> list[speech.Utterance]:
-    """In a fixed random order; with seconds, clips of consecutive utterances."""
+def utterances(subset: str) -> list[speech.Utterance]:
+    """In a fixed random order."""
     faults = speech.Faults("error", subset)
     found = list(speech.official([subset], None, faults))
     faults.settle(len(found))
-    found = clips(found, seconds) if seconds else found
     random.Random(0).shuffle(found)
     return found
 
 
-def clips(found: Sequence[speech.Utterance], seconds: float) -> list[speech.Utterance]:
-    """Consecutive utterances of a chapter, joined while they fit; the rest at the end of a chapter is left out."""
-    made = []
-    for _, chapter in groupby(found, lambda each: each.name.rpartition("-")[0]):
-        clip: list[speech.Utterance] = []
-        for each in chapter:
-            if clip and sum(one.seconds for one in [*clip, each]) > seconds:
-                parts = tuple(part for one in clip for part in one.parts)
-                gaps = (0.0,) * (sum(len(one.parts) for one in clip) - 1)
-                made.append(speech.Utterance(clip[0].name, " ".join(one.text for one in clip), parts, gaps))
-                clip = []
-            clip.append(each)
-    return made
-
-
-def group(subset: str, count: int, number: int, seconds: float = 0) -> list[speech.Utterance]:
+def group(subset: str, count: int, number: int) -> list[speech.Utterance]:
     """Raises ValueError if the group is incomplete or holds the last utterance, to which attention is fitted."""
-    every = utterances(subset, seconds)
+    every = utterances(subset)
     found = every[number * count:(number + 1) * count]
     if len(found) < count or every[-1] in found:
         raise ValueError(f"{subset} has {len(every)} utterances: group {number} of {count} is not there")
@@ -82,10 +65,10 @@ def features(processor: Any, utterance: speech.Utterance) -> Tensor:
     return processor(speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt").input_features
 
 
-def encoder_bench(model: str, subset: str, seconds: float = 0) -> Bench:
-    """The encoder; attention is fitted to the last utterance or clip, which is not evaluated."""
+def encoder_bench(model: str, subset: str) -> Bench:
+    """The encoder; attention is fitted to the last utterance, which is not evaluated."""
     made, processor = load(model)
-    last = utterances(subset, seconds)[-1]
+    last = utterances(subset)[-1]
     return Bench(made.get_encoder(), training=[{"input_features": features(processor, last)}])
 
 
@@ -128,19 +111,19 @@ def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor
 
 @checked("task")
 class SwapSpeech(SwapMeasurement):
-    """task=swap_speech: `wer` of the group number `seed` of `count` utterances, or clips of `seconds`. With dtype the
-    whole model computes in that type, with exact attention."""
+    """task=swap_speech: `wer` of the group number `seed` of `count` utterances. With dtype the whole model computes in
+    that type, with exact attention."""
 
     metric = "wer"
 
-    def __init__(self, model: str, subset: str, count: Count, seconds: NotNegative, dtype: Literal[*DTYPES] | None):
-        self.model, self.subset, self.count, self.seconds, self.dtype = model, subset, count, seconds, dtype
+    def __init__(self, model: str, subset: str, count: Count, dtype: Literal[*DTYPES] | None):
+        self.model, self.subset, self.count, self.dtype = model, subset, count, dtype
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         made, processor = load(self.model)
-        spoken = group(self.subset, self.count, seed, self.seconds)
-        bench = encoder_bench(self.model, self.subset, self.seconds)
+        spoken = group(self.subset, self.count, seed)
+        bench = encoder_bench(self.model, self.subset)
         with arranged(mechanism, bench, made, seed, self.dtype) as model:
             written = [transcript(model, processor, each) for each in spoken]
         yield {"wer": word_error_rate(processor, spoken, written)}
@@ -228,28 +211,3 @@ class Whisper(Measurement):
             row["agrees"].append(float(agrees.mean()))
             row["wer"].append(word_error_rate(processor, [each], [transcript(model, processor, each)]))
         return row | {"mean_above": sum(row["above"]) / len(tested)}
-
-
-@checked("task")
-class SwapTimes(Measurement):
-    """task=swap_times: `ms` of a pass without gradient in each of `rounds`, in which all `methods` take turns, and
-    `mib` at its peak: of the layers of a language model on `length` tokens, or, with `subset`, of the encoder of a
-    recogniser on one utterance."""
-
-    metric = "mib"
-    uses: frozenset[str] = frozenset()  # attention is named by task.methods
-
-    def __init__(self, model: str, length: Count, subset: str | None, methods: Several[str], rounds: Count):
-        self.model, self.length, self.subset, self.methods, self.rounds = model, length, subset, methods, rounds
-
-    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
-        if self.subset:
-            bench = encoder_bench(self.model, self.subset)
-            piece = bench.training[0]
-        else:
-            row = ROWS["new"](self.model, self.length, seed)
-            bench = bench_of(self.model, row, self.length)
-            piece = row.ids
-        attentions = {text: attention_of(text) for text in self.methods}
-        for text, ms in bench.times(attentions, piece, self.rounds).items():
-            yield {"method": text, "ms": ms, "mib": bench.memory(attentions[text], piece)}

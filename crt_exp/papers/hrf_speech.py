@@ -2,8 +2,7 @@
 
 import pandas as pd
 
-from crt_exp.papers.crt_speech import HERE, ON, SCRATCH, SWAP, TUNED
-from crt_exp.papers.crt_speech import page as digits
+from crt_exp.papers.crt_speech import HERE, ON, SCRATCH, SWAP, TUNED, page as digits
 from crt_exp.report import Claim, Page, Rows, dot_plot, mean_table, sweep
 from crt_exp.report.plots import panels
 

@@ -4,7 +4,7 @@ import pandas as pd
 
 from crt_exp.report import Page, Rows, line_plot, mean_table, share, sweep
 from crt_exp.report.plots import panels
-from crt_exp.report.statistics import mean_ci
+from crt_exp.report.rows import mean_ci
 
 WINDOW, NEARFAR = "window block=64 first=16", "nearfar exact_until=64 open={}"
 HEADS = {"uniform": "uniform", "window": "window", **{each: text for n in (32, 128) for each, text in {

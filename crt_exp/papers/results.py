@@ -11,9 +11,8 @@ import pandas as pd
 from crt_exp import drawing
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.report import Rows, mean_ci, pages
-from crt_exp.report.rows import read_rows
-from crt_exp.report.statistics import CONFLICT, WORDS, Tested
-from crt_exp.report.text import claims_frame, to_markdown
+from crt_exp.report.rows import CONFLICT, WORDS, Tested, read_rows
+from crt_exp.report.pages import claims_frame, to_markdown
 from crt_exp.runner.run import write_atomic
 
 METHODS = {"near-far": "nearfar exact_until=0", "FAVOR#": "favorsharp m=256", "FAVOR++": "favorpp m=256",

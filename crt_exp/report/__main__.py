@@ -13,7 +13,7 @@ from pathlib import Path
 
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError
-from crt_exp.report import pages, text
+from crt_exp.report import pages
 from crt_exp.report.rows import FOLDER
 
 
@@ -45,8 +45,8 @@ def make(args: argparse.Namespace) -> None:
         wanted = args.page if args.page in page.targets else ""
         page.run(args.size, wanted, [each.strip() for each in args.methods.split(",") if each.strip()], args.seeds,
                  args.launcher, args.out)
-    text.render(module, folder, args.size, part)
-    print(f"{text.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
+    pages.render(module, folder, args.size, part)
+    print(f"{pages.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
 
 
 def render_all(folder: Path, size: str) -> None:
@@ -56,7 +56,7 @@ def render_all(folder: Path, size: str) -> None:
     tested = {}
     for name in pages.names():
         if pages.has_rows(name, folder):
-            tested[name] = text.render(pages.load(name), folder, size)
+            tested[name] = pages.render(pages.load(name), folder, size)
             print(f"written: {folder / name}.md", flush=True)
     if missing := [name for name in pages.names() if name not in tested]:
         print(f"no results.md and index.md: no rows of {', '.join(missing)}")
@@ -65,9 +65,8 @@ def render_all(folder: Path, size: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    listed = "\n".join(f"  {name:<15}{pages.load(name).page.title}" for name in pages.names())
-    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__, epilog=f"pages:\n{listed}",
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__.splitlines()[0],
+                                   epilog=f"pages: {', '.join(pages.names())}")
     made.add_argument("page", metavar="PAGE", nargs="?", help="a page, one of its sweeps (table1, fig2), or a file")
     made.add_argument("--run", action="store_true", help="make the rows that are missing")
     made.add_argument("--size", choices=pages.SIZES, default=os.environ.get("SIZE", "small"),

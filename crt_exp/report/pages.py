@@ -1,27 +1,42 @@
-"""A page of results: a Python file in crt_exp/papers/, or one of your own, over a table of rows.
+"""A page of results: a Python file in crt_exp/papers/, or one of your own, over a table of rows; and its Markdown.
 
 The file holds `page = Page(...)` and functions of its rows (`crt_exp.report.rows.Rows`):
 
     claims(rows) -> list[Claim]                 the paper's claims
     tables(rows) -> {title: DataFrame}          the first is shown, the others are folded
     figure(rows) -> matplotlib Figure           optional
+
+The Markdown has claims, picture and one table; further tables and how it was measured are folded.
 """
 
 import importlib.util
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from crt_exp import papers
 from crt_exp.config import ConfigError, unknown
-from crt_exp.report import rows, sweeps
+from crt_exp.drawing import LABELS, markdown, save_figure
+from crt_exp.report import rows as files, sweeps
+from crt_exp.report.rows import NOT_MEASURED, WORDS, Rows, Tested, judge, mean_ci
 from crt_exp.report.sweeps import HOME, Run
+from crt_exp.runner.run import write_atomic
+from crt_exp.runner.sweep import aligned
 
 RUNS = Path("outputs/runs")
 SIZES = ("small", "full")
+LONG = 40  # rows of a folded table; a longer one is left out
+INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
+            "threshold exactly where a claim is supported or contradicted.")
 
 
 @dataclass(frozen=True)
@@ -85,9 +100,9 @@ class Page:
         frames = [sweeps.rows_of_runs(runs, home / name, name, self.columns, self.metrics)
                   for name, runs in chosen.items()]
         if wanted and not (methods or seeds) and has_rows(self.name, folder):
-            kept = rows.read_rows(self.name, folder).frame
+            kept = files.read_rows(self.name, folder).frame
             frames.insert(0, kept[[not _is_part(name, wanted) for name in kept["sweep"]]])
-        rows.write_rows(self.name, rows.concatenated(frames), folder)
+        files.write_rows(self.name, files.concatenated(frames), folder)
         return folder
 
 
@@ -103,11 +118,11 @@ def _is_chosen(run: Run, methods: Sequence[str], seeds: int) -> bool:
 
 def folder_of(size: str, part: bool = False) -> Path:
     """Where a page of a size is written; a part of it apart."""
-    folder = rows.FOLDER if size == "small" else rows.FOLDER / size
+    folder = files.FOLDER if size == "small" else files.FOLDER / size
     return folder / "part" if part else folder
 
 
-def has_rows(name: str, folder: Path = rows.FOLDER) -> bool:
+def has_rows(name: str, folder: Path = files.FOLDER) -> bool:
     return any((folder / f"{name}{ending}").is_file() for ending in (".csv", ".csv.gz"))
 
 
@@ -143,3 +158,160 @@ def check(page: Page) -> None:
             if seen.setdefault(run.name, run.overrides) != run.overrides:
                 raise ConfigError(f"{page.name}, {name}: two runs are called {run.name}")
 
+
+# ---- Markdown
+
+
+def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = "") -> list[Tested]:
+    """Writes <page>.md and <page>.png from the rows in `folder`; returns the verdicts. part: some methods or seeds,
+    which judge nothing."""
+    page, rows = module.page, files.read_rows(module.page.name, folder)
+    tested = [] if part or not hasattr(module, "claims") else judge(module.claims(rows),
+                                                                   page.reduced and size == "small")
+    picture = module.figure(rows) if hasattr(module, "figure") else None
+    if picture is not None:
+        import matplotlib.pyplot as plt
+
+        save_figure(picture, folder / f"{page.name}.png")
+        plt.close(picture)
+    write_atomic(folder / f"{page.name}.md", page_text(page, rows, tested, module.tables(rows), picture is not None,
+                                                       folder, size, part))
+    return tested
+
+
+def first_table(module: ModuleType, folder: Path = files.FOLDER) -> str:
+    """The main table of a page, for the terminal."""
+    title, table = next(iter(module.tables(files.read_rows(module.page.name, folder)).items()))
+    return "\n".join([title, *aligned([list(map(str, row)) for row in _cells(table)])])
+
+
+def page_text(page: Any, rows: Rows, tested: Sequence[Tested], tables: Mapping[str, pd.DataFrame], picture: bool,
+              folder: Path, size: str, part: str) -> str:
+    (title, first), *others = tables.items()
+    whole = size == "small" and not part
+    sections = [f"# {page.title}", page.finding if whole else f"Part: {part}." if part else f"SIZE={size}.",
+                "\n".join(claim_lines(tested)), f"![{page.title}]({page.name}.png)" if picture else "",
+                f"## {title}\n\n{to_markdown(first)}",
+                details("All claims", f"{claims_table(tested)}\n\n{INTERVAL}") if tested else "",
+                *(details(name, to_markdown(table)) if len(table) <= LONG else "" for name, table in others),
+                details("How it was measured", measured(page, rows, folder, size, part))]
+    return "\n\n".join(section.rstrip() for section in sections if section) + "\n"
+
+
+def measured(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
+    frame = rows.frame
+    days = sorted({*frame["date"]} - {""})
+    commits = sorted({str(each).rstrip("+") for each in frame["commit"]} - {""})
+    seconds = pd.to_numeric(frame["seconds"], errors="coerce").sum()
+    command = f"python -m crt_exp.report {page.name} --run" + f" --size {size}" * (size != "small") + f" {part}" * bool(
+        part)
+    path = files.rows_path(page.name, folder).name
+    return "\n".join(f"- {line}" for line in [
+        *page.measured, f"Rows: [{path}]({path}), {len(frame)} values, {' to '.join(days[:1] + days[1:][-1:])}, "
+        f"{seconds:.0f} s of computing.", "; ".join(frame["versions"].unique()) + ".",
+        f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}."])
+
+
+# ---- claims
+
+
+def claim_lines(tested: Sequence[Tested]) -> list[str]:
+    """One line a claim, which may have several cases."""
+    return [_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))]
+
+
+def _line(cases: Sequence[Tested]) -> str:
+    claim, first = cases[0].claim, cases[0]
+    papers = dict.fromkeys(each.paper for each in cases if each.paper)
+    paper = f" (paper: {next(iter(papers))})" if len(papers) == 1 else ""
+    if claim.not_measured:
+        return f"- **{NOT_MEASURED}**: {claim.text}{paper}: {claim.not_measured}."
+    if len(cases) == 1:
+        case = f"{first.case}: " if first.case else ""
+        check = f"; sanity check: {claim.fails[first.case]}" if claim.fails.get(first.case) else ""
+        return f"- **{first.verdict}**: {case}{claim.text}: {first.shown()}{paper}{check}"
+    count = Counter(each.verdict for each in cases)
+    words = ", ".join(f"{word} in {count[word]}" for word in sorted(
+        count, key=lambda word: WORDS.index(word.removesuffix(" (reduced scale)"))))
+    ends = " to ".join("e^" * claim.power + f"{end(each.number for each in cases):.3g}" for end in (min, max))
+    return f"- **{words}** of {len(cases)}: {claim.text}: {f'{ends} {claim.unit}'.rstrip()}{paper}"
+
+
+def claims_table(tested: Sequence[Tested]) -> str:
+    """All cases; of more than LONG the page links the table of all claims."""
+    measured = [each for each in tested if not each.claim.not_measured]
+    if len(measured) > LONG:
+        return f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
+    return markdown(["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"],
+                    [[each.claim.text, each.case, each.shown(), threshold(each), each.paper,
+                      each.found.n or "exact", f"{each.p:.2g}" if each.found.n > 1 and each.p == each.p else "",
+                      each.verdict, "; ".join(filter(None, [each.claim.fails.get(each.case, ""), theory(each),
+                                                            each.claim.reason]))] for each in measured]).rstrip()
+
+
+def threshold(each: Tested) -> str:
+    return f"{each.word} {'e^' if each.claim.power else ''}{each.threshold or float(each.claim.log):g}"
+
+
+def theory(each: Tested) -> str:
+    closed = each.claim.theory.get(each.case)
+    return "" if closed is None else f"theory: {np.exp(closed) if each.claim.log else closed:.3g}"
+
+
+def claims_frame(page: str, tested: Sequence[Tested]) -> pd.DataFrame:
+    """For claims.csv: one row a case."""
+    return pd.DataFrame([{"page": page, "claim": each.claim.text, "case": each.case, "verdict": each.verdict,
+                          "value": each.number, "low": each.ends[0], "high": each.ends[1], "threshold": threshold(each),
+                          "unit": each.claim.unit, "n": each.found.n, "p_holm": each.p, "paper": each.paper,
+                          "theory": theory(each), "sanity_check": each.claim.fails.get(each.case, ""),
+                          "reason": each.claim.reason or each.claim.not_measured} for each in tested])
+
+
+# ---- tables
+
+
+def details(summary: str, text: str) -> str:
+    """Folded, on GitHub and in the site."""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>' if text else ""
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """The index is the first column."""
+    header, *rows = _cells(table)
+    return markdown(header, rows)
+
+
+def _cells(table: pd.DataFrame) -> list[list]:
+    """The names of columns, then the rows."""
+    return [[table.index.name or "", *map(str, table.columns)],
+            *([name, *("" if value is None or value != value else value for value in values)]
+              for name, values in zip(table.index, table.to_numpy(object)))]
+
+
+def label(method: str, labels: Mapping[str, str] | None = None) -> str:
+    """A method as papers call it: "favorpp m=256" is FAVOR++, m = 256."""
+    if labels and method in labels:
+        return labels[method]
+    name, *options = method.split(" ")
+    if not all("=" in option for option in options):
+        return method
+    return ", ".join([LABELS.get(name, name), *(option.replace("=", " = ") for option in options)])
+
+
+def mean_table(rows: Rows, columns: Mapping[str, Mapping[str, Any]], methods: Sequence[str] | Mapping[str, str] = (),
+               scale: float = 1.0, spec: str = ".3g", overlap: float = 0.0,
+               format: Callable[[pd.Series], str] | None = None, less: str = "") -> pd.DataFrame:
+    """Mean ± 95% CI of each method (rows) in each column: name -> what selects it, {"metric": ..., "dataset": ...}.
+
+    methods: default those of the first column; with their labels, or without. scale: of all values, 100 for percent.
+    format: samples -> text, in place of the mean. less: a method whose values are subtracted, sample by sample.
+    """
+    methods = methods or rows.methods(**next(iter(columns.values())))
+    made, show = {}, format or (lambda values: f"{mean_ci(values, overlap=overlap):{spec}}")
+    for method in methods:
+        found = [scale * (rows.paired(method, less, **where) if less else rows.values(method=method, **where))
+                 for where in columns.values()]
+        if method != less and any(map(len, found)):
+            made[label(method, methods if isinstance(methods, Mapping) else None)] = [
+                show(values) if len(values) else "" for values in found]
+    return pd.DataFrame.from_dict(made, orient="index", columns=[*columns]).rename_axis("method")

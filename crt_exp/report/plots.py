@@ -9,9 +9,8 @@ import pandas as pd
 
 from crt_exp import drawing
 from crt_exp.drawing import label_ends, new_figure, plain_ticks
-from crt_exp.report.rows import Rows
-from crt_exp.report.statistics import mean_ci
-from crt_exp.report.text import label
+from crt_exp.report.rows import Rows, mean_ci
+from crt_exp.report.pages import label
 
 WIDTH, HEIGHT = 5.2, 3.9  # of a panel, inches
 CONTROLS = ("uniform", "identity", "zero", "majority", "majority class", "word overlap", "no model", "average",

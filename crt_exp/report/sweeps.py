@@ -17,14 +17,13 @@ from typing import Any
 import pandas as pd
 
 from crt_exp.options import split_words, written
-from crt_exp.config import CONF, ConfigError, own_folders
+from crt_exp.config import CONF, ConfigError, json_object, own_folders
 from crt_exp.data.corpora import prepare
 from crt_exp.report.rows import ORIGIN
 from crt_exp.runner.command_line import with_folders
 from crt_exp.runner.configuration import override
 from crt_exp.runner.exit_handling import DIVERGED_CODE
 from crt_exp.runner.run import PARTIAL, read_records, versions, write_atomic
-from crt_exp.config import json_object
 
 HOME = "{runs}"           # in overrides: the folder of the page's runs
 DIVERGED = "diverged"     # a file in the folder of a run whose loss was not finite

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
 from crt_exp.data import whole
-from crt_exp.runner.adapters import Adapters
+from crt_exp.runner.trainer_config import Adapters
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, sharded_like
 from crt_exp.runner.run import Run, write_atomic
 from crt_exp.tasks.base import Task

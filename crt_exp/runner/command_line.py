@@ -1,23 +1,33 @@
-"""The command line, checked before Hydra acts on it and before torch is imported, with errors of one line."""
+"""The command line, checked before Hydra acts on it and before torch is imported, with errors of one line; --help.
 
+--help prints the groups with their choices, and every key with the comment that stands beside it in its file.
+"""
+
+import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import hydra
+import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from crt_exp.config import ALIASES, CONF, ConfigError, canonical, own_folders, own_names
+from crt_exp.config import ALIASES, CONF, ConfigError, canonical, known, own_folders, own_names
 from crt_exp.data import inside_torchrun, rank
-from crt_exp.options import unknown
-from crt_exp.runner.configuration import GROUPS, check_early, explained
-from crt_exp.runner.help import help_text
+from crt_exp.options import unknown, written
+from crt_exp.runner.configuration import GROUPS, check_early, explained, plain
+
+COLUMN = 40  # of the comments of --help
+LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # of a file: indentation, key and comment
 
 
 def check_command_line(args: list[str]) -> str | None:
@@ -124,3 +134,52 @@ def check_writable(directory: Path) -> None:
         raise ConfigError(f"hydra.run.dir={directory}: {error.strerror}, expected a folder to write to") from None
     with suppress(OSError):  # not empty; Hydra makes it, and evaluates the time in its name again
         directory.rmdir()
+
+
+# ---- --help
+
+
+def help_text(cfg: DictConfig) -> str:
+    """The template of conf/config.yaml, filled for a composed configuration."""
+    groups = [wrap(f"{group}: {', '.join(known(group))}", 2) for group in sorted([*GROUPS, "experiment"])]
+    keys = lines_of(plain(cfg), comments(cfg), "")
+    template = cfg.hydra.help.template.replace("$APP_CONFIG_GROUPS", "\n".join([*groups, ""]))
+    return template.replace("$CONFIG", "\n".join([*keys, ""]))
+
+
+def comments(cfg: DictConfig) -> dict[str, str]:
+    """The comments on keys in config.yaml and in the files that were chosen."""
+    found = dict(comments_of(CONF / "config.yaml", ""))
+    chosen = [(place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name]
+    for group, name in sorted(chosen, key=lambda choice: choice[0] != "trainer"):  # a task may set keys of trainer
+        for folder in (CONF, *own_folders()) if group.partition("/")[0] in (*GROUPS, "experiment") else ():
+            found |= comments_of(Path(folder, group, f"{name}.yaml"), group.partition("/")[0])
+    return found
+
+
+def wrap(text: str, indent: int) -> str:
+    return textwrap.fill(text, 120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Iterator[str]:
+    """key=value and its comment, for each key; `_target_` and the like are not for the command line."""
+    for key, value in node.items():
+        name, inner = f"{prefix}{key}", isinstance(value, dict) and bool(value)
+        shown = f"{name}.*" if inner else f"{name}={written(value)}"
+        if not key.startswith("_") and (name in comments or not inner):
+            yield wrap(f"{shown:<{COLUMN - 2}}  {comments.get(name, '')}", COLUMN)
+        if inner:
+            yield from lines_of(value, comments, f"{name}.")
+
+
+def comments_of(path: Path, package: str) -> Iterator[tuple[str, str]]:
+    """Dotted keys of a file, and of those of its group that it begins with, with the comments on their lines."""
+    text = path.read_text() if path.is_file() else ""
+    for entry in (yaml.safe_load(text) or {}).get("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            yield from comments_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
+    above = [] if "@package _global_" in text or not package else [(-1, package)]
+    for indent, key, comment in (match.groups() for match in map(LINE.match, text.splitlines()) if match):
+        above = [(depth, name) for depth, name in above if depth < len(indent)] + [(len(indent), key)]
+        if comment:
+            yield ".".join(name for _, name in above), comment

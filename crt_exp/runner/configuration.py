@@ -16,10 +16,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from pydantic import Field
 
-from crt_exp.options import annotations_in_source
+from crt_exp.options import Count, Parameter, annotations_in_source, check_options, format_value, unknown
 from crt_exp.config import (ATTENTION, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
                             own_options, read_yaml, uses)
-from crt_exp.options import Count, Parameter, check_options, format_value, unknown
 
 # ---- what Hydra was asked for
 
@@ -80,28 +79,15 @@ def override(key: str, value: Any) -> str:
 
 TOP = {"seed": Parameter(Annotated[int, Field(ge=0, le=2**32 - 1)], True),  # what NumPy's generators take
        "resume": Parameter(Literal["never", "auto"], True)}
-
-
-def is_task(target: Any) -> bool:
-    return (isinstance(target, type) and hasattr(target, "summary")
-            and (hasattr(target, "records") or hasattr(target, "batches")))
-
-
-def is_trainer(target: Any) -> bool:
-    return isinstance(target, type) and hasattr(target, "check_processes")
-
-
-def is_logger(target: Any) -> bool:
-    return isinstance(target, type) and all(hasattr(target, name) for name in ("start", "log", "finish"))
-
-
 GROUPS = {
-    "task": Group("a class that measures (`records`) or trains (`batches`), see tasks/base.py", is_task),
+    "task": Group("a class that measures (`records`) or trains (`batches`), see tasks/base.py", lambda made:
+                  hasattr(made, "summary") and (hasattr(made, "records") or hasattr(made, "batches"))),
     "features": replace(FEATURES, extra={"m": Parameter(Count, True)}),
     "sampler": SAMPLER,
     "attention": ATTENTION,
-    "trainer": Group("a TrainerConfig", is_trainer),
-    "logger": Group("a class with `start`, `log` and `finish`", is_logger),
+    "trainer": Group("a TrainerConfig", lambda made: hasattr(made, "check_processes")),
+    "logger": Group("a class with `start`, `log` and `finish`",
+                    lambda made: all(hasattr(made, name) for name in ("start", "log", "finish"))),
 }
 
 

@@ -23,10 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
 from crt_exp.data.files import whole
-from crt_exp.config import ConfigError, instantiate, read_yaml
+from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.data import world_size
 from crt_exp.runner.configuration import overrides
-from crt_exp.config import read_json
 
 # beginnings of keys, with a dot at the end, that may differ between a run and its continuation
 FREE_KEYS = ("resume.", "logger.", "trainer.prefetch.", "trainer.keep.", "trainer.cpu.", "trainer.save_minutes.",

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.experimental.callback import Callback
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, json_object
 from crt_exp.runner.run import PARTIAL, read_records
-from crt_exp.config import json_object
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -71,7 +70,7 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
 
 def table(runs: "DataFrame") -> str:
     """One line a setting, with mean and interval over its seeds; the best of each data set comes first."""
-    from crt_exp.tasks.metrics import interval
+    from crt_exp.measure.times import interval
 
     keys, rows = [key for key in runs if key not in ("run", "seed", *RECORD)], []
     for place, group in runs.groupby(["metric", *keys], sort=False):

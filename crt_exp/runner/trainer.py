@@ -27,14 +27,13 @@ from crt_exp.data import whole
 from crt_exp.features.nonfinite import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
-from crt_exp.runner.adapters import Adapters, freeze
+from crt_exp.runner.trainer_config import Adapters, TrainerConfig, freeze, make_optimizer, schedule
 from crt_exp.runner.checkpoint import TrainingState
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, shard
 from crt_exp.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stopped_by
 from crt_exp.runner.loggers import ProgressLine
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import direction
-from crt_exp.runner.trainer_config import TrainerConfig, make_optimizer, schedule
 from crt_exp.tasks.base import Plan, Reader, Task
 
 

@@ -28,8 +28,7 @@ from crt_exp.models import conformer_transducer
 from crt_exp.models.conformer_transducer import (PRESETS, ConformerSizes, Recogniser, check_sizes, frames_of,
                                                  greedy)
 from crt_exp.models.folder import take_weights
-from crt_exp.tasks.base import Batch, Plan, Reader, Task
-from crt_exp.tasks.metrics import error_rates
+from crt_exp.tasks.base import Batch, Plan, Reader, Task, error_rates
 
 Share = Annotated[float, Field(ge=0, le=1)]
 INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model

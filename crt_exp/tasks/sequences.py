@@ -1,14 +1,19 @@
 """What tasks on the sequence model share: options of the model, weights of a run, next or masked symbols, metrics.
 
-Legend: B rows of a batch, L tokens of the longest, n predicted tokens.
+task=recall is the smallest of them: multi-query associative recall (Arora et al., 2023). A row has P pairs of a key and
+its value among noise; behind them, Q keys are asked for their values. With one pair it is a needle in a haystack.
+Attention that forgets single keys fails here, however well it models text.
+Legend: B rows of a batch, L tokens of the longest or of a row, n predicted tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -16,14 +21,17 @@ from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
 from crt_exp.data.text import IGNORED
-from crt_exp.options import Whole
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import PRESETS, LanguageDescription, Dropout, LanguageModel, Positions
+from crt_exp.models.language import PRESETS, Dropout, LanguageDescription, LanguageModel, Positions
+from crt_exp.options import Count, Whole, checked
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+SPLITS = {"train": 0, "validation": 1, "test": 2}
+NOISE = 64   # of task=recall: symbols between its pairs
+WIDTH = 128  # of its new models, where nothing is said
 
 
 @dataclass(eq=False)
@@ -143,3 +151,67 @@ class SymbolTask(SequenceTask):
 def without_labels(batch: Batch) -> dict[str, Tensor]:
     """What the model is called with."""
     return {key: part for key, part in batch.items() if key != "labels"}
+
+
+# ---- task=recall
+
+
+@checked("task")
+@dataclass(eq=False)
+class Recall(SymbolTask):
+    """See `conf/task/recall.yaml` for the options. Raises ConfigError for options that do not go together."""
+
+    block: Annotated[int, Field(ge=8)]
+    pairs: Count
+    queries: Count | None
+    symbols: Count
+    rows: Count
+    evaluated: Count
+
+    metric, lower_is_better, counted = "accuracy", False, "queries"
+    causal, length_option, ours = True, "block", "a run of task=recall of as many symbols"
+
+    def __post_init__(self):
+        self.predictable = self.symbols
+        self.asked = self.pairs if self.queries is None else self.queries
+        if self.pairs > self.symbols:
+            raise ConfigError(f"task.pairs={self.pairs}: expected at most task.symbols={self.symbols}")
+        if 2 * (self.pairs + self.asked) > self.block:
+            raise ConfigError(f"task.block={self.block}: expected at least {2 * (self.pairs + self.asked)}, for "
+                              f"{self.pairs} pairs and {self.asked} queries")
+        self.load()
+        if self.kept is None and self.preset is None:
+            self.sizes = {"d": WIDTH} | dict(self.sizes)
+        self.tied = False if self.tied is None and self.kept is None else self.tied
+        self.describe(2 * self.symbols + NOISE, self.block, {"values": self.symbols, "noise": NOISE})
+
+    # ---- rows
+
+    def length(self, split: str) -> int:
+        return self.rows if split == "train" else self.evaluated
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        for chosen in plan.rows(self.length(split), split):
+            rows = [drawn(split, i, self.block, self.symbols, self.pairs, self.asked) for i in chosen]
+            tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*rows))
+            yield {"tokens": tokens, "labels": labels}
+
+    # ---- metrics
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        return np.full(self.symbols, 1 / self.symbols)
+
+
+def drawn(split: str, i: int, length: int, symbols: int, pairs: int, queries: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels (L,) of row i: values are the symbols from 0 on, then keys, then noise."""
+    rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
+    tokens, labels = rng.integers(2 * n, 2 * n + NOISE, length), np.full(length, IGNORED)
+    keys, values, asked = n + rng.permutation(n)[:pairs], rng.integers(0, n, pairs), rng.integers(0, pairs, queries)
+    said = length // 2 * pairs // (pairs + queries)                               # of the places, two tokens each
+    places = 2 * rng.permutation(said)[:pairs]
+    later = 2 * (said + rng.permutation(length // 2 - said)[:queries])
+    tokens[places], tokens[places + 1] = keys, values
+    tokens[later], tokens[later + 1] = keys[asked], values[asked]
+    labels[later] = values[asked]
+    return tokens, labels

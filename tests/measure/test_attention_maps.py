@@ -8,8 +8,8 @@ from test_trembl import OPTIONS
 
 from crt_exp.data import DataError
 from crt_exp.data.protein import STANDARD
-from crt_exp.measure import attention_maps
-from crt_exp.measure.attention_maps import PAIRS, blosum62, correlation, similarity
+from crt_exp.measure import attention_errors
+from crt_exp.measure.attention_errors import PAIRS, blosum62, correlation, similarity
 from crt_exp.swap.describe import attention_matrices
 from crt_exp.tasks.trembl import TrEMBL
 
@@ -31,7 +31,7 @@ def test_similarity_is_that_of_the_shares_and_blind_to_frequencies():
     shares = rng.random((8, 20)) + 0.1
     shares[:, 3] = 2 * shares[:, 2]                       # E always gets twice what D gets
     found = similarity(shares)
-    assert found[2, 3] == pytest.approx(1) == found[attention_maps.PAIRS].max()
+    assert found[2, 3] == pytest.approx(1) == found[attention_errors.PAIRS].max()
     np.testing.assert_allclose(similarity(shares * rng.random(20)), found, atol=1e-9)
 
 
@@ -84,11 +84,11 @@ def test_matrices_of_a_sequence_model(causal, one_thread):
 def test_shares_of_uniform_attention_are_the_frequencies(one_thread):
     task = TrEMBL(**OPTIONS | {"direction": "bidirectional"})
     sequences = [[0, 0, 1, 19], [1, 2, 2, 24]]            # U is none of the 20
-    found = attention_maps.shares(task.build(mechanism("uniform")).eval(), sequences)
+    found = attention_errors.shares(task.build(mechanism("uniform")).eval(), sequences)
     expected = np.zeros(20)
     expected[[0, 1, 2, 19]] = np.array([2, 2, 2, 1]) / 7
     np.testing.assert_allclose(found, np.tile(expected, (2, 1)), atol=1e-6)
-    np.testing.assert_allclose(attention_maps.frequencies(sequences)[1, 1:3], [1 / 3, 2 / 3])
+    np.testing.assert_allclose(attention_errors.frequencies(sequences)[1, 1:3], [1 / 3, 2 / 3])
 
 
 @torch.no_grad()
@@ -101,9 +101,9 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     options = OPTIONS | {"direction": "bidirectional", "sizes": SIZES}
     built = TrEMBL(**options).build(mechanism("exact"))
-    monkeypatch.setattr(attention_maps, "of_proteins", lambda start: Kept(built, TrEMBL(**options)))
-    monkeypatch.setattr(attention_maps, "with_random_weights", lambda kept, start: built)
-    task = attention_maps.AttentionMaps("run", "made.fasta", "P00003", sequences=20, drawn=True)
+    monkeypatch.setattr(attention_errors, "of_proteins", lambda start: Kept(built, TrEMBL(**options)))
+    monkeypatch.setattr(attention_errors, "with_random_weights", lambda kept, start: built)
+    task = attention_errors.AttentionMaps("run", "made.fasta", "P00003", sequences=20, drawn=True)
     *drawn, last = task.rows(mechanism("uniform"), 0)
     assert [row["head"] for row in drawn] == ["0.0", "0.1", "1.0", "1.1"]
     assert drawn[0]["row"][0].split() == ["0.0625"] * 16 and last["layer"] == [0, 1] and min(last["error"]) > 0

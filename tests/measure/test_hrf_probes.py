@@ -7,19 +7,9 @@ import torch
 from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
 from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure import flops
-from crt_exp.measure.flops import Flops
-from crt_exp.measure.kernel import (
-    QMC,
-    Clusters,
-    Pointwise,
-    angles_of,
-    at_angles,
-    drawn,
-    generator,
-    log_relative_mse,
-    squared_errors,
-)
+from crt_exp.measure import kernel
+from crt_exp.measure.kernel import (QMC, Clusters, Flops, Pointwise, angles_of, at_angles, drawn, generator,
+                                    log_relative_mse, squared_errors)
 
 EXACT = Mechanism.of("exact")
 
@@ -113,8 +103,8 @@ def test_studies_resume(name):
 def test_flops_are_those_of_the_formula():
     """Products count two for a multiply-add, other operations one for a number; what is done once counts nothing."""
     x, W = torch.ones(3, 4), torch.ones(5, 4)
-    assert flops.count(lambda: (x @ W.mT).exp()) == 2 * 3 * 4 * 5 + 3 * 5
-    cost = lambda made, counted="features": flops.flops(made.map(), made, made.map().fit(None), 16, counted)
+    assert kernel.count(lambda: (x @ W.mT).exp()) == 2 * 3 * 4 * 5 + 3 * 5
+    cost = lambda made, counted="features": kernel.flops(made.map(), made, made.map().fit(None), 16, counted)
     one, two = (cost(mechanism("trig", m)) for m in (8, 16))
     assert two - one == 8 * (2 * 16 + 4)                 # a projection, its cos and sin, each times h(x)
     plain, attended = (cost(mechanism("trig", 8), counted) for counted in ("features", "attention"))
@@ -126,14 +116,14 @@ def test_flops_are_those_of_the_formula():
 
 @pytest.mark.parametrize("budget", [0.5, 1, 7, 1000])
 def test_the_most_that_a_budget_allows(budget):
-    assert flops.most_within(lambda m: 3 * m - 2, budget) == (0 if budget < 1 else int((budget + 2) // 3))
+    assert kernel.most_within(lambda m: 3 * m - 2, budget) == (0 if budget < 1 else int((budget + 2) // 3))
 
 
 def test_columns_are_the_features():
     for phi in (AngularHybrid(n=3), ClusteredHybrid()):
         x = torch.randn(6, 4, generator=generator(0))
         bound = phi.bind(drawn(phi, mechanism("pos"), 5, 4, generator(1), ()), phi.fit(Statistics.of(x, x)))
-        torch.testing.assert_close(flops.columns(bound.phi_q(x)), bound.phi_q(x).dense().exp())
+        torch.testing.assert_close(kernel.columns(bound.phi_q(x)), bound.phi_q(x).dense().exp())
 
 
 def test_equal_columns_of_the_page():

@@ -7,8 +7,8 @@ from scipy.stats import wasserstein_distance
 
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure import language_distributions
-from crt_exp.measure.language_distributions import ClassDistributions, distances, estimator
+from crt_exp.measure import sampling
+from crt_exp.measure.sampling import ClassDistributions, distances, estimator
 
 METHODS = ["favor", "favorp", "favorpp", "gerf", "hrf_angular", "hrf_gaussian", "hrf_cluster"]
 
@@ -71,8 +71,8 @@ def test_the_task(monkeypatch):
     """Hybrids take fewer projections; attention=exact has the distributions that know no query."""
     class Task:
         unigram = np.array([0.5, *[0.5 / 59] * 59])
-    monkeypatch.setattr(language_distributions, "vectors_of", lambda start: (Task(), *vectors(40)))
-    monkeypatch.setattr(language_distributions, "read_records", lambda path: [{"loss": 4.0, "unigram_loss": 6.0}])
+    monkeypatch.setattr(sampling, "vectors_of", lambda start: (Task(), *vectors(40)))
+    monkeypatch.setattr(sampling, "read_records", lambda path: [{"loss": 4.0, "unigram_loss": 6.0}])
     task = ClassDistributions("run", 5, [16, 64])
     asked, projecting = [], Mechanism.projecting
     monkeypatch.setattr(Mechanism, "projecting", lambda self, m: [asked.append(m), projecting(self, m)][1])

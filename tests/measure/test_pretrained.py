@@ -1,4 +1,4 @@
-"""task=swap_text, swap_embeddings, swap_speech and swap_times on tiny models with random weights."""
+"""task=swap_text, swap_embeddings and swap_speech on tiny models with random weights."""
 
 from dataclasses import replace
 
@@ -7,7 +7,6 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from crt_exp.data import DataError
-from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.measure import pretrained, recall, whisper
 from crt_exp.measure.recall import Baseline, attention_of
 from crt_exp.mechanism import Mechanism
@@ -95,12 +94,6 @@ def test_a_text_that_is_too_short_is_refused(reader):
         read("exact", "new", 8192, 3)
 
 
-def test_time_is_of_all_methods_in_turn(reader):
-    methods = ["exact", "nearfar exact_until=32"]
-    rows = [*whisper.SwapTimes("", 256, None, methods, 2).rows(None, 0)]
-    assert [row["method"] for row in rows] == methods and all(len(row["ms"]) == 2 for row in rows)
-
-
 def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
     (tmp_path / "wiki.valid.tokens").write_text(" one @-@ way , ( 24 @.@ 5 in ) of <unk> . \n \n")
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: tmp_path / "wiki.valid.tokens")
@@ -131,20 +124,10 @@ def test_baselines_refuse_padding():
     assert attention_of("exact") is None
 
 
-def test_utterances_of_a_chapter_are_joined_to_what_fits():
-    said = [Utterance(f"{chapter}-{i:04d}", f"{chapter}{i}", (AudioPart(f"{chapter}{i}", seconds),))
-            for chapter, lengths in {"a-1": (9, 10, 8, 12, 20, 3), "b-1": (28, 1, 26, 5)}.items()
-            for i, seconds in enumerate(lengths)]
-    made = whisper.clips(said, 28)
-    assert [each.text for each in made] == ["a-10 a-11 a-12", "a-13", "b-10", "b-11 b-12"]
-    assert [each.seconds for each in made] == [27, 12, 28, 27]
-    assert [len(each.gaps) + 1 for each in made] == [len(each.parts) for each in made] == [3, 1, 1, 2]
-
-
 @pytest.mark.parametrize("arm", [*ARMS, "bfloat16"])
 def test_speech_is_heard_with_each_attention(speaker, arm):
     dtype = "bfloat16" if arm == "bfloat16" else None
-    probe = whisper.SwapSpeech("", "train", 2, 0, dtype)
+    probe = whisper.SwapSpeech("", "train", 2, dtype)
     mechanism = Mechanism.parse("exact" if dtype else arm)
     [found] = probe.rows(mechanism, 1)
     assert found["wer"] > 0 and [found] == [*probe.rows(mechanism, 1)]
@@ -152,9 +135,7 @@ def test_speech_is_heard_with_each_attention(speaker, arm):
 
 def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
     with pytest.raises(ValueError, match="train has 5 utterances: group 0 of 5 is not there"):
-        [*whisper.SwapSpeech("", "train", 5, 0, None).rows(Mechanism.parse("exact"), 0)]
-    rows = whisper.SwapTimes("", 1, "train", ["exact", "nearfar exact_until=0"], 2).rows(None, 0)
-    assert [len(row["ms"]) for row in rows] == [2, 2]
+        [*whisper.SwapSpeech("", "train", 5, None).rows(Mechanism.parse("exact"), 0)]
 
 
 @pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])

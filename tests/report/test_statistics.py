@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from crt_exp.report.rows import share
-from crt_exp.report.statistics import CONFLICT, UNDECIDED, Claim, geometric_mean_ci, holm, judge, mean_ci
+from crt_exp.report.rows import CONFLICT, UNDECIDED, Claim, geometric_mean_ci, holm, judge, mean_ci, share
 
 
 def words(claims, **options):

@@ -9,12 +9,11 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from crt_exp.options import annotations_in_source
+from crt_exp.options import annotations_in_source, describe, parameters
 from crt_exp.config import CONF, ConfigError, choices, imported
-from crt_exp.options import describe, parameters
 from crt_exp.runner import command_line
 from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
-from crt_exp.runner.help import comments, lines_of
+from crt_exp.runner.command_line import comments, lines_of
 from crt_exp.samplers import hadamard, iid, orthogonal
 
 

@@ -13,7 +13,7 @@ from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.runner.run import input_states
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.librispeech import LibriSpeech, SpokenSplit
-from crt_exp.tasks.pixels import Pixels
+from crt_exp.tasks.lra import Pixels
 from crt_exp.tasks.uci import UCI
 
 

@@ -81,7 +81,7 @@ def test_a_new_head_is_trained_with_the_adapters():
     """The weights that a source lacks, here those of a classifier."""
     from swap_models import bert, made
 
-    from crt_exp.runner.adapters import Adapters
+    from crt_exp.runner.trainer_config import Adapters
 
     model = torch.nn.ModuleDict({"encoder": made(bert), "classifier": torch.nn.Linear(16, 2)})
     model.__dict__["made_anew"] = ["classifier.bias", "classifier.weight"]

@@ -13,10 +13,9 @@ from crt_exp.config import CONF, ConfigError
 from crt_exp.data import DataError, warn
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
-from crt_exp.tasks.metrics import error_rates
+from crt_exp.tasks.base import Reader, error_rates
 from crt_exp.models import conformer_transducer
 from crt_exp.runner import checkpoint
-from crt_exp.tasks.base import Reader
 from crt_exp.tasks.librispeech import LibriSpeech
 
 HERE = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from crt_exp.data.glue import TASKS
-from crt_exp.tasks.metrics import METRICS, accuracy, f1, glue_metrics, mcc, of_parts, pearson, spearman
+from crt_exp.tasks.base import METRICS, accuracy, f1, glue_metrics, mcc, of_parts, pearson, spearman
 
 CLASSES = ([1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 1, 0])
 SCORES = ([0.1, 2.5, 2.5, 4.0, 3.9], [0.0, 2.0, 3.0, 5.0, 4.0])

@@ -12,7 +12,7 @@ from crt_exp import infer
 from crt_exp.data.images import in_square
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import Plan, Reader
-from crt_exp.tasks.pixels import Pixels
+from crt_exp.tasks.lra import Pixels
 
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
 OPTIONS = {"dataset": "digits", "data_dir": None, "size": None, "channels": None, "held_out": 0.05, "evaluated": 20,

@@ -7,7 +7,7 @@ from refusals import check_refused
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.recall import SwapRecall
 from crt_exp.tasks.base import Plan, Reader
-from crt_exp.tasks.recall import NOISE, Recall, drawn
+from crt_exp.tasks.sequences import NOISE, Recall, drawn
 
 OPTIONS = {"block": 16, "pairs": 2, "queries": 3, "symbols": 8, "rows": 64, "evaluated": 8, "preset": None,
            "sizes": {"heads": 2, "layers": 1, "d_ff": 16, "d": 16}, "positions": "rotary", "tied": None, "dropout": 0.0,

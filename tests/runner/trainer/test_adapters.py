@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from crt_exp import swap_attention
 from crt_exp.config import ConfigError
 from crt_exp.runner import checkpoint
-from crt_exp.runner.adapters import Adapters, freeze, linear_layers
+from crt_exp.runner.trainer_config import Adapters, freeze, linear_layers
 
 pytest.importorskip("peft")
 LORA = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": None, "also": [], "merge": False}
