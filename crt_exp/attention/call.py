@@ -12,8 +12,7 @@ from crt_exp.attention.engines.operators import positive_attention, positive_par
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.samplers.nested_tensors import leaves
-from crt_exp.samplers.noise import at_least_float32, precise
+from crt_exp.samplers.noise import at_least_float32, leaves, precise
 
 
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,

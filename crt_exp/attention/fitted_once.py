@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from crt_exp.attention.compiling import outside_graphs
 from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.nested_tensors import leaves, mapped
+from crt_exp.samplers.noise import leaves, mapped
 
 SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each
 SIDES = ("queries", "keys")

@@ -10,7 +10,7 @@ from torch import Tensor
 from crt_exp.attention.fitted_once import several_ranks
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.nested_tensors import Nested, mapped
+from crt_exp.samplers.noise import Nested, mapped
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
 

@@ -12,7 +12,7 @@ from crt_exp.features import GERF, SMREG, FeatureMap, TrigRF
 from crt_exp.features.base import align, log_expm1
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.features.kernels import log_0f1
+from crt_exp.features.statistics import log_0f1
 
 ENSEMBLES = ("iid", "orthogonal", "simplex")
 NODES = 200    # Gauss-Legendre nodes of the simplex average: 1e-13 up to d = 1024

@@ -24,7 +24,7 @@ from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.options import whole_number
-from crt_exp.features.kernels import Kernel, check_kernel
+from crt_exp.features.statistics import Kernel, check_kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import Noise
 from crt_exp.samplers.blocks import one_thread

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from crt_exp.estimators.random_features import FLOATS, RandomFeatures, blocks, label_set, validated
 from crt_exp.options import whole_number
-from crt_exp.samplers.blocks import one_thread
-from crt_exp.samplers.draws import free_memory
+from crt_exp.samplers.blocks import free_memory, one_thread
 
 Choice = Literal["gcv", "evidence"]
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, relative to their sum

@@ -14,8 +14,7 @@ from torch import Tensor
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, check_finite, log_cosh, placed
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers.noise import Noise, at_least_float32
+from crt_exp.samplers.noise import Noise, as_given, at_least_float32
 
 Field = Literal["real", "complex"]
 SIZES = (1e-2, 1e2)  # of a diagonal entry: beyond them a point off the centre has a huge variance

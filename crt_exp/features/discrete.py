@@ -23,9 +23,7 @@ from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, ch
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Positive
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers import Noise, at_least_float32
-from crt_exp.samplers.noise import precise, transforming
+from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise, transforming
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8

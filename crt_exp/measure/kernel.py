@@ -21,7 +21,7 @@ from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
 from crt_exp.options import Count, NotNegative, Positive, Several, checked
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers.nested_tensors import Nested
+from crt_exp.samplers.noise import Nested
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
 from crt_exp.measure.base import Measurement, Series, check_estimates

@@ -24,7 +24,7 @@ from crt_exp.options import Count, Several, checked
 from crt_exp.measure.base import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
-from crt_exp.samplers.nested_tensors import Nested
+from crt_exp.samplers.noise import Nested
 from crt_exp.runner.configuration import kept_task
 from crt_exp.runner.run import read_records
 from crt_exp.tasks.base import Reader

@@ -22,7 +22,7 @@ from torchaudio.transforms import MelSpectrogram
 from crt_exp.attention.compiling import outside_graphs
 from crt_exp.config import ConfigError
 from crt_exp.options import Count, NotNegative
-from crt_exp.samplers.precision import as_given
+from crt_exp.samplers.noise import as_given
 
 WINDOW, HOP = 0.025, 0.010  # seconds
 SUBSAMPLING = 4

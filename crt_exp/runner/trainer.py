@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from crt_exp.attention.linear import same_step
 from crt_exp.config import ConfigError
 from crt_exp.data.ranks import whole
-from crt_exp.features.nonfinite import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
+from crt_exp.features.base import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
 from crt_exp.runner.adapters import Adapters, freeze

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.options import whole_number
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 
 
 class Drawn(NamedTuple):

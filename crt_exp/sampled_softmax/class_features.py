@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.features.algebra import Product, Sum
+from crt_exp.features.other_kernels import Product, Sum
 from crt_exp.features.base import ONE, FeatureMap, Params, Projections, distinct
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers.nested_tensors import Nested, mapped
+from crt_exp.samplers.noise import Nested, mapped
 from crt_exp.samplers import DenseNoise
 
 FITTED_TO = 2**11  # queries and classes at most, evenly spaced: more would hardly change the parameters

@@ -19,7 +19,7 @@ from crt_exp.data.loading import Draw, drawing
 from crt_exp.options import Count, NotNegative, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.image_task import ImageTask
 

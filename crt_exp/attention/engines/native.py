@@ -15,7 +15,7 @@ from crt_exp.attention.checks import check_result
 from crt_exp.attention.engines.constants import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native_library import library
 from crt_exp.attention.engines.protocol import Form, Gradients, Kept
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass keeps
 

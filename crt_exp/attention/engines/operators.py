@@ -11,7 +11,7 @@ from crt_exp.attention.engines.protocol import Form, Gradients, Kept
 from crt_exp.attention.partials import Partial, finish, normalised
 from crt_exp.features.base import ONE, BoundMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
-from crt_exp.samplers.precision import as_given
+from crt_exp.samplers.noise import as_given
 
 ENGINES = {"native": native.bidirectional, "native causal": native.causal,
            "products": closed_form.bidirectional, "products causal": closed_form.causal}
