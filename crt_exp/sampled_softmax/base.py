@@ -1,5 +1,12 @@
-"""What every sampler of classes is: draws with their probabilities, and the hook after the optimiser's step."""
+"""Samplers of classes: what each of them is, the laws that are the same for every query, and those of all logits.
 
+A draw of a fixed law turns one uniform number into a class by the inverse of the distribution function. To leave the
+target t out, the number is taken from [0, 1 - q_t) and what lies at or above F(t) is moved up by q_t: exact, and
+nothing is redrawn. A dense law takes a number for each pair of a query and a class, made for a block of queries at a
+time.
+"""
+
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crt_exp.options import whole_number
 from crt_exp.features.base import NotFinite
+from crt_exp.options import whole_number
+
+PAIRS = 2**20  # pairs of a query and a class at once, which stay in the cache
 
 
 class Drawn(NamedTuple):
@@ -123,3 +132,178 @@ def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> No
     number = place if rows is None else int(rows[place])
     raise NotFinite(f"the vector or bias of class {number} is not finite: the tables of the sampler keep what they "
                     "were; look for the update that made it so")
+
+
+class FixedLaw(ClassSampler):
+    """A law q over classes, given by F(c) = q_0 + ... + q_(c-1) and its inverse."""
+
+    @abstractmethod
+    def below(self, ids: Tensor) -> Tensor:
+        """F(c), the probability of the classes before c, float64."""
+
+    @abstractmethod
+    def at(self, u: Tensor) -> Tensor:
+        """The class c with F(c) <= u < F(c + 1), for float64 u in [0, 1)."""
+
+    @abstractmethod
+    def log_probability(self, ids: Tensor) -> Tensor:
+        """log q_c, float64, of the shape of ids."""
+
+    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+        u = torch.rand(len(hidden), k, dtype=torch.float64, device=hidden.device)
+        if targets is None:
+            ids = self.at(u)
+            return Drawn(ids, self.log_probability(ids).to(torch.float32), None)
+        t = targets[:, None]
+        target_log_q = self.log_probability(t)
+        q_t, before = target_log_q.exp(), self.below(t)
+        u = u * (1 - q_t)
+        ids = self.at(torch.where(u >= before, u + q_t, u).clamp(max=1 - 2.0**-53))
+        ids = torch.where(ids == t, self._neighbour(t), ids)  # u within rounding of the target's interval
+        log_q = without(self.log_probability(ids), target_log_q[:, 0])
+        return Drawn(ids, log_q.to(torch.float32), target_log_q[:, 0].to(torch.float32))
+
+    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return self.log_probability(ids).to(torch.float32)
+
+    def _neighbour(self, ids: Tensor) -> Tensor:
+        return torch.where(ids + 1 < self.classes, ids + 1, ids - 1)
+
+
+class Uniform(FixedLaw):
+    """All classes alike."""
+
+    def below(self, ids: Tensor) -> Tensor:
+        return ids.double() / self.classes
+
+    def at(self, u: Tensor) -> Tensor:
+        return (u * self.classes).long().clamp(max=self.classes - 1)
+
+    def log_probability(self, ids: Tensor) -> Tensor:
+        return torch.full(ids.shape, -math.log(self.classes), dtype=torch.float64, device=ids.device)
+
+
+class LogUniform(FixedLaw):
+    """q_c = log((c + 2) / (c + 1)) / log(V + 1): about Zipf's law, for classes numbered from the most frequent on."""
+
+    def below(self, ids: Tensor) -> Tensor:
+        return torch.log1p(ids.double()) / math.log(self.classes + 1)
+
+    def at(self, u: Tensor) -> Tensor:
+        return torch.expm1(u * math.log(self.classes + 1)).long().clamp(0, self.classes - 1)
+
+    def log_probability(self, ids: Tensor) -> Tensor:
+        return (torch.log1p(1 / (1 + ids.double())) / math.log(self.classes + 1)).log()
+
+
+class Unigram(FixedLaw):
+    """In proportion to counts (V,): how often each class occurs in the training data, or any power of that.
+
+    Raises ValueError for counts that are negative or not finite. A class of count 0 would never be drawn, and so biases
+    the normaliser: it counts as one half.
+    """
+
+    def __init__(self, counts: Tensor):
+        counts = torch.as_tensor(counts).double()
+        if counts.ndim != 1:
+            raise ValueError(f"the counts of a unigram law have one number for each class, not shape "
+                             f"{tuple(counts.shape)}")
+        super().__init__(len(counts))
+        if not bool((counts.isfinite() & (counts >= 0)).all()):
+            wrong = int((~(counts.isfinite() & (counts >= 0))).nonzero()[0])
+            raise ValueError(f"the count of class {wrong} is {float(counts[wrong])}: counts are finite, and at least 0")
+        counts = torch.where(counts > 0, counts, 0.5)
+        probability = counts / counts.sum()
+        self.register_buffer("probability", probability)
+        ends = probability.cumsum(0)
+        ends[-1] = 1.0
+        self.register_buffer("ends", ends)  # F(c + 1)
+
+    def below(self, ids: Tensor) -> Tensor:
+        return torch.where(ids > 0, self.ends[(ids - 1).clamp(min=0)], 0.0)
+
+    def at(self, u: Tensor) -> Tensor:
+        return torch.searchsorted(self.ends, u, right=True).clamp(max=self.classes - 1)
+
+    def log_probability(self, ids: Tensor) -> Tensor:
+        return self.probability[ids].log()
+
+
+class DenseLaw(ClassSampler):
+    """q in proportion to exp of `log_weights`, made of the logits, O(V d) a query.
+
+    head: what the logits are of, with `weight` (V, d) and perhaps `bias` (V,), as it is at each draw.
+    """
+
+    def __init__(self, head: nn.Module):
+        if not isinstance(getattr(head, "weight", None), Tensor):
+            raise ValueError(f"{type(self).__name__}({head!r}): it takes the head itself, a module with `weight` "
+                             "(V, d)")
+        super().__init__(len(head.weight))
+        self._head = [head]  # in a list: the parameters stay those of the head alone
+
+    @torch.no_grad()
+    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+        return joined([draw_dense(self._weights(h), t, k) for h, t in blocks(PAIRS // self.classes, hidden, targets)])
+
+    @torch.no_grad()
+    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        parts = [self.log_weights(self._logits(h)).log_softmax(-1).gather(1, i)
+                 for h, i in blocks(PAIRS // self.classes, hidden, ids)]
+        return torch.cat(parts)
+
+    @abstractmethod
+    def log_weights(self, logits: Tensor) -> Tensor:
+        """Of logits (b, V), which are used up."""
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self._head[0]
+        return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None)).float()
+
+    def _weights(self, hidden: Tensor) -> Tensor:
+        logs = self.log_weights(self._logits(hidden))
+        return logs.sub_(logs.amax(-1, keepdim=True)).exp_()
+
+
+class ExactSoftmax(DenseLaw):
+    """q = softmax(o), the law that is sought: what other laws are measured by."""
+
+    def log_weights(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class Quadratic(DenseLaw):
+    """q_c in proportion to alpha o_c^2 + 1: the quadratic kernel of Blanc and Rendle (2018), whose alpha is 100. Their
+    tree draws from the same law in O(d^2 log V)."""
+
+    def __init__(self, head: nn.Module, alpha: float = 100.0):
+        super().__init__(head)
+        self.alpha = float(alpha)
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha = {alpha}: the weight of the squared logit is a finite number of at least 0")
+
+    def log_weights(self, logits: Tensor) -> Tensor:
+        if not self.alpha:
+            return logits.zero_()
+        return nn.functional.softplus(logits.abs_().log_().mul_(2).add_(math.log(self.alpha)))  # squares overflow
+
+
+def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | None = None) -> Drawn:
+    """k classes a row in proportion to weights (B, V) >= 0, without the targets; those given (B, k), not -1, stand.
+
+    Uniform where no other class has a weight. `weights` is used up.
+    """
+    of_target = 0.0
+    if targets is not None:
+        of_target = weights.gather(1, targets[:, None]).double()
+        weights.scatter_(1, targets[:, None], 0.0)
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    left = ends[:, -1:].clone()
+    if bool((left == 0).any()):
+        weights = torch.where(left == 0, 1.0, weights).scatter_(1, targets[:, None], 0.0)
+        ends = weights.cumsum(-1, dtype=torch.float64)
+    u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * ends[:, -1:]
+    ids = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
+    ids = ids if given is None else torch.where(given >= 0, given, ids)
+    log_q = (weights.gather(1, ids) / ends[:, -1:]).log().float()
+    return Drawn(ids, log_q, None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1))
