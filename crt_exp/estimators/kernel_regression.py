@@ -10,7 +10,7 @@ import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.estimators.random_features import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validated
+from crt_exp.estimators import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validated
 from crt_exp.features import Features
 from crt_exp.options import whole_number
 

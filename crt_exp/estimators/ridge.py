@@ -16,7 +16,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
-from crt_exp.estimators.random_features import FLOATS, RandomFeatures, blocks, label_set, validated
+from crt_exp.estimators import FLOATS, RandomFeatures, blocks, label_set, validated
 from crt_exp.options import whole_number
 from crt_exp.samplers.blocks import free_memory, one_thread
 

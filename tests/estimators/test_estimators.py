@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
 from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, samplers
-from crt_exp.estimators.random_features import ONE_MAP_EACH, RandomFeatures
+from crt_exp.estimators import ONE_MAP_EACH, RandomFeatures
 from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.features import OPRF, GeomRFPlus, HypRF, MaternRF, PoisRFPlus, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
@@ -233,8 +233,7 @@ def test_sharp_kernel_as_in_the_tests_of_rbf_sampler(mechanism):
 @pytest.mark.parametrize("gamma", [0.7, "scale"])
 @pytest.mark.parametrize("mechanism", ONE_MAP)
 def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
-    from crt_exp.estimators import random_features
-    monkeypatch.setattr(random_features, "SPARSE_ENTRIES", 40)  # blocks of eight rows
+    monkeypatch.setattr("crt_exp.estimators.SPARSE_ENTRIES", 40)  # blocks of eight rows
     dense = points() * (np.random.default_rng(0).random((30, 5)) < 0.4)
     make = lambda: RandomFeatures(mechanism, n_components=12, gamma=gamma, random_state=0)
     expected = make().fit_transform(dense)

@@ -13,7 +13,7 @@ from sklearn.metrics.pairwise import laplacian_kernel
 
 from crt_exp import RandomFeatures, samplers
 from crt_exp.config import ConfigError, choices
-from crt_exp.estimators.random_features import ONE_MAP_EACH
+from crt_exp.estimators import ONE_MAP_EACH
 from crt_exp.features import ArcCosineRF, LaplaceRF, MaternRF, RationalQuadraticRF, Statistics
 from crt_exp.mechanism import Mechanism
 

@@ -11,7 +11,7 @@ from crt_exp import KernelRegressionClassifier, RandomFeatures
 from crt_exp.config import choices
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.estimators import RandomFeatureClassifier, RandomFeatureRidge
+from crt_exp.estimators.ridge import RandomFeatureClassifier, RandomFeatureRidge
 from values import attempt, numbers
 
 D, M = 8, 16
