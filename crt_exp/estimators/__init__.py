@@ -5,10 +5,10 @@ exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma
 """
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 from numbers import Real
-from typing import get_args
 
 import numpy as np
 import torch
@@ -18,29 +18,26 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.features import (GERF, ArcCosineRF, FeatureMap, GeomRFPlus, LaplaceRF, MaternRF, Moments, PoisRFPlus,
-                              RationalQuadraticRF, Statistics)
+from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
-from crt_exp.options import whole_number
-from crt_exp.features.statistics import Kernel, check_kernel
+from crt_exp.features.statistics import check_kernel
 from crt_exp.mechanism import Mechanism
+from crt_exp.options import whole_number
 from crt_exp.samplers import Noise
 from crt_exp.samplers.blocks import one_thread
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
 SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
-ONE_MAP_EACH = {"laplace": LaplaceRF(), "matern12": MaternRF(nu=0.5), "matern32": MaternRF(nu=1.5),
-                "matern52": MaternRF(nu=2.5), "rational_quadratic": RationalQuadraticRF(),
-                "arccos0": ArcCosineRF(order=0), "arccos1": ArcCosineRF(order=1)}  # kernels that have one map
 
 
 @cache
 def map_of(features: str, kernel: str) -> FeatureMap:
     """By its name, kept: reading conf/ takes longer than fitting to a few thousand rows."""
-    return Mechanism.of(features=features).map(kernel)
+    mechanism = Mechanism.of(features=features)
+    return mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
 
 
 @cache
@@ -49,22 +46,43 @@ def sampler_of(name: str) -> Callable[..., torch.Tensor]:
 
 
 class RandomFeatureEstimator(BaseEstimator):
-    """What the estimators share: mechanism and sampler by name or as objects, gamma, and the draw of the noise."""
+    """What the estimators share: mechanism and sampler by name or as objects, the scale, and the draw of the noise."""
 
     def _check_options(self) -> None:
-        self._check_kernel()
-        if self.length_scale is not None or isinstance(self.gamma, str) and self.gamma == "scale":
-            return
-        if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
-            raise ValueError(f"gamma = {self.gamma}: it must be a positive number (sigma^2 / 2) or 'scale'")
-
-    def _check_kernel(self) -> None:
         check_kernel(self.kernel)
+        name = self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
+        if self._own_kernel and self.kernel != "gaussian":
+            raise ValueError(f"kernel={self.kernel}: {name} has a kernel of its own; leave kernel out")
+        if self.gamma is None or isinstance(self.gamma, str) and self.gamma == "scale" and not self._by_length:
+            return
+        if self._own_kernel:
+            raise ValueError(f"gamma={self.gamma}: {name} takes length_scale")
+        if self._by_length:
+            raise ValueError(f"gamma={self.gamma}: length_scale stands in its place; give one of them")
+        if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
+            raise ValueError(f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
 
-    def _map(self) -> FeatureMap:
-        if isinstance(self.mechanism, FeatureMap):
-            return self.mechanism
-        return map_of(self.mechanism, self.kernel)
+    def _map(self) -> FeatureMap | None:
+        """The map; None for the exact kernel."""
+        return self.mechanism if isinstance(self.mechanism, FeatureMap) else map_of(self.mechanism, self.kernel)
+
+    @property
+    def _own_kernel(self) -> bool:
+        return getattr(self._map(), "own_kernel", False)
+
+    @property
+    def _by_length(self) -> bool:
+        """Whether x = u / length_scale, and gamma has no part in it."""
+        return self._own_kernel or self.length_scale is not None
+
+    @property
+    def _centred(self) -> bool:
+        return getattr(self._map(), "kernel", self.kernel) == "gaussian"
+
+    def _projections(self) -> int:
+        """The least m that makes n_components columns or more."""
+        n = whole_number(self.n_components, "n_components")
+        return bisect_left(range(1, n + 1), n, key=self.map_.width) + 1
 
     def _sampler(self):
         return self.sampler if callable(self.sampler) else sampler_of(self.sampler)
@@ -81,36 +99,34 @@ class RandomFeatureEstimator(BaseEstimator):
         self.noise_ = self.map_.noise(m, draw)
         return generator
 
-    def _set_scale(self, X, weight: np.ndarray) -> None:
-        """gamma_: as given, or 1 / (d variance of X) for 'scale', as in RBFSampler; scale_ (d,), which multiplies
-        columns; center_: the mean of rows, where the map gains by it.
+    def _set_scale(self, X, weight: np.ndarray, gamma: float | str) -> None:
+        """gamma_: as given, else `gamma`; 1 / (d variance of X) for 'scale', as in RBFSampler; scale_ (d,), which
+        multiplies columns; center_: the mean of rows, where the map gains by it.
 
         The Gaussian kernel does not see a common shift, but positive features do: their variance grows with |x + y|^2.
         Trigonometric ones stay where they are, so that they do not depend on the rows.
         """
         d = X.shape[1]
-        self.gamma_ = 0.5 if self.length_scale is not None else 1.0 if self.gamma == "scale" else float(self.gamma)
-        if self.length_scale is None and self.gamma == "scale" and (spread := _variance(X, weight)):
-            self.gamma_ = 1 / (d * spread)
-        lengths = np.ones(d) if self.length_scale is None else check_lengths(self.length_scale, d)
-        self.scale_ = (2 * self.gamma_) ** 0.5 / lengths
+        if self._by_length:
+            lengths = check_lengths(1.0 if self.length_scale is None else self.length_scale, d)
+            self.gamma_, self.scale_ = 0.5, 1 / lengths
+        else:
+            gamma = gamma if self.gamma is None else self.gamma
+            spread = _variance(X, weight) if gamma == "scale" else 0.0
+            self.gamma_ = 1 / (d * spread) if spread else 1.0 if gamma == "scale" else float(gamma)
+            self.scale_ = np.full(d, (2 * self.gamma_) ** 0.5)
         self.center_ = np.zeros(d)
         if self._centred:
             self.center_ = sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X)) / weight.sum()
-
-    @property
-    def _centred(self) -> bool:
-        own = self.mechanism.kernel if isinstance(self.mechanism, FeatureMap) else self.kernel
-        return own == "gaussian"
 
     def _scaled(self, X) -> torch.Tensor:
         """scale_ (X - center_), dense."""
         X = X.toarray() if issparse(X) else X
         return torch.from_numpy((X - self.center_.astype(X.dtype)) * self.scale_.astype(X.dtype))
 
-    def _fit_map(self, X, m: int, weight: np.ndarray) -> torch.Generator:
+    def _fit_map(self, X, weight: np.ndarray) -> torch.Generator:
         self.map_ = self._map()
-        generator = self._draw(m)
+        generator = self._draw(self._projections())
         self.params_ = self.map_.fit(self._statistics(X, weight) if self.map_.fitted else None)
         return generator
 
@@ -139,10 +155,8 @@ class RandomFeatureEstimator(BaseEstimator):
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
             name = type(self.map_).__name__
-            raise ValueError(f"some entries lie below the shift that {name} was fitted to, where its features are no "
-                             f"longer positive: give it more room by mechanism={name}({self.kernel!r}, margin=1.0), in "
-                             f"standard deviations below the least entry (now {self.map_.margin}), or use pois, geom "
-                             "or oprf")
+            raise ValueError(f"some entries lie below those that {name} was fitted to: take mechanism="
+                             f"{name}({self.kernel!r}, margin=1.0) (now {self.map_.margin}), or oprf")
         return x
 
     def __sklearn_tags__(self):
@@ -154,31 +168,31 @@ class RandomFeatureEstimator(BaseEstimator):
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):
     """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
 
-    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord),
-    or a FeatureMap, whose own kernel counts; None is oprf, or the one map of the kernel. sampler: a name of
-    `conf/sampler` or a sampler. n_components: output columns; trig, hyp, sderf and auto make two of a projection, and
-    one of the last where the number is odd, which leaves the estimate unbiased. gamma: as in RBFSampler, sigma^2 / 2 or
-    'scale'. length_scale: in the place of gamma, one length or one for each of the d columns, the kernel of
-    u / length_scale at gamma = 1/2. X may be sparse; Z is dense.
+    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord,
+    or one with a kernel of its own), or a FeatureMap, whose own kernel counts. sampler: a name of `conf/sampler` or a
+    sampler. n_components: output columns; trig, hyp, sderf, auto and spectral maps make two of a projection, and one of
+    the last where the number is odd, which leaves the estimate unbiased. kernel: gaussian or softmax. gamma: as in
+    RBFSampler, sigma^2 / 2 or 'scale'; None is 1.0. length_scale: in the place of gamma, one length or one for each of
+    the d columns, the kernel of x = u / length_scale. X may be sparse; Z is dense.
 
-    kernel: gaussian, softmax, or those of x = sqrt(2 gamma) u = u / length_scale that have one map: matern12, matern32
-    and matern52 of |x - y|, laplace of the sum of |x_l - y_l|, rational_quadratic with alpha = 1 (RationalQuadraticRF
-    takes others), arccos0 and arccos1.
+    Kernels of their own: matern of |x - y| with nu = 1.5 (`MaternRF(nu=...)` for 0.5 and 2.5), laplace of the sum of
+    |x_l - y_l|, rational_quadratic with alpha = 1 (`RationalQuadraticRF(alpha=...)`), and arc_cosine of order 1
+    (`ArcCosineRF(order=0)`). They take length_scale, 1.0 by default, and neither gamma nor kernel.
 
     gerf and the hybrids, with kernel="softmax" sderf and auto too, have different maps for the two sides and raise in
     `transform`: use KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k. pois_plus and
     geom_plus raise for rows below the least entry that they were fitted to; a map with a larger `margin` leaves them
     room.
 
-    Attributes: map_, params_, noise_, gamma_, n_features_in_; scale_ (n_features,), which multiplies X; center_, the
-    mean of the rows, zero for trig; random_weights_ (n_features, n_components) and random_offset_
-    (n_components,) of trig and of kernels of x - y, where Z = sqrt(2 / n_components) cos(X random_weights_ +
+    Attributes: map_, params_, noise_, gamma_ (0.5 where length_scale counts), n_features_in_; scale_ (n_features,),
+    which multiplies X; center_, the mean of the rows, zero for trig; random_weights_ (n_features, n_components) and
+    random_offset_ (n_components,) of trig and spectral maps, where Z = sqrt(2 / n_components) cos(X random_weights_ +
     random_offset_) as in RBFSampler (times e^(|X scale_|^2 / 2) for kernel="softmax"), and of pos, hyp, smreg and oprf,
     where Z = exp(X random_weights_ + random_offset_ - c |(X - center_) scale_|^2) with c = 1 (1/2 for
     kernel="softmax"). The other maps have none.
     """
 
-    def __init__(self, mechanism=None, sampler="orthogonal", n_components=100, kernel="gaussian", gamma=1.0,
+    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=None,
                  random_state=None, *, length_scale=None):
         self.mechanism = mechanism
         self.sampler = sampler
@@ -188,30 +202,17 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         self.random_state = random_state
         self.length_scale = length_scale
 
-    def _check_kernel(self) -> None:
-        known = (*get_args(Kernel), *ONE_MAP_EACH)
-        if self.kernel not in known:
-            raise ValueError(f"unknown kernel {self.kernel!r}: choose one of {', '.join(known)}")
-        if self.kernel in ONE_MAP_EACH and self.mechanism is not None:
-            raise ValueError(f"kernel = {self.kernel!r} has one map of its own: leave out mechanism = "
-                             f"{self.mechanism!r}")
-
-    def _map(self) -> FeatureMap:
-        if self.mechanism is None:
-            return ONE_MAP_EACH.get(self.kernel) or map_of("oprf", self.kernel)
-        return super()._map()
-
     def fit(self, X, y=None):
         """X (n, d), dense or sparse: fits the parameters to its statistics and draws the projections."""
         return self._begin(validate_data(self, X, accept_sparse="csr", dtype=FLOATS))
 
-    def _begin(self, X, weight: np.ndarray | None = None):
-        """Of rows that are checked, some of which may count more than others."""
+    def _begin(self, X, weight: np.ndarray | None = None, gamma: float | str = 1.0):
+        """Of rows that are checked, some of which may count more than others. gamma: where none was given."""
         self.n_features_in_ = X.shape[1]
         self._check_options()
         weight = np.ones(X.shape[0]) if weight is None else weight
-        self._set_scale(X, weight)
-        generator = self._fit_map(X, self._projections(), weight)
+        self._set_scale(X, weight, gamma)
+        generator = self._fit_map(X, weight)
         self._dtype, self._n_features_out = X.dtype, int(self.n_components)
         self._turn = 0.0  # of the pair that gives one column: its first feature, unbiased by itself
         if self._odd and isinstance(self.map_, Trigonometric):  # cos is not, but cos(w.x + b) with a random b is
@@ -242,12 +243,13 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         return super()._centred and not isinstance(self._map(), Trigonometric)
 
     def _projections(self) -> int:
-        phi, n = self._map(), whole_number(self.n_components, "n_components")
-        each = phi.width(1)
-        if n % each and not (each == 2 and isinstance(phi, (Trigonometric, PositiveExponential, GERF))):
-            raise ValueError(f"n_components = {n}: {type(phi).__name__} makes {each} columns of a projection, so "
-                             f"it must be a multiple of {each}")
-        return -(-n // each)
+        """As many as make n_components columns, where the last of m pairs may give one."""
+        m, phi = super()._projections(), self.map_
+        if phi.width(m) != self.n_components and not (
+                phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))):
+            fewer = f"{phi.width(m - 1)} or " if m > 1 else ""
+            raise ValueError(f"n_components={self.n_components}: {type(phi).__name__} makes {fewer}{phi.width(m)}")
+        return m
 
     @property
     def _odd(self) -> bool:
@@ -289,11 +291,6 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         weights = self.scale_[:, None] * rows.T
         return weights.astype(self._dtype), (offset - self.center_ @ weights).astype(self._dtype)
 
-    @property
-    def _gamma(self) -> float:
-        """The name that RBFSampler has for gamma_."""
-        return self.gamma_
-
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
@@ -322,14 +319,9 @@ def label_set(*labels) -> np.ndarray:
 
 def check_lengths(length_scale, d: int) -> np.ndarray:
     """(d,) float64. Raises ValueError where they are not positive, or not one or d of them."""
-    if isinstance(length_scale, str):
-        raise ValueError(f"length_scale = {length_scale!r}: it takes one number, or one for each of the {d} columns")
-    lengths = np.asarray(length_scale, dtype=np.float64)
-    if lengths.shape not in ((), (d,)):
-        raise ValueError(f"length_scale has shape {lengths.shape}: it must be one number, or one for each of the {d} "
-                         "columns")
-    if not (np.isfinite(lengths) & (lengths > 0)).all():
-        raise ValueError(f"length_scale = {length_scale}: every length must be a positive number")
+    lengths = np.asarray(np.nan if isinstance(length_scale, str) else length_scale, dtype=np.float64)
+    if lengths.shape not in ((), (d,)) or not (np.isfinite(lengths) & (lengths > 0)).all():
+        raise ValueError(f"length_scale={length_scale}: expected a positive number, or one for each of the {d} columns")
     return np.broadcast_to(lengths, d)
 
 

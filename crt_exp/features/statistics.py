@@ -20,7 +20,7 @@ Kernel = Literal["softmax", "gaussian"]
 
 def check_kernel(kernel: str) -> None:
     if kernel not in get_args(Kernel):
-        raise ValueError(f"unknown kernel {kernel!r}: choose one of {', '.join(get_args(Kernel))}")
+        raise ValueError(f"kernel={kernel}: expected {' or '.join(get_args(Kernel))}")
 
 
 def log_kernel(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
