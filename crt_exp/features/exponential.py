@@ -1,4 +1,4 @@
-"""Exponential random features: trigonometric, positive, hyperbolic, SMREG, GERF, OPRF, and Hedgehog's learned ones.
+"""Exponential random features: trigonometric, positive, hyperbolic, SMREG, GERF and OPRF.
 
 Legend: f(omega, x) = D exp(A |omega|^2 + B omega.x + C |x|^2) with s = +-1, B = sqrt(s (1 - 4A)),
 log D = d/4 log(1 - 4A), C = -(s + 1)/2 for the Gaussian kernel and -s/2 for the softmax kernel (CRT (4), (5)).
@@ -18,11 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.features.base import (LOG2, ONE, BoundMap, FeatureMap, Features, Projections, align, can_ask,
-                                   check_finite, log_cosh)
+from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
 from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
-from crt_exp.samplers.noise import Nested, Noise, as_given, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
 
 LARGEST_A = 0.12  # of an A that is trained: at 1/8 the variance is infinite
 
@@ -446,43 +445,3 @@ def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """N and |x + y|^2, float64."""
     x, y = x.double(), y.double()
     return x.square().sum(-1) + y.square().sum(-1), (x + y).square().sum(-1)
-
-
-@dataclass(frozen=True)
-class Hedgehog(FeatureMap):
-    """phi(x) = [softmax(W x), softmax(-W x)], each over its m features: M = 2m (Zhang et al., 2024, Hedgehog).
-
-    Positive, and bounded by 1. Not unbiased, for any kernel: W is made to give exact attention's outputs, by
-    `task=transfer` or in training. Queries and keys have projections of their own, which begin as the same rows: with
-    Gaussian ones softmax(W x) is exp(W x - |x|^2 / 2) / m up to a factor near 1, the features of FAVOR+ in pairs.
-    Raises ValueError for the Gaussian kernel: attention alone can learn.
-    """
-
-    kernel: Literal["softmax"] = "softmax"
-
-    learned = True
-    estimates = False
-    trainable = True
-
-    def projections(self, m: Nested) -> tuple[Projections, Projections]:
-        return Projections(m, "queries", begin=""), Projections(m, "keys", begin="")
-
-    def width(self, m: Nested) -> int:
-        return 2 * (m[0] if isinstance(m, tuple) else m)
-
-    def phi_q(self, x, noise, params=()) -> Features:
-        return _softmaxes(x, noise[0])
-
-    def phi_k(self, y, noise, params=()) -> Features:
-        return _softmaxes(y, noise[1])
-
-    def log_relative_second_moment(self, x, y, params=()):
-        raise NotImplementedError("hedgehog features estimate no kernel: there is no variance to give")
-
-    def log_kernel(self, x, y):
-        raise NotImplementedError("hedgehog features estimate no kernel")
-
-
-def _softmaxes(x: Tensor, noise: Noise) -> Features:
-    u = noise.project(x)
-    return Features(ONE, torch.cat([u.log_softmax(-1), (-u).log_softmax(-1)], -1))
