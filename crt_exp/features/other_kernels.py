@@ -1,8 +1,8 @@
 """Maps of other kernels: random Fourier features, arc-cosine kernels, and sums and products of maps.
 
 Legend as in base.py; r = |x - y|; W spectral rows, E cos(w.(x - y)) = kernel. Rows of W are made of Gaussian ones g by
-monotone functions, the length |g| or the coordinates g_l through their own law to the law that the kernel has. So
-directions stay as coupled as the sampler made them, and a map needs no numbers of its own.
+monotone functions, the length |g| or the coordinates g_l through their own distribution to the distribution that the
+kernel has. So directions stay as coupled as the sampler made them, and a map needs no numbers of its own.
 """
 
 import math
@@ -22,7 +22,7 @@ from crt_exp.features.statistics import Kernel, Statistics, angle
 from crt_exp.options import Positive
 from crt_exp.samplers.noise import DenseNoise, Nested, Noise, mapped, precise, shared
 
-NODES, POINTS = 400, 1500  # of the mixture of the rational quadratic kernel, and of the table of its law
+NODES, POINTS = 400, 1500  # of the mixture of the rational quadratic kernel, and of the table of its distribution
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class SpectralRF(Trigonometric):
 
 @dataclass(frozen=True)
 class RadialRF(SpectralRF):
-    """Kernels of r = |x - y|: the directions of the noise, with lengths of the kernel's radial law."""
+    """Kernels of r = |x - y|: the directions of the noise, with lengths of the kernel's radial distribution."""
 
     def directions(self, noise: Noise) -> Noise:
-        """Raises ValueError for rows of one length, which cannot become rows of a law."""
+        """Raises ValueError for rows of one length, which cannot become rows of a distribution."""
         sq_norm = noise.sq_norm.double()
         if not noise.gaussian and noise.m > 1 and bool((sq_norm.amax() - sq_norm.amin()) < 1e-6 * sq_norm.amax()):
             raise ValueError(f"{type(self).__name__} needs rows whose lengths vary as those of Gaussian rows do, which "
@@ -61,14 +61,15 @@ class RadialRF(SpectralRF):
 class MaternRF(RadialRF):
     """Matern kernel of smoothness nu: nu = 1/2 is e^-r, 3/2 (1 + t) e^-t, 5/2 (1 + t + t^2/3) e^-t, t = sqrt(2 nu) r.
 
-    Rows are of the multivariate t law with 2 nu degrees of freedom. More of them lie far out the smaller nu is.
+    Rows are of the multivariate t distribution with 2 nu degrees of freedom. More of them lie far out the smaller nu
+    is.
     """
 
     kernel: Literal["matern"] = "matern"
     nu: Literal[0.5, 1.5, 2.5] = 1.5
 
     def squared_length(self, sq_norm, d):
-        """d F(d, 2 nu) = 2 nu B / (1 - B) for B of the beta law (d/2, nu), from the nearer end of it."""
+        """d F(d, 2 nu) = 2 nu B / (1 - B) for B of the beta distribution (d/2, nu), from the nearer end of it."""
         from scipy.special import betaincinv, gammainc, gammaincc
 
         low, high = gammainc(d / 2, sq_norm / 2), gammaincc(d / 2, sq_norm / 2)
@@ -85,16 +86,16 @@ class MaternRF(RadialRF):
 
 @dataclass(frozen=True)
 class RationalQuadraticRF(RadialRF):
-    """(1 + r^2 / (2 alpha))^-alpha: Gaussian kernels of all lengths, their precisions of a gamma law of shape alpha."""
+    """(1 + r^2 / (2 alpha))^-alpha: a mixture of Gaussian kernels, their precisions gamma(alpha)."""
 
     kernel: Literal["rational_quadratic"] = "rational_quadratic"
     alpha: Positive = 1.0
 
     def squared_length(self, sq_norm, d):
-        """By a table of the law of |w|^2 = |g|^2 G / alpha, G of the gamma law of shape alpha."""
+        """By a table of the distribution of |w|^2 = |g|^2 G / alpha, G of the gamma distribution of shape alpha."""
         from scipy.special import gammainc, gammaincc
 
-        log_square, low, high = rational_quadratic_law(float(self.alpha), d)
+        log_square, low, high = rational_quadratic_distribution(float(self.alpha), d)
         p, q = gammainc(d / 2, sq_norm / 2), gammaincc(d / 2, sq_norm / 2)
         below = np.interp(np.log(np.maximum(p, 1e-300)), low, log_square)
         above = np.interp(-np.log(np.maximum(q, 1e-300)), -high, log_square)
@@ -105,7 +106,7 @@ class RationalQuadraticRF(RadialRF):
 
 
 @lru_cache(maxsize=32)
-def rational_quadratic_law(alpha: float, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def rational_quadratic_distribution(alpha: float, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """log |w|^2 on a grid, and the logs of how likely it is to be less, and more, strictly monotone."""
     from scipy.special import gammainc, gammaincc, gammaincinv, gammainccinv
 
@@ -118,7 +119,7 @@ def rational_quadratic_law(alpha: float, d: int) -> tuple[np.ndarray, np.ndarray
     log_square = np.linspace(edges[0] + log_g[0], edges[1] + log_g[-1], POINTS) - math.log(alpha)
     halves = np.exp(log_square[:, None] + math.log(alpha) - log_g) / 2
     with np.errstate(divide="ignore"):
-        less, more = (np.log(law(d / 2, halves) @ weight) for law in (gammainc, gammaincc))
+        less, more = (np.log(cdf(d / 2, halves) @ weight) for cdf in (gammainc, gammaincc))
     inner = np.flatnonzero((less > -60) & (more > -60))
     return log_square[inner], np.maximum.accumulate(less[inner]), np.minimum.accumulate(more[inner])
 
@@ -127,8 +128,8 @@ def rational_quadratic_law(alpha: float, d: int) -> tuple[np.ndarray, np.ndarray
 class LaplaceRF(SpectralRF):
     """exp(-sum_l |x_l - y_l|), of the distances of single coordinates: rows of independent Cauchy numbers.
 
-    Coordinates, not lengths, are brought to another law, so that rows must be exactly Gaussian, and directions are no
-    longer orthogonal. e^-|x - y| is MaternRF(nu=0.5).
+    Coordinates, not lengths, are brought to another distribution, so that rows must be exactly Gaussian, and directions
+    are no longer orthogonal. e^-|x - y| is MaternRF(nu=0.5).
     """
 
     kernel: Literal["laplace"] = "laplace"

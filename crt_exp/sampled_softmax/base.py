@@ -1,9 +1,9 @@
-"""Samplers of classes: what each of them is, the laws that are the same for every query, and those of all logits.
+"""Samplers of classes: what each one is, fixed distributions, and distributions made of all logits.
 
-A draw of a fixed law turns one uniform number into a class by the inverse of the distribution function. To leave the
-target t out, the number is taken from [0, 1 - q_t) and what lies at or above F(t) is moved up by q_t: exact, and
-nothing is redrawn. A dense law takes a number for each pair of a query and a class, made for a block of queries at a
-time.
+A draw of a fixed distribution turns one uniform number into a class by the inverse of the distribution function. To
+leave the target t out, the number is taken from [0, 1 - q_t) and what lies at or above F(t) is moved up by q_t: exact,
+and nothing is redrawn. A dense distribution takes a number for each pair of a query and a class, made for a block of
+queries at a time.
 """
 
 import math
@@ -24,20 +24,20 @@ class Drawn(NamedTuple):
     """k classes for each of B queries, drawn with replacement, and the logarithms of their probabilities."""
 
     ids: Tensor           # (B, k) int64; never the query's target where targets were given
-    log_q: Tensor         # (B, k): of each draw's class in the law that it was drawn from, classes other than t
-    target_log_q: Tensor | None  # (B,): of the target in the law over all classes; None where none were given
+    log_q: Tensor         # (B, k): of each draw's class in the distribution that it was drawn from, without t
+    target_log_q: Tensor | None  # (B,): of the target in the distribution over all classes; None where none were given
 
 
 class ClassSampler(nn.Module, ABC):
-    """A law over V classes for each query. Draws and probabilities carry no gradient.
+    """A distribution over V classes for each query. Draws and probabilities carry no gradient.
 
-    Its tables are buffers: they move with `.to()`, and a sampler that was saved and restored goes on with the same law
-    bit for bit. Those that look at the class vectors are built by `rebuild`, which `draw` asks for with a ValueError
-    where it was never called (`SampledSoftmax` calls it). Tables that are behind the vectors cost variance, never
-    correctness: the probabilities are those of the tables.
+    Its tables are buffers: they move with `.to()`, and a sampler that was saved and restored goes on with the same
+    distribution bit for bit. Those that look at the class vectors are built by `rebuild`, which `draw` asks for with a
+    ValueError where it was never called (`SampledSoftmax` calls it). Tables that are behind the vectors cost variance,
+    never correctness: the probabilities are those of the tables.
     """
 
-    looks_at_classes = False  # whether the law depends on class vectors, so that `rebuild` and `update` do something
+    looks_at_classes = False  # whether the distribution depends on class vectors: `rebuild` and `update` do something
 
     def __init__(self, classes: int):
         super().__init__()
@@ -45,14 +45,14 @@ class ClassSampler(nn.Module, ABC):
 
     @abstractmethod
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        """k classes for each row of hidden (B, d), from the law without the row's target (B,) where targets are given.
+        """k classes for each row of hidden (B, d), from the distribution without its target (B,), where one is given.
 
         Drawn by torch's default generator of the device, with replacement; k may be any number of at least 1.
         """
 
     @abstractmethod
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Log probabilities of ids (B, k) in the law over all classes, (B, k)."""
+        """Log probabilities of ids (B, k) in the distribution over all classes, (B, k)."""
 
     def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
         """Builds all tables from class vectors (V, d) and biases (V,). hidden: queries to fit parameters to (B, d),
@@ -90,7 +90,7 @@ def joined(parts: list[Drawn]) -> Drawn:
 
 
 def without(log_q: Tensor, target_log_q: Tensor) -> Tensor:
-    """log of q_c / (1 - q_t), the law without the target: log_q (B, k), target_log_q (B,) of the law over all."""
+    """log of q_c / (1 - q_t), without the target: log_q (B, k), target_log_q (B,) of the distribution over all."""
     return log_q - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))[:, None]
 
 
@@ -134,8 +134,8 @@ def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> No
                     "were; look for the update that made it so")
 
 
-class FixedLaw(ClassSampler):
-    """A law q over classes, given by F(c) = q_0 + ... + q_(c-1) and its inverse."""
+class FixedDistribution(ClassSampler):
+    """A distribution q over classes, given by F(c) = q_0 + ... + q_(c-1) and its inverse."""
 
     @abstractmethod
     def below(self, ids: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class FixedLaw(ClassSampler):
         return torch.where(ids + 1 < self.classes, ids + 1, ids - 1)
 
 
-class Uniform(FixedLaw):
+class Uniform(FixedDistribution):
     """All classes alike."""
 
     def below(self, ids: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Uniform(FixedLaw):
         return torch.full(ids.shape, -math.log(self.classes), dtype=torch.float64, device=ids.device)
 
 
-class LogUniform(FixedLaw):
+class LogUniform(FixedDistribution):
     """q_c = log((c + 2) / (c + 1)) / log(V + 1): about Zipf's law, for classes numbered from the most frequent on."""
 
     def below(self, ids: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class LogUniform(FixedLaw):
         return (torch.log1p(1 / (1 + ids.double())) / math.log(self.classes + 1)).log()
 
 
-class Unigram(FixedLaw):
+class Unigram(FixedDistribution):
     """In proportion to counts (V,): how often each class occurs in the training data, or any power of that.
 
     Raises ValueError for counts that are negative or not finite. A class of count 0 would never be drawn, and so biases
@@ -206,7 +206,7 @@ class Unigram(FixedLaw):
     def __init__(self, counts: Tensor):
         counts = torch.as_tensor(counts).double()
         if counts.ndim != 1:
-            raise ValueError(f"the counts of a unigram law have one number for each class, not shape "
+            raise ValueError(f"the counts of a unigram distribution have one number for each class, not shape "
                              f"{tuple(counts.shape)}")
         super().__init__(len(counts))
         if not bool((counts.isfinite() & (counts >= 0)).all()):
@@ -229,7 +229,7 @@ class Unigram(FixedLaw):
         return self.probability[ids].log()
 
 
-class DenseLaw(ClassSampler):
+class LogitDistribution(ClassSampler):
     """q in proportion to exp of `log_weights`, made of the logits, O(V d) a query.
 
     head: what the logits are of, with `weight` (V, d) and perhaps `bias` (V,), as it is at each draw.
@@ -265,16 +265,16 @@ class DenseLaw(ClassSampler):
         return logs.sub_(logs.amax(-1, keepdim=True)).exp_()
 
 
-class ExactSoftmax(DenseLaw):
-    """q = softmax(o), the law that is sought: what other laws are measured by."""
+class ExactSoftmax(LogitDistribution):
+    """q = softmax(o), the distribution that is sought: what other distributions are measured by."""
 
     def log_weights(self, logits: Tensor) -> Tensor:
         return logits
 
 
-class Quadratic(DenseLaw):
+class Quadratic(LogitDistribution):
     """q_c in proportion to alpha o_c^2 + 1: the quadratic kernel of Blanc and Rendle (2018), whose alpha is 100. Their
-    tree draws from the same law in O(d^2 log V)."""
+    tree draws from the same distribution in O(d^2 log V)."""
 
     def __init__(self, head: nn.Module, alpha: float = 100.0):
         super().__init__(head)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, draw_dense, joined
-from crt_exp.sampled_softmax.feature_law import FeatureLaw
+from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
 
 GATHERED = 2**22   # features of drawn classes that are gathered at once
 SHARED = 100       # a level of fewer nodes than SHARED k is multiplied with all queries: cheaper than k gathers each
@@ -22,15 +22,17 @@ EXHAUSTED = 1e-9   # a sum less one of its rows, as a share of it, below which r
 FLAT = 2**12       # nodes at most of a level whose distribution functions are inverted at once
 
 
-class TreeFeatures(FeatureLaw):
+class TreeFeatures(FeatureDistribution):
     """q' in proportion to s_c, in O(M + log V) a draw where the features are positive.
 
     Positive maps, by composition: feature i with probability a_i T_i / sum_j a_j T_j, T the sums of f over all classes
-    but the target, then a class in proportion to its feature i, down a tree of sums: the law of the dense estimate.
+    but the target, then a class in proportion to its feature i, down a tree of sums: the distribution of the dense
+    estimate.
 
     Signed maps: down a tree of sums of f, a child in proportion to the positive part of a.(its sum), or to its number
-    of classes where no part is positive, O(M log V) a draw. The law is that of the tree, known exactly by its path.
-    Where all sums are positive it is in proportion to s_c; else it is near that, and positive by the uniform share.
+    of classes where no part is positive, O(M log V) a draw. The distribution is that of the tree, known exactly by its
+    path. Where all sums are positive it is in proportion to s_c; else it is near that, and positive by the uniform
+    share.
 
     The tables are m V numbers and a fifteenth (float64: two) above. An update of r classes takes O(r M log V).
     """
@@ -145,7 +147,7 @@ class TreeFeatures(FeatureLaw):
         return torch.cat(scores).view_as(children)
 
 
-class DenseFeatures(FeatureLaw):
+class DenseFeatures(FeatureDistribution):
     """q' in proportion to the positive part of the estimate, O(V M) a query; uniform where no part is positive."""
 
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):

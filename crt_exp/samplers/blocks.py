@@ -20,7 +20,6 @@ ONE_THREAD = 256     # columns up to which a factorisation takes one thread
 SOBOL_MAX_DIM = 21201  # direction numbers known to scipy
 ALWAYS = 2**28   # bytes below which the free memory is not looked up
 U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4
-QR_FALLBACK = 1e-10  # squared Frobenius error in orthogonality: the Newton-Schulz step leaves 3/4 of it
 
 
 def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
@@ -95,17 +94,9 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """Haar-distributed orthogonal matrices, float64, shape (..., d, d).
 
     The Q of G = QR, G Gaussian, with a positive diagonal of R. Without that sign LAPACK's Q is not Haar (the mean of
-    Q_00 is about -0.3 at d = 4), and exponential features, which are not even in omega, are biased. One batched call:
-    Householder on CPU, which was faster than a loop of single ones and, on one core, than the Cholesky way;
-    Cholesky on GPUs, where all its steps are batched kernels (not yet
-    measured).
+    Q_00 is about -0.3 at d = 4), and exponential features, which are not even in omega, are biased.
     """
     g = normal(shape, generator)
-    return cholesky_qr(g) if g.is_cuda else householder_qr(g)
-
-
-def householder_qr(g: Tensor) -> Tensor:
-    """The Q of the QR factorisation with a positive diagonal of R."""
     with one_thread() if g.shape[-1] <= ONE_THREAD else nullcontext():
         q, r = torch.linalg.qr(g)
     return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q).unsqueeze(-2)
@@ -121,21 +112,6 @@ def one_thread():
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def cholesky_qr(g: Tensor) -> Tensor:
-    """The same Q, from the Cholesky factor of G^T G; one Newton-Schulz step squares its error in orthogonality.
-
-    The few ill-conditioned G, where that is not enough for 1e-10, go through Householder.
-    """
-    factor, _ = torch.linalg.cholesky_ex(g.mT @ g)
-    q = torch.linalg.solve_triangular(factor, g.mT, upper=False).mT
-    error = q.mT @ q - torch.eye(g.shape[-1], dtype=q.dtype, device=q.device)
-    bad = ~(error.square().sum((-2, -1)) < QR_FALLBACK)  # true also for NaN, where the factorisation failed
-    q = q - q @ error / 2
-    if bad.any():
-        q[bad] = householder_qr(g[bad])
-    return q
 
 
 def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor:

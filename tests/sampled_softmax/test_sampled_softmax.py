@@ -228,7 +228,7 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
 
 
 def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):
-    monkeypatch.setattr("crt_exp.sampled_softmax.feature_law.FITTED_TO", 3)
+    monkeypatch.setattr("crt_exp.sampled_softmax.feature_distribution.FITTED_TO", 3)
     with torch.no_grad():
         head.bias[1] = 60.0  # every hundredth class is looked at
     q = built(TreeFeatures, OPRF(), head, queries).log_q(queries, all_classes()).exp()

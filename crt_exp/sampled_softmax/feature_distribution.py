@@ -1,4 +1,4 @@
-"""What the laws in proportion to a random-feature estimate of the softmax share.
+"""What the distributions in proportion to a random-feature estimate of the softmax share.
 
 The kernel is exp(h.e / (|h| |e| T)) e^b, with T the temperature and b the bias of the class. Vectors of length zero
 stay zero: their kernel is e^b with every query.
@@ -21,14 +21,14 @@ from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import Nested, mapped
 
 UPDATED = 2**12    # classes of an update at once: what lies between then stays in the cache
-DEFENSIVE = 0.05   # share of the uniform law mixed with a signed estimate, whose positive part is zero for some
+DEFENSIVE = 0.05   # share of the uniform distribution, mixed with a signed estimate that may not be positive
 FITTED_TO = 2**11  # queries and classes at most, evenly spaced: more would hardly change the parameters
 BLOCK = 2**22      # features of a block of classes, where all are made
 HIGHEST = 20.0     # log of a feature over its constant: beyond, the sums above would lose the others to rounding
 LEAST = 1e-30      # of a positive feature: what would underflow keeps a probability
 
 
-class FeatureLaw(ClassSampler):
+class FeatureDistribution(ClassSampler):
     """q_c = (1 - defensive) q'_c + defensive / V, with q' made of phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}.
 
     proposal: a feature map, a Mechanism or the name of one. m, sampler: of the mechanism (default: those of the command
@@ -51,7 +51,7 @@ class FeatureLaw(ClassSampler):
                              "features may be negative: classes of no probability would bias the normaliser")
         self._queries: Tensor | None = None  # of the last draw, to fit parameters to
 
-    # ---- what the laws do in their own ways
+    # ---- what the distributions do in their own ways
 
     @abstractmethod
     def _restored(self, features: Tensor, rows: slice) -> None:
@@ -141,7 +141,7 @@ class FeatureLaw(ClassSampler):
         return True
 
     def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
-        """Classes of the uniform law without the targets for a share `defensive` of the draws, -1 for the others."""
+        """Uniform classes without the targets for a share `defensive` of the draws, -1 for the others."""
         shape, device = (len(hidden), k), hidden.device
         if not self.defensive:
             return torch.full((1, 1), -1, device=device).expand(shape)
