@@ -9,9 +9,9 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
-    "crt_exp.estimators.random_features": ("RandomFeatures",),
+    "crt_exp.estimators": ("RandomFeatures",),
     "crt_exp.estimators.kernel_regression": ("KernelRegressionClassifier", "KernelRegressionRegressor"),
-    "crt_exp.estimators": ("RandomFeatureClassifier", "RandomFeatureRidge"),
+    "crt_exp.estimators.ridge": ("RandomFeatureClassifier", "RandomFeatureRidge"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
     "crt_exp.swap.calibration": ("calibrate_attention",),
     "crt_exp.swap.describe": ("describe_attention",),

@@ -1,34 +1,11 @@
 """The one list of feature maps that the laws run over: all of conf/features, and variants of them."""
 
-from crt_exp.features import (
-    CERF,
-    GERF,
-    OPRF,
-    SDERF,
-    SMREG,
-    AngularCoefficient,
-    AngularHybrid,
-    ArcCosineRF,
-    AutoRF,
-    ClusteredHybrid,
-    GaussianCoefficient,
-    GaussianHybrid,
-    GaussianMixtureHybrid,
-    GeomRF,
-    Hybrid,
-    HypRF,
-    LaplaceRF,
-    MaternRF,
-    PoisRF,
-    PosRF,
-    Product,
-    RationalQuadraticRF,
-    Sum,
-    TrigRF,
-)
+from crt_exp.features import (CERF, GERF, OPRF, SDERF, SMREG, AngularCoefficient, AngularHybrid, ArcCosineRF, AutoRF,
+                              ClusteredHybrid, GaussianCoefficient, GaussianHybrid, GaussianMixtureHybrid, GeomRF,
+                              GeomRFPlus, Hybrid, HypRF, LaplaceRF, MaternRF, PoisRF, PoisRFPlus, PosRF, Product,
+                              RationalQuadraticRF, Sum, TrigRF)
 from crt_exp.mechanism import Mechanism
 from crt_exp.config import choices
-from crt_exp.features import GeomRFPlus, PoisRFPlus
 from crt_exp.features.exponential import PositiveExponential
 
 

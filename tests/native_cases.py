@@ -10,8 +10,7 @@ from crt_exp import samplers
 from crt_exp.attention import attention
 from crt_exp.attention.engines import native
 from crt_exp.features import Statistics
-from crt_exp.samplers.nested_tensors import leaves, mapped
-from crt_exp.samplers.noise import DenseNoise
+from crt_exp.samplers.noise import DenseNoise, leaves, mapped
 
 WANTED = os.environ.get("CRT_EXP_NATIVE") != "0" and shutil.which(os.environ.get("CC", "cc").split()[0])
 needs_library = pytest.mark.skipif(not WANTED and native.library() is None,  # where it does not compile, tests fail

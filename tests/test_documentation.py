@@ -20,12 +20,10 @@ from pages import BLOCKS, PAGES, ROOT, Block, project
 from crt_exp import Mechanism, infer, samplers
 from crt_exp.attention import attention_reference
 from crt_exp.config import CONF, ConfigError, choices
-from crt_exp.data import __main__ as data_command
-from crt_exp.data import sources
+from crt_exp.data import __main__ as data_command, sources
 from crt_exp.features import Statistics
 from crt_exp.options import parameters
-from crt_exp.report import __main__ as report_command
-from crt_exp.report import pages
+from crt_exp.report import __main__ as report_command, pages
 from crt_exp.runner.command_line import check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}

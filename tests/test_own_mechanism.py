@@ -16,8 +16,7 @@ from torch import nn
 from crt_exp import Mechanism, advise, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, is_known, own_names
-from crt_exp.report import __main__ as report
-from crt_exp.report import pages
+from crt_exp.report import __main__ as report, pages
 
 FILES = {
     "mine/sizes.py": """

@@ -7,10 +7,9 @@ from pathlib import Path
 import hostile
 import pytest
 
-from crt_exp.config import ConfigError, read_yaml
+from crt_exp.config import ConfigError, json_object, read_yaml
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.configuration import kept_task
-from crt_exp.config import json_object
 from omegaconf import OmegaConf
 
 CHANGES = dict.fromkeys(name for name, _ in hostile.changes(Path("/")))

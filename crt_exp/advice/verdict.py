@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 
 from crt_exp.data.files import whole
-from crt_exp.drawing import CONTROL, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
-from crt_exp.drawing import EXACT as BLACK
+from crt_exp.drawing import CONTROL, EXACT as BLACK, colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.measure.times import interval, ratio
 
 EXACT, CONTROL_NAME = "exact", "uniform"

@@ -15,9 +15,7 @@ from crt_exp.attention.engines.chunks import Chunked, chunked_partial
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish, normalised
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
-from crt_exp.samplers.nested_tensors import leaves
-from crt_exp.samplers.noise import at_least_float32, precise
-from crt_exp.samplers.precision import as_given
+from crt_exp.samplers.noise import as_given, at_least_float32, leaves, precise
 
 # by whether in C, and causal: chosen once for a call, the operator and its backward pass are given the choice
 ENGINES = {(True, False): native.bidirectional, (True, True): native.causal,

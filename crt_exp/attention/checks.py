@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from crt_exp.features.base import can_ask, holds
-from crt_exp.features.nonfinite import NotFinite
-from crt_exp.samplers.nested_tensors import Nested, leaves
-from crt_exp.samplers.noise import Noise, transforming
+from crt_exp.features.base import NotFinite, can_ask, holds
+from crt_exp.samplers.noise import Nested, Noise, leaves, transforming
 
 NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
               "65504; scale the vectors down, or use bfloat16 or float32")

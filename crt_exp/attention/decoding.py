@@ -19,9 +19,7 @@ from crt_exp.attention.engines.chunks import Chunked
 from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, finish, merge
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.samplers.nested_tensors import leaves
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers.noise import precise
+from crt_exp.samplers.noise import as_given, leaves, precise
 
 
 class DecodingState:

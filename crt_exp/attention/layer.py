@@ -28,9 +28,8 @@ from crt_exp.attention.state import FittedOnce, Running, for_query_heads, groupe
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.options import Count, Whole, checked
-from crt_exp.samplers.nested_tensors import Nested, mapped
 from crt_exp.samplers import DenseNoise, Noise
-from crt_exp.samplers.noise import transforming
+from crt_exp.samplers.noise import Nested, mapped, transforming
 
 # An operator of torch takes tensors and numbers alone, so `_count_pass` looks its layer up.
 _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()

@@ -17,7 +17,7 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import outside_graphs
 from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.nested_tensors import Nested, leaves, mapped
+from crt_exp.samplers.noise import Nested, leaves, mapped
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
 SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each

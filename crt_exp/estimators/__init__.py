@@ -1,5 +1,350 @@
-"""scikit-learn estimators on random features: features, kernel regression, and ridge regression from sums over rows."""
+"""scikit-learn estimators on random features: what they share, and a transformer in the place of RBFSampler.
 
-from crt_exp.estimators.ridge import RandomFeatureClassifier, RandomFeatureRidge
+Legend: n samples, d columns, m projections, M features. The kernel is exp(-gamma |u - v|^2), or
+exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma); or x = u / length_scale.
+"""
 
-__all__ = ["RandomFeatureClassifier", "RandomFeatureRidge"]
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import cache
+from numbers import Real
+
+import numpy as np
+import torch
+from scipy.sparse import issparse
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets, unique_labels
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
+from crt_exp.features.base import Projections
+from crt_exp.features.dense import Dense
+from crt_exp.features.exponential import PositiveExponential, Trigonometric
+from crt_exp.features.statistics import check_kernel
+from crt_exp.mechanism import Mechanism
+from crt_exp.options import whole_number
+from crt_exp.samplers import Noise
+from crt_exp.samplers.blocks import one_thread
+
+FLOATS = np.float64, np.float32
+ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
+SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
+
+
+@cache
+def map_of(features: str, kernel: str) -> FeatureMap:
+    """By its name, kept: reading conf/ takes longer than fitting to a few thousand rows."""
+    mechanism = Mechanism.of(features=features)
+    return mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
+
+
+@cache
+def sampler_of(name: str) -> Callable[..., torch.Tensor]:
+    return Mechanism.of("favorp", sampler=name).sampler
+
+
+class RandomFeatureEstimator(BaseEstimator):
+    """What the estimators share: mechanism and sampler by name or as objects, the scale, and the draw of the noise."""
+
+    def _check_options(self) -> None:
+        check_kernel(self.kernel)
+        name = self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
+        if self._own_kernel and self.kernel != "gaussian":
+            raise ValueError(f"kernel={self.kernel}: {name} has a kernel of its own; leave kernel out")
+        if self.gamma is None or isinstance(self.gamma, str) and self.gamma == "scale" and not self._by_length:
+            return
+        if self._own_kernel:
+            raise ValueError(f"gamma={self.gamma}: {name} takes length_scale")
+        if self._by_length:
+            raise ValueError(f"gamma={self.gamma}: length_scale stands in its place; give one of them")
+        if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
+            raise ValueError(f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
+
+    def _map(self) -> FeatureMap | None:
+        """The map; None for the exact kernel."""
+        return self.mechanism if isinstance(self.mechanism, FeatureMap) else map_of(self.mechanism, self.kernel)
+
+    @property
+    def _own_kernel(self) -> bool:
+        return getattr(self._map(), "own_kernel", False)
+
+    @property
+    def _by_length(self) -> bool:
+        """Whether x = u / length_scale, and gamma has no part in it."""
+        return self._own_kernel or self.length_scale is not None
+
+    @property
+    def _centred(self) -> bool:
+        return getattr(self._map(), "kernel", self.kernel) == "gaussian"
+
+    def _projections(self) -> int:
+        """The least m that makes n_components columns or more."""
+        n = whole_number(self.n_components, "n_components")
+        return bisect_left(range(1, n + 1), n, key=self.map_.width) + 1
+
+    def _sampler(self):
+        return self.sampler if callable(self.sampler) else sampler_of(self.sampler)
+
+    def _draw(self, m: int) -> torch.Generator:
+        """The noise, the same for every dtype of the data; returns what further numbers may be drawn from."""
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(p: Projections) -> Noise:
+            with one_thread():  # of small matrices, whatever their number
+                return self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
+
+        self.noise_ = self.map_.noise(m, draw)
+        return generator
+
+    def _set_scale(self, X, weight: np.ndarray, gamma: float | str) -> None:
+        """gamma_: as given, else `gamma`; 1 / (d variance of X) for 'scale', as in RBFSampler; scale_ (d,), which
+        multiplies columns; center_: the mean of rows, where the map gains by it.
+
+        The Gaussian kernel does not see a common shift, but positive features do: their variance grows with |x + y|^2.
+        Trigonometric ones stay where they are, so that they do not depend on the rows.
+        """
+        d = X.shape[1]
+        if self._by_length:
+            lengths = check_lengths(1.0 if self.length_scale is None else self.length_scale, d)
+            self.gamma_, self.scale_ = 0.5, 1 / lengths
+        else:
+            gamma = gamma if self.gamma is None else self.gamma
+            spread = _variance(X, weight) if gamma == "scale" else 0.0
+            self.gamma_ = 1 / (d * spread) if spread else 1.0 if gamma == "scale" else float(gamma)
+            self.scale_ = np.full(d, (2 * self.gamma_) ** 0.5)
+        self.center_ = np.zeros(d)
+        if self._centred:
+            self.center_ = sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X)) / weight.sum()
+
+    def _scaled(self, X) -> torch.Tensor:
+        """scale_ (X - center_), dense."""
+        X = X.toarray() if issparse(X) else X
+        return torch.from_numpy((X - self.center_.astype(X.dtype)) * self.scale_.astype(X.dtype))
+
+    def _fit_map(self, X, weight: np.ndarray) -> torch.Generator:
+        self.map_ = self._map()
+        generator = self._draw(self._projections())
+        self.params_ = self.map_.fit(self._statistics(X, weight) if self.map_.fitted else None)
+        return generator
+
+    def _statistics(self, X, weight: np.ndarray) -> Statistics:
+        """Of the scaled rows, in float64; a map that is fitted to vectors has at most ROWS of them, evenly spread."""
+        if self.map_.on_vectors:
+            places = np.linspace(0, X.shape[0] - 1, min(ROWS, X.shape[0])).astype(int)
+            x = self._scaled(X[places].astype(np.float64))
+            return Statistics.of(x, x)
+        known = self._means(X, weight)
+        if not isinstance(self.map_, PositiveExponential):
+            low = X.min(0).toarray().ravel() if issparse(X) else X.min(0)
+            known["minimum"] = (low.astype(np.float64) - self.center_) * self.scale_
+        moments = Moments.known(**{name: torch.from_numpy(value) for name, value in known.items()})
+        return Statistics(moments, moments)
+
+    def _means(self, X, weight: np.ndarray) -> dict[str, np.ndarray]:
+        sums, names = 0.0, ("mean", "mean_sq", "mean_abs")
+        products = np.zeros((X.shape[1] if self.map_.second_moments else 0, X.shape[1]))
+        for rows in _rows_of(X):
+            x, w = self._scaled(X[rows].astype(np.float64)).numpy(), weight[rows] / weight.sum()
+            sums = sums + np.stack([w @ x, w @ x**2, w @ abs(x)])
+            products += (x[:, :len(products)] * w[:, None]).T @ x
+        return dict(zip(names, sums)) | ({"second": products} if self.map_.second_moments else {})
+
+    def _check_range(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
+            name = type(self.map_).__name__
+            raise ValueError(f"some entries lie below those that {name} was fitted to: take mechanism="
+                             f"{name}({self.kernel!r}, margin=1.0) (now {self.map_.margin}), or oprf")
+        return x
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = False
+        return tags
+
+
+class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):
+    """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
+
+    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord,
+    or one with a kernel of its own), or a FeatureMap, whose own kernel counts. sampler: a name of `conf/sampler` or a
+    sampler. n_components: output columns; trig, hyp, sderf, auto and spectral maps make two of a projection, and one of
+    the last where the number is odd, which leaves the estimate unbiased. kernel: gaussian or softmax. gamma: as in
+    RBFSampler, sigma^2 / 2 or 'scale'; None is 1.0. length_scale: in the place of gamma, one length or one for each of
+    the d columns, the kernel of x = u / length_scale. X may be sparse; Z is dense.
+
+    Kernels of their own: matern of |x - y| with nu = 1.5 (`MaternRF(nu=...)` for 0.5 and 2.5), laplace of the sum of
+    |x_l - y_l|, rational_quadratic with alpha = 1 (`RationalQuadraticRF(alpha=...)`), and arc_cosine of order 1
+    (`ArcCosineRF(order=0)`). They take length_scale, 1.0 by default, and neither gamma nor kernel.
+
+    gerf and the hybrids, with kernel="softmax" sderf and auto too, have different maps for the two sides and raise in
+    `transform`: use KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k. pois_plus and
+    geom_plus raise for rows below the least entry that they were fitted to; a map with a larger `margin` leaves them
+    room.
+
+    Attributes: map_, params_, noise_, gamma_ (0.5 where length_scale counts), n_features_in_; scale_ (n_features,),
+    which multiplies X; center_, the mean of the rows, zero for trig; random_weights_ (n_features, n_components) and
+    random_offset_ (n_components,) of trig and spectral maps, where Z = sqrt(2 / n_components) cos(X random_weights_ +
+    random_offset_) as in RBFSampler (times e^(|X scale_|^2 / 2) for kernel="softmax"), and of pos, hyp, smreg and oprf,
+    where Z = exp(X random_weights_ + random_offset_ - c |(X - center_) scale_|^2) with c = 1 (1/2 for
+    kernel="softmax"). The other maps have none.
+    """
+
+    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=None,
+                 random_state=None, *, length_scale=None):
+        self.mechanism = mechanism
+        self.sampler = sampler
+        self.n_components = n_components
+        self.kernel = kernel
+        self.gamma = gamma
+        self.random_state = random_state
+        self.length_scale = length_scale
+
+    def fit(self, X, y=None):
+        """X (n, d), dense or sparse: fits the parameters to its statistics and draws the projections."""
+        return self._begin(validate_data(self, X, accept_sparse="csr", dtype=FLOATS))
+
+    def _begin(self, X, weight: np.ndarray | None = None, gamma: float | str = 1.0):
+        """Of rows that are checked, some of which may count more than others. gamma: where none was given."""
+        self.n_features_in_ = X.shape[1]
+        self._check_options()
+        weight = np.ones(X.shape[0]) if weight is None else weight
+        self._set_scale(X, weight, gamma)
+        generator = self._fit_map(X, weight)
+        self._dtype, self._n_features_out = X.dtype, int(self.n_components)
+        self._turn = 0.0  # of the pair that gives one column: its first feature, unbiased by itself
+        if self._odd and isinstance(self.map_, Trigonometric):  # cos is not, but cos(w.x + b) with a random b is
+            self._turn = 2 * np.pi * float(torch.rand((), generator=generator, dtype=torch.float64))
+        return self
+
+    def transform(self, X):
+        """X (n, d) -> Z (n, n_components), of X's dtype."""
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
+        out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
+        write = self._writer()
+        for rows in _rows_of(X):
+            write(X[rows], torch.from_numpy(out[rows]))
+        return out
+
+    def _writer(self) -> Callable:
+        """A function of some checked rows (n, d) and `out` (n, n_components) that writes their features there."""
+        if not self.map_.one_map:
+            raise ValueError(f"{type(self.map_).__name__} has different features for the two sides of the kernel, "
+                             "which one transform cannot give: use KernelRegressionClassifier or "
+                             "KernelRegressionRegressor, or map_.phi_q and map_.phi_k")
+        write = self._write_odd if self._odd else self.map_.writer(self.noise_, self.params_)
+        return lambda X, out: write(self._check_range(self._scaled(X)), out)
+
+    @property
+    def _centred(self) -> bool:
+        return super()._centred and not isinstance(self._map(), Trigonometric)
+
+    def _projections(self) -> int:
+        """As many as make n_components columns, where the last of m pairs may give one."""
+        m, phi = super()._projections(), self.map_
+        if phi.width(m) != self.n_components and not (
+                phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))):
+            fewer = f"{phi.width(m - 1)} or " if m > 1 else ""
+            raise ValueError(f"n_components={self.n_components}: {type(phi).__name__} makes {fewer}{phi.width(m)}")
+        return m
+
+    @property
+    def _odd(self) -> bool:
+        """Whether one column is made of the last pair."""
+        return not isinstance(self.noise_, tuple) and self._n_features_out < self.map_.width(self.noise_.m)
+
+    def _write_odd(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The first features of all pairs, the last one turned, then the second ones of all but the last."""
+        m, n = self.noise_.m, self._n_features_out
+        pairs = x.new_empty(len(x), 2 * m)
+        self.map_.writer(self.noise_, self.params_)(x, pairs)
+        pairs *= (2 * m / n) ** 0.5
+        out.copy_(pairs[:, :n])
+        out[:, m - 1] = np.cos(self._turn) * pairs[:, m - 1] - np.sin(self._turn) * pairs[:, -1]
+
+    @property
+    def random_weights_(self) -> np.ndarray:
+        return self._affine()[0]
+
+    @property
+    def random_offset_(self) -> np.ndarray:
+        return self._affine()[1]
+
+    def _affine(self) -> tuple[np.ndarray, np.ndarray]:
+        """Weights and offsets of the columns, in the dtype of the data."""
+        phi = getattr(self, "map_", None)
+        if not isinstance(phi, (Trigonometric, PositiveExponential)) or isinstance(phi, Dense):
+            raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and "
+                                 "oprf")
+        n, m = self._n_features_out, self.noise_.m
+        if isinstance(self.map_, Trigonometric):
+            rows = self.map_.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
+            offset = np.where(np.arange(n) < m, 0.0, -np.pi / 2)
+            offset[m - 1] += self._turn
+        else:
+            rows, scale, bias = self.map_.exponent(self.noise_, self.params_)
+            rows = (rows if scale is None else rows * scale)[:n].numpy()
+            offset = bias[0, :n].numpy() + np.log(len(bias[0]) / n) / 2
+        weights = self.scale_[:, None] * rows.T
+        return weights.astype(self._dtype), (offset - self.center_ @ weights).astype(self._dtype)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+
+def validated(estimator, X, y, **checks) -> tuple:
+    """validate_data of rows and targets in the dtype of X. Raises ValueError for a y without rows."""
+    if np.isscalar(y) or getattr(y, "shape", None) == ():
+        raise ValueError("y should be a 1d array, got an array of shape () instead.")
+    return validate_data(estimator, X, y, dtype=FLOATS, **checks)
+
+
+def label_set(*labels) -> np.ndarray:
+    """unique_labels of one or more arrays. Raises ValueError where they are no labels, or not of one type."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The number of unique classes")  # a list of classes has each of them once
+            for some in labels:
+                check_classification_targets(some)
+        return unique_labels(*labels)
+    except TypeError as error:  # of bytes
+        raise ValueError(str(error)) from None
+
+
+def check_lengths(length_scale, d: int) -> np.ndarray:
+    """(d,) float64. Raises ValueError where they are not positive, or not one or d of them."""
+    lengths = np.asarray(np.nan if isinstance(length_scale, str) else length_scale, dtype=np.float64)
+    if lengths.shape not in ((), (d,)) or not (np.isfinite(lengths) & (lengths > 0)).all():
+        raise ValueError(f"length_scale={length_scale}: expected a positive number, or one for each of the {d} columns")
+    return np.broadcast_to(lengths, d)
+
+
+def _variance(X, weight: np.ndarray) -> float:
+    """Of all entries, in float64 and block by block, around the mean of the first block."""
+    total = weight.sum() * X.shape[1]
+    if issparse(X):
+        first, second = (float(((power.T @ weight) / total).sum()) for power in (X, X.multiply(X)))
+        return max(0.0, second - first**2)
+    shift = X[:ROWS].mean(dtype=np.float64)
+    first = second = 0.0
+    for rows in blocks(X.shape[0]):
+        moved = X[rows].astype(np.float64) - shift
+        sums = weight[rows] @ moved
+        first += sums.sum()
+        second += np.einsum("n,nd,nd->", weight[rows], moved, moved)
+    return max(0.0, second / total - (first / total) ** 2)
+
+
+def _rows_of(X) -> list[slice]:
+    """Blocks of rows; shorter where X is sparse, whose columns may be many: a block is made dense."""
+    return blocks(X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS)
+
+
+def blocks(n: int, size: int = ROWS) -> list[slice]:
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]

@@ -10,19 +10,18 @@ import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.estimators.random_features import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validated
-from crt_exp.features import Features
-from crt_exp.options import whole_number
+from crt_exp.estimators import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validated
+from crt_exp.features import FeatureMap, Features
 
 
 class _KernelRegression(RandomFeatureEstimator):
     """Nadaraya-Watson averages of targets R (n, C) under the kernel, exact or by features (CRT 5.2)."""
 
-    def __init__(self, mechanism="oprf", sampler="orthogonal", n_projections=128, kernel="gaussian", gamma="scale",
+    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=128, kernel="gaussian", gamma=None,
                  random_state=None, *, length_scale=None):
         self.mechanism = mechanism
         self.sampler = sampler
-        self.n_projections = n_projections
+        self.n_components = n_components
         self.kernel = kernel
         self.gamma = gamma
         self.random_state = random_state
@@ -32,14 +31,17 @@ class _KernelRegression(RandomFeatureEstimator):
     def _exact(self) -> bool:
         return isinstance(self.mechanism, str) and self.mechanism == "exact"
 
+    def _map(self) -> FeatureMap | None:
+        return None if self._exact else super()._map()
+
     def _begin(self, X: np.ndarray) -> None:
         self._check_options()
         weight = np.ones(len(X))
-        self._set_scale(X, weight)
+        self._set_scale(X, weight, "scale")
         if self._exact:
             self.x_, self.targets_ = X[:0], None
             return
-        self._fit_map(X, whole_number(self.n_projections, "n_projections"), weight)
+        self._fit_map(X, weight)
         self.state_, self.log_scale_ = None, None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:
@@ -88,8 +90,9 @@ class _KernelRegression(RandomFeatureEstimator):
 class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     """Kernel-regression classification: the class with the largest kernel sum over its training points (CRT 5.2).
 
-    O(n M) to fit, O(M C) to predict, whatever n is. mechanism: "exact", a name of `conf/features`, or a FeatureMap with
-    the same kernel; n_projections: m. Ties go to the lowest class.
+    O(n M) to fit, O(M C) to predict, whatever n is. mechanism: "exact", a name of `conf/features`, or a FeatureMap;
+    n_components: columns of the features, rounded up to whole projections; kernel, gamma (None is 'scale') and
+    length_scale as of RandomFeatures. Ties go to the lowest class.
     """
 
     def fit(self, X, y):
@@ -189,7 +192,7 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         bad = ~(mass[:, 0] > 0)
         if bad.any():
             warnings.warn(f"{bad.sum()} of {len(X)} rows have no positive kernel mass under {self.mechanism}: they get "
-                          "the mean of the training targets; more projections, a smaller gamma or a positive mechanism "
+                          "the mean of the training targets; more columns, a smaller gamma or a positive mechanism "
                           "(oprf) help",
                           stacklevel=2)
         mean = np.where(bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass))

@@ -16,10 +16,9 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
-from crt_exp.estimators.random_features import FLOATS, RandomFeatures, blocks, label_set, validated
+from crt_exp.estimators import FLOATS, RandomFeatures, blocks, label_set, validated
 from crt_exp.options import whole_number
-from crt_exp.samplers.blocks import one_thread
-from crt_exp.samplers.draws import free_memory
+from crt_exp.samplers.blocks import free_memory, one_thread
 
 Choice = Literal["gcv", "evidence"]
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, relative to their sum
@@ -157,7 +156,7 @@ class RidgeOfFeatures(BaseEstimator):
 
     together, least_ridge = False, 0.0
 
-    def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
+    def __init__(self, mechanism="trig", sampler="orthogonal", n_components=512, kernel="gaussian", gamma=None,
                  *, length_scale=None, alpha="evidence", random_state=None):
         self.mechanism = mechanism
         self.sampler = sampler
@@ -209,12 +208,11 @@ class RidgeOfFeatures(BaseEstimator):
             raise ValueError(f"alpha={self.alpha!r}: expected a number >= 0, 'gcv' or 'evidence'")
 
     def _begin(self, X, weight: np.ndarray) -> None:
-        mechanism = "trig" if self.mechanism is None and self.kernel == "gaussian" else self.mechanism
         seed = self.random_state
         if not isinstance(seed, Integral):
             seed = check_random_state(seed).randint(2**31 - 1)
-        self.features_ = RandomFeatures(mechanism, self.sampler, int(self.n_components), self.kernel, self.gamma, seed,
-                                        length_scale=self.length_scale)._begin(X, weight)
+        self.features_ = RandomFeatures(self.mechanism, self.sampler, int(self.n_components), self.kernel, self.gamma,
+                                        seed, length_scale=self.length_scale)._begin(X, weight, "scale")
 
     def _features(self, X) -> Tensor:
         return torch.from_numpy(self.features_.transform(X)).double()
@@ -261,9 +259,9 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
     """Ridge regression in random features: kernel ridge regression, or the mean of a Gaussian process, in time O(n M^2)
     and memory O(M^2), for any n.
 
-    Arguments: mechanism, sampler, n_components, kernel, gamma, length_scale as of RandomFeatures, with trig instead of
-    oprf where mechanism is None and the kernel gaussian: trig is bounded, so that no row weighs too much. alpha: the
-    ridge, a number, or chosen for each target by the evidence of the Bayesian model ('evidence') or by generalised
+    Arguments: mechanism, sampler, n_components, kernel, gamma (None is 'scale'), length_scale as of RandomFeatures;
+    trig is the default because it is bounded for the Gaussian kernel: no row weighs too much. alpha: the ridge, a
+    number, or chosen for each target by the evidence of the Bayesian model ('evidence') or by generalised
     cross-validation ('gcv', which overfits few rows). sample_weight counts as repetitions of a row.
 
     Attributes: features_ (a RandomFeatures, fitted to the first batch), coef_ (n_components,) or (T, n_components),
@@ -331,7 +329,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
 
     together, least_ridge, _target_checks = True, LEAST_RIDGE, {}
 
-    def __init__(self, mechanism=None, sampler="orthogonal", n_components=512, kernel="gaussian", gamma="scale",
+    def __init__(self, mechanism="trig", sampler="orthogonal", n_components=512, kernel="gaussian", gamma=None,
                  *, length_scale=None, alpha="gcv", random_state=None):
         super().__init__(mechanism, sampler, n_components, kernel, gamma, length_scale=length_scale, alpha=alpha,
                          random_state=random_state)

@@ -14,16 +14,14 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import ONE, BoundMap, Features, align, check_finite, log_expm1, placed
-from crt_exp.features.blocks import Blocks, InBlocks, Selected, rows_of
-from crt_exp.features.coefficients import Coefficient
+from crt_exp.features.blocks import Blocks, Coefficient, InBlocks, Selected, rows_of
 from crt_exp.features.complex_exponential import (CERF, Diagonal, Field, diagonal_by_centres, diagonal_by_moments,
                                                   exponential)
 from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers.noise import Noise, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
 
 SEED = 0    # of k-means++
 STARTS = 4  # of k-means, of which the best is taken

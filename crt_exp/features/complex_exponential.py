@@ -1,4 +1,6 @@
-"""Complex exponential features exp(omega.Mx - (Mx)^2 / 2), and the matrices M that make them exact at chosen points.
+"""Exponential features behind a matrix: complex ones exp(omega.Mx - (Mx)^2 / 2), and Hedgehog's learned ones.
+
+Here are also the matrices M that make complex ones exact at chosen points.
 
 Legend as in base.py; v^2 = sum_l v_l^2 without conjugation; w = M x + M^-T y. Each matrix is diagonal, (..., 1, d), or
 full, (..., d, d). Source: HRF 2.3 and H.2; the variance for complex M is our own.
@@ -11,11 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, check_finite, log_cosh, placed
+from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, Projections, check_finite, log_cosh, placed
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers.noise import Noise, at_least_float32
+from crt_exp.samplers.noise import Nested, Noise, as_given, at_least_float32
 
 Field = Literal["real", "complex"]
 SIZES = (1e-2, 1e2)  # of a diagonal entry: beyond them a point off the centre has a huge variance
@@ -135,6 +136,46 @@ class CERF(FeatureMap):
         x, y, M = (t.to(torch.complex128) for t in (x, y, _for_dimension(params.M, x)))
         ndim = max(x.ndim, y.ndim)
         return paired(x, M, ndim) + paired(y, inverse_transposed(M), ndim)
+
+
+@dataclass(frozen=True)
+class Hedgehog(FeatureMap):
+    """phi(x) = [softmax(W x), softmax(-W x)], each over its m features: M = 2m (Zhang et al., 2024, Hedgehog).
+
+    Positive, and bounded by 1. Not unbiased, for any kernel: W is made to give exact attention's outputs, by
+    `task=transfer` or in training. Queries and keys have projections of their own, which begin as the same rows: with
+    Gaussian ones softmax(W x) is exp(W x - |x|^2 / 2) / m up to a factor near 1, the features of FAVOR+ in pairs.
+    Raises ValueError for the Gaussian kernel: attention alone can learn.
+    """
+
+    kernel: Literal["softmax"] = "softmax"
+
+    learned = True
+    estimates = False
+    trainable = True
+
+    def projections(self, m: Nested) -> tuple[Projections, Projections]:
+        return Projections(m, "queries", begin=""), Projections(m, "keys", begin="")
+
+    def width(self, m: Nested) -> int:
+        return 2 * (m[0] if isinstance(m, tuple) else m)
+
+    def phi_q(self, x, noise, params=()) -> Features:
+        return _softmaxes(x, noise[0])
+
+    def phi_k(self, y, noise, params=()) -> Features:
+        return _softmaxes(y, noise[1])
+
+    def log_relative_second_moment(self, x, y, params=()):
+        raise NotImplementedError("hedgehog features estimate no kernel: there is no variance to give")
+
+    def log_kernel(self, x, y):
+        raise NotImplementedError("hedgehog features estimate no kernel")
+
+
+def _softmaxes(x: Tensor, noise: Noise) -> Features:
+    u = noise.project(x)
+    return Features(ONE, torch.cat([u.log_softmax(-1), (-u).log_softmax(-1)], -1))
 
 
 def exponential(noise: Noise, re: Tensor, im: Tensor | None, base: Tensor | float, antithetic: bool, key: bool,

@@ -1,4 +1,4 @@
-"""Dense-exponential random features: positive features with an A of its own in every direction.
+"""Dense-exponential random features: positive features with an A of its own in every direction, and a choice of form.
 
 Legend as in base.py; A (d, d) is symmetric, R = (I - 4A)^(1/2), h is the mean of x' + y'. Vectors enter as x' = G x and
 y' = G^-T y, which leaves x.y as it is (the balance), and
@@ -6,6 +6,10 @@ y' = G^-T y, which leaves x.y as it is (the balance), and
 the same of y'. So <phi_q, phi_k> estimates E exp(2 omega.A omega + omega.R (s - h)) det R = exp(|s - h|^2 / 2) at
 s = x' + y', times what makes exp(x.y) of it. A shift by h is the centring of both sides: keys y' - c with the weights
 exp(b.y'), queries x' - b, for any b + c = h; what else it brings to a query, attention divides out again.
+
+AutoRF chooses for each head by the closed forms. OPRF is SDERF with one A, and SDERF with a diagonal A one with full
+matrices, so that heads that choose differently are still one map, with the engines of SDERF. Trigonometric features are
+no candidate: the mean of |x - y|^2 over all pairs is never below that of |s - h|^2, the spreads of both sides alone.
 
 Sources: Likhosherstov et al. 2023 (FAVOR#: SDERF, ADERF), re-derived; the shift, the closed form of G and the
 variance of antithetic pairs are our own.
@@ -21,16 +25,16 @@ from torch import Tensor
 
 from crt_exp.features.base import BoundMap, FeatureMap, Features, check_finite, log_cosh, placed
 from crt_exp.features.complex_exponential import inverse_transposed, paired, times
-from crt_exp.features.exponential import PositiveExponential, log_mean_exp2, optimal_a, sq_norm
+from crt_exp.features.exponential import OPRF, OPRFParams, PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers.noise import Noise, at_least_float32
+from crt_exp.samplers.noise import Noise, as_given, at_least_float32
 
 LARGEST_D = 256  # of full matrices: beyond, their decomposition takes longer than the features
 # Of the mean square, added to each direction of both sides. In sample it costs some hundredths of a nat. Where few
 # vectors say little of a direction it is worth nats (10 vectors, d = 64: 4.1 on others, 7.7 with 1e-6), and half
 # precision, whose rounding G magnifies, gains a digit.
 RIDGE = 1e-3
+VECTORS = 96  # of each side, over all pairs of which a candidate is judged
 
 
 class SDERFParams(NamedTuple):
@@ -242,3 +246,91 @@ def _mean_size(M: Tensor) -> Tensor:
     """The mean over directions, (..., 1, 1)."""
     sizes = M if M.shape[-2] == 1 else M.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     return sizes.mean(-1, keepdim=True)
+
+
+class AutoParams(NamedTuple):
+    """Those of SDERF, all of them there, and the number of the candidate that they are of."""
+
+    root: Tensor
+    shift: Tensor
+    balance: Tensor
+    choice: Tensor  # (..., 1, 1)
+
+    @property
+    def A(self) -> Tensor:
+        return sizes_of_a(self.root)
+
+
+@dataclass(frozen=True)
+class AutoRF(Dense):
+    """For each batch entry, in attention for each head, the best of OPRF, SDERF(diagonal=True) and SDERF (d <= 256).
+
+    The best has the least mean log second moment, in closed form over pairs of vectors. Each is judged on the second
+    half of the vectors with the parameters of the first, which tells what full matrices make of too few vectors; what
+    is taken is fitted to all. Unbiased for every choice that the noise has no part in. Raises ValueError in `fit` for
+    statistics that hold no vectors.
+    """
+
+    antithetic: bool = True
+    trainable = False
+    on_vectors = True
+    until_fitted = "no choice of maps yet, so it takes A = 0 (the features of FAVOR+, in pairs where it is antithetic)"
+
+    @property
+    def one_map(self) -> bool:
+        return self.kernel != "softmax"
+
+    def candidates(self, d: int) -> dict[str, FeatureMap]:
+        """By name, for d dimensions."""
+        options = {"kernel": self.kernel, "antithetic": self.antithetic}
+        maps = {"oprf": OPRF(**options), "diagonal sderf": SDERF(**options, diagonal=True)}
+        return maps | {"sderf": SDERF(**options)} if d <= LARGEST_D else maps
+
+    def unfitted(self, d: int) -> AutoParams:
+        one = OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
+        return AutoParams(*as_dense(one, d), torch.zeros(1, 1, dtype=torch.float64))
+
+    def fit(self, stats: Statistics) -> AutoParams:
+        (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
+        fitted = [self._chosen(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+        return AutoParams(*(torch.stack(t).reshape(*batch, *t[0].shape) for t in zip(*fitted)))
+
+    def _chosen(self, x: Tensor, y: Tensor) -> AutoParams:
+        """Of one set of queries (L, d) and one of keys (S, d)."""
+        candidates = list(self.candidates(x.shape[-1]).values())
+        (x_half, x_judges), (y_half, y_judges) = _halves(x), _halves(y)
+        half = Statistics.of(x_half, y_half)
+        moments = [phi.log_relative_second_moment(x_judges[:, None], y_judges[None], phi.fit(half)).mean()
+                   for phi in candidates]
+        choice = torch.stack(moments).argmin()
+        params = candidates[int(choice)].fit(Statistics.of(x, y))
+        return AutoParams(*as_dense(params, x.shape[-1]), choice.double().view(1, 1))
+
+    def names(self, params: AutoParams) -> list[str]:
+        """What each batch entry chose, in order."""
+        known = list(self.candidates(params.root.shape[-1]))
+        return [known[int(i)] for i in params.choice.flatten()]
+
+
+def as_dense(params: OPRFParams | SDERFParams, d: int) -> SDERFParams:
+    """The same features with every parameter there: full matrices (d, d) where d allows them, else diagonals (1, d)."""
+    if isinstance(params, OPRFParams):
+        params = SDERFParams(torch.sqrt(1 - 4 * params.A).expand(1, d), None, None)
+    shift = params.root.new_zeros(1, d) if params.shift is None else params.shift
+    G = params.root.new_ones(1, d) if params.balance is None else params.balance
+    return SDERFParams(_full(params.root), shift, _full(G))
+
+
+def _full(M: Tensor) -> Tensor:
+    return M if M.shape[-2] > 1 or M.shape[-1] > LARGEST_D else M[0].diag()
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first half of the rows, and of the second at most VECTORS, evenly spread; of one row, itself twice.
+
+    Rows side by side may be the same one: a layer that saw few vectors samples some of them twice.
+    """
+    middle = -(-len(x) // 2)
+    first, second = x[:middle], x[middle:] if len(x) > 1 else x
+    places = torch.arange(min(len(second), VECTORS), device=x.device) * len(second) // min(len(second), VECTORS)
+    return first, second[places]

@@ -1,12 +1,12 @@
 """Discretely induced random features: Poisson, geometric, their positive variants, and per-coordinate Poisson rates.
 
-f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! p(omega_l)) with omega_l = 0, 1, ... of law p (CRT (9),
-(10)); the softmax kernel drops e^(-|x|^2/2). Legend as in base.py; k counts.
+f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! p(omega_l)) with omega_l = 0, 1, ... of distribution p
+(CRT (9), (10)); the softmax kernel drops e^(-|x|^2/2). Legend as in base.py; k counts.
 
-Gaussian rows become counts through u = Phi(g) and the quantile function of the law, so every sampler with exactly
-Gaussian rows serves, and new parameters need no new draw. log|f| is a product of the counts with log|x|: where |x_l|
-falls below 1e-30 (float64: 1e-300) it is clamped, which is exact in the value (it underflows) and sets the gradient
-there to zero.
+Gaussian rows become counts through u = Phi(g) and the quantile function of the distribution, so every sampler with
+exactly Gaussian rows serves, and new parameters need no new draw. log|f| is a product of the counts with log|x|: where
+|x_l| falls below 1e-30 (float64: 1e-300) it is clamped, which is exact in the value (it underflows) and sets the
+gradient there to zero.
 """
 
 import math
@@ -23,9 +23,7 @@ from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, ch
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Positive
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers import Noise, at_least_float32
-from crt_exp.samplers.noise import precise, transforming
+from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise, transforming
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8
@@ -33,7 +31,7 @@ P_RANGE = (1e-6, 1 - 1e-9)
 
 
 class DiscreteParams(NamedTuple):
-    """`rate`: lambda of Poisson or p of the geometric law, (..., 1, 1) or (..., 1, d);
+    """`rate`: lambda of Poisson or p of the geometric distribution, (..., 1, 1) or (..., 1, d);
     `shift`: c (..., 1, d) or None."""
 
     rate: Tensor
@@ -280,7 +278,7 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
 def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     """Poisson counts at u = Phi(g): g (..., m, d) float64, rate (..., d) -> (..., m, d).
 
-    The cumulative law is tabulated once per rate; upper tails use 1 - u, so that no count is lost
+    The cumulative distribution is tabulated once per rate; upper tails use 1 - u, so that no count is lost
     to rounding near u = 1.
     """
     # under vmap, of all that is mapped over

@@ -19,13 +19,9 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
-from crt_exp.features.statistics import Statistics
+from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
-from crt_exp.features.kernels import log_0f1
-from crt_exp.samplers.precision import as_given
-from crt_exp.samplers import Noise, at_least_float32
-from crt_exp.samplers.noise import precise
-
+from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
 
 LARGEST_A = 0.12  # of an A that is trained: at 1/8 the variance is infinite
 

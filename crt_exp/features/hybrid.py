@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, Params, Projections, log_expm1
-from crt_exp.features.blocks import Block, Blocks, InBlocks
-from crt_exp.features.coefficients import (AngularCoefficient, BipolarCoefficient, BipolarGaussianCoefficient,
-                                           Coefficient, column)
+from crt_exp.features.blocks import (AngularCoefficient, BipolarCoefficient, BipolarGaussianCoefficient, Block, Blocks,
+                                     Coefficient, InBlocks, column)
 from crt_exp.features.exponential import SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive
-from crt_exp.samplers.nested_tensors import Nested, mapped, shared
-from crt_exp.samplers.noise import DenseNoise, at_least_float32
+from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, mapped, shared
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from crt_exp.attention import DenominatorCount, attention, exact_attention, unif
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
-from crt_exp.bounds import ensemble_log_variance
-from crt_exp.bounds.coupling import couples
+from crt_exp.bounds import couples, ensemble_log_variance
 from crt_exp.config import choices
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params

@@ -31,8 +31,7 @@ from crt_exp.measure.kernel import generator
 from crt_exp.measure.fidelity import Subject
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.folder import folder_of
-from crt_exp.models.folder import WEIGHTS
+from crt_exp.models.folder import WEIGHTS, folder_of
 from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.samplers.bias import measured_bias
 from crt_exp.swap.describe import attention_matrices

@@ -32,7 +32,7 @@ from crt_exp.models.implicit_policy import column_sums
 from crt_exp.options import Count, NotNegative, Positive, Several, checked
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
-from crt_exp.samplers.nested_tensors import Nested
+from crt_exp.samplers.noise import Nested
 from crt_exp.tasks.uci import scaler
 
 AT_ONCE = 2**24     # feature values held for a block of random projections

@@ -34,7 +34,7 @@ from crt_exp.runner.configuration import kept_task
 from crt_exp.runner.run import read_records
 from crt_exp.sampled_softmax import (ClassSampler, DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax,
                                      TreeFeatures, Uniform, Unigram)
-from crt_exp.samplers.nested_tensors import Nested
+from crt_exp.samplers.noise import Nested
 from crt_exp.tasks.base import Reader
 
 D, BATCH, NEGATIVES = 64, 700, 40

@@ -21,7 +21,7 @@ from crt_exp.data import DataError
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.options import Count, Positive, Several, checked
-from crt_exp.features.kernels import Kernel
+from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure import Measurement, Series
 

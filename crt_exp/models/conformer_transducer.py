@@ -26,7 +26,7 @@ from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import check_shapes, read_kept, write_kept
 from crt_exp.options import Count, NotNegative, check_options
-from crt_exp.samplers.precision import as_given
+from crt_exp.samplers.noise import as_given
 
 WINDOW, HOP = 0.025, 0.010  # seconds
 STEP = 4 * HOP              # seconds between frames of the encoder, each of which sees WINDOW + 6 HOP

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, json_object
 from crt_exp.data import DataError
 from crt_exp.data.sources import reason_of
 from crt_exp.options import did_you_mean
@@ -25,7 +25,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import CONFIG, MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
 from crt_exp.pretrained.published import fetched
-from crt_exp.config import json_object
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said

@@ -27,8 +27,7 @@ from crt_exp.nearfar.both import Both
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.recall import RecallNearFar, renewals
-from crt_exp.samplers.noise import transforming
-from crt_exp.samplers.precision import as_given
+from crt_exp.samplers.noise import as_given, transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
 KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, json_object
 from crt_exp.data.sources import check_network
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import verify
 from crt_exp.pretrained.published import fetched
-from crt_exp.config import json_object
 from crt_exp.swap import saved
 from crt_exp.swap.families import attention_modules
 from crt_exp.swap.swap import swap_layers

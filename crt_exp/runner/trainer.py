@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from crt_exp.attention.base import same_step
 from crt_exp.config import ConfigError
 from crt_exp.data import whole
-from crt_exp.features.nonfinite import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
+from crt_exp.features.base import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
 from crt_exp.runner.trainer_config import Adapters, TrainerConfig, freeze, make_optimizer, schedule

@@ -9,11 +9,9 @@ quadratic kernel, or in proportion to a random-feature estimate of the softmax.
 `SampledSoftmax` makes a loss of it. Sources: HRF 4.2 and appendix I.
 """
 
-from crt_exp.sampled_softmax.base import ClassSampler, Drawn
-from crt_exp.sampled_softmax.dense import DenseFeatures, ExactSoftmax, Quadratic
-from crt_exp.sampled_softmax.fixed import LogUniform, Uniform, Unigram
+from crt_exp.sampled_softmax.base import ClassSampler, Drawn, ExactSoftmax, LogUniform, Quadratic, Uniform, Unigram
 from crt_exp.sampled_softmax.softmax import SampledSoftmax
-from crt_exp.sampled_softmax.tree_features import TreeFeatures
+from crt_exp.sampled_softmax.tree_features import DenseFeatures, TreeFeatures
 
 __all__ = ["ClassSampler", "DenseFeatures", "Drawn", "ExactSoftmax", "LogUniform", "Quadratic", "SampledSoftmax",
             "TreeFeatures", "Uniform", "Unigram"]

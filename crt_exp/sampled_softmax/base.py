@@ -1,5 +1,12 @@
-"""What every sampler of classes is: draws with their probabilities, and the hook after the optimiser's step."""
+"""Samplers of classes: what each one is, fixed distributions, and distributions made of all logits.
 
+A draw of a fixed distribution turns one uniform number into a class by the inverse of the distribution function. To
+leave the target t out, the number is taken from [0, 1 - q_t) and what lies at or above F(t) is moved up by q_t: exact,
+and nothing is redrawn. A dense distribution takes a number for each pair of a query and a class, made for a block of
+queries at a time.
+"""
+
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,28 +14,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crt_exp.features.base import NotFinite
 from crt_exp.options import whole_number
-from crt_exp.features.nonfinite import NotFinite
+
+PAIRS = 2**20  # pairs of a query and a class at once, which stay in the cache
 
 
 class Drawn(NamedTuple):
     """k classes for each of B queries, drawn with replacement, and the logarithms of their probabilities."""
 
     ids: Tensor           # (B, k) int64; never the query's target where targets were given
-    log_q: Tensor         # (B, k): of each draw's class in the law that it was drawn from, classes other than t
-    target_log_q: Tensor | None  # (B,): of the target in the law over all classes; None where none were given
+    log_q: Tensor         # (B, k): of each draw's class in the distribution that it was drawn from, without t
+    target_log_q: Tensor | None  # (B,): of the target in the distribution over all classes; None where none were given
 
 
 class ClassSampler(nn.Module, ABC):
-    """A law over V classes for each query. Draws and probabilities carry no gradient.
+    """A distribution over V classes for each query. Draws and probabilities carry no gradient.
 
-    Its tables are buffers: they move with `.to()`, and a sampler that was saved and restored goes on with the same law
-    bit for bit. Those that look at the class vectors are built by `rebuild`, which `draw` asks for with a ValueError
-    where it was never called (`SampledSoftmax` calls it). Tables that are behind the vectors cost variance, never
-    correctness: the probabilities are those of the tables.
+    Its tables are buffers: they move with `.to()`, and a sampler that was saved and restored goes on with the same
+    distribution bit for bit. Those that look at the class vectors are built by `rebuild`, which `draw` asks for with a
+    ValueError where it was never called (`SampledSoftmax` calls it). Tables that are behind the vectors cost variance,
+    never correctness: the probabilities are those of the tables.
     """
 
-    looks_at_classes = False  # whether the law depends on class vectors, so that `rebuild` and `update` do something
+    looks_at_classes = False  # whether the distribution depends on class vectors: `rebuild` and `update` do something
 
     def __init__(self, classes: int):
         super().__init__()
@@ -36,14 +45,14 @@ class ClassSampler(nn.Module, ABC):
 
     @abstractmethod
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        """k classes for each row of hidden (B, d), from the law without the row's target (B,) where targets are given.
+        """k classes for each row of hidden (B, d), from the distribution without its target (B,), where one is given.
 
         Drawn by torch's default generator of the device, with replacement; k may be any number of at least 1.
         """
 
     @abstractmethod
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Log probabilities of ids (B, k) in the law over all classes, (B, k)."""
+        """Log probabilities of ids (B, k) in the distribution over all classes, (B, k)."""
 
     def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
         """Builds all tables from class vectors (V, d) and biases (V,). hidden: queries to fit parameters to (B, d),
@@ -81,7 +90,7 @@ def joined(parts: list[Drawn]) -> Drawn:
 
 
 def without(log_q: Tensor, target_log_q: Tensor) -> Tensor:
-    """log of q_c / (1 - q_t), the law without the target: log_q (B, k), target_log_q (B,) of the law over all."""
+    """log of q_c / (1 - q_t), without the target: log_q (B, k), target_log_q (B,) of the distribution over all."""
     return log_q - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))[:, None]
 
 
@@ -123,3 +132,178 @@ def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> No
     number = place if rows is None else int(rows[place])
     raise NotFinite(f"the vector or bias of class {number} is not finite: the tables of the sampler keep what they "
                     "were; look for the update that made it so")
+
+
+class FixedDistribution(ClassSampler):
+    """A distribution q over classes, given by F(c) = q_0 + ... + q_(c-1) and its inverse."""
+
+    @abstractmethod
+    def below(self, ids: Tensor) -> Tensor:
+        """F(c), the probability of the classes before c, float64."""
+
+    @abstractmethod
+    def at(self, u: Tensor) -> Tensor:
+        """The class c with F(c) <= u < F(c + 1), for float64 u in [0, 1)."""
+
+    @abstractmethod
+    def log_probability(self, ids: Tensor) -> Tensor:
+        """log q_c, float64, of the shape of ids."""
+
+    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+        u = torch.rand(len(hidden), k, dtype=torch.float64, device=hidden.device)
+        if targets is None:
+            ids = self.at(u)
+            return Drawn(ids, self.log_probability(ids).to(torch.float32), None)
+        t = targets[:, None]
+        target_log_q = self.log_probability(t)
+        q_t, before = target_log_q.exp(), self.below(t)
+        u = u * (1 - q_t)
+        ids = self.at(torch.where(u >= before, u + q_t, u).clamp(max=1 - 2.0**-53))
+        ids = torch.where(ids == t, self._neighbour(t), ids)  # u within rounding of the target's interval
+        log_q = without(self.log_probability(ids), target_log_q[:, 0])
+        return Drawn(ids, log_q.to(torch.float32), target_log_q[:, 0].to(torch.float32))
+
+    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return self.log_probability(ids).to(torch.float32)
+
+    def _neighbour(self, ids: Tensor) -> Tensor:
+        return torch.where(ids + 1 < self.classes, ids + 1, ids - 1)
+
+
+class Uniform(FixedDistribution):
+    """All classes alike."""
+
+    def below(self, ids: Tensor) -> Tensor:
+        return ids.double() / self.classes
+
+    def at(self, u: Tensor) -> Tensor:
+        return (u * self.classes).long().clamp(max=self.classes - 1)
+
+    def log_probability(self, ids: Tensor) -> Tensor:
+        return torch.full(ids.shape, -math.log(self.classes), dtype=torch.float64, device=ids.device)
+
+
+class LogUniform(FixedDistribution):
+    """q_c = log((c + 2) / (c + 1)) / log(V + 1): about Zipf's law, for classes numbered from the most frequent on."""
+
+    def below(self, ids: Tensor) -> Tensor:
+        return torch.log1p(ids.double()) / math.log(self.classes + 1)
+
+    def at(self, u: Tensor) -> Tensor:
+        return torch.expm1(u * math.log(self.classes + 1)).long().clamp(0, self.classes - 1)
+
+    def log_probability(self, ids: Tensor) -> Tensor:
+        return (torch.log1p(1 / (1 + ids.double())) / math.log(self.classes + 1)).log()
+
+
+class Unigram(FixedDistribution):
+    """In proportion to counts (V,): how often each class occurs in the training data, or any power of that.
+
+    Raises ValueError for counts that are negative or not finite. A class of count 0 would never be drawn, and so biases
+    the normaliser: it counts as one half.
+    """
+
+    def __init__(self, counts: Tensor):
+        counts = torch.as_tensor(counts).double()
+        if counts.ndim != 1:
+            raise ValueError(f"the counts of a unigram distribution have one number for each class, not shape "
+                             f"{tuple(counts.shape)}")
+        super().__init__(len(counts))
+        if not bool((counts.isfinite() & (counts >= 0)).all()):
+            wrong = int((~(counts.isfinite() & (counts >= 0))).nonzero()[0])
+            raise ValueError(f"the count of class {wrong} is {float(counts[wrong])}: counts are finite, and at least 0")
+        counts = torch.where(counts > 0, counts, 0.5)
+        probability = counts / counts.sum()
+        self.register_buffer("probability", probability)
+        ends = probability.cumsum(0)
+        ends[-1] = 1.0
+        self.register_buffer("ends", ends)  # F(c + 1)
+
+    def below(self, ids: Tensor) -> Tensor:
+        return torch.where(ids > 0, self.ends[(ids - 1).clamp(min=0)], 0.0)
+
+    def at(self, u: Tensor) -> Tensor:
+        return torch.searchsorted(self.ends, u, right=True).clamp(max=self.classes - 1)
+
+    def log_probability(self, ids: Tensor) -> Tensor:
+        return self.probability[ids].log()
+
+
+class LogitDistribution(ClassSampler):
+    """q in proportion to exp of `log_weights`, made of the logits, O(V d) a query.
+
+    head: what the logits are of, with `weight` (V, d) and perhaps `bias` (V,), as it is at each draw.
+    """
+
+    def __init__(self, head: nn.Module):
+        if not isinstance(getattr(head, "weight", None), Tensor):
+            raise ValueError(f"{type(self).__name__}({head!r}): it takes the head itself, a module with `weight` "
+                             "(V, d)")
+        super().__init__(len(head.weight))
+        self._head = [head]  # in a list: the parameters stay those of the head alone
+
+    @torch.no_grad()
+    def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
+        return joined([draw_dense(self._weights(h), t, k) for h, t in blocks(PAIRS // self.classes, hidden, targets)])
+
+    @torch.no_grad()
+    def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        parts = [self.log_weights(self._logits(h)).log_softmax(-1).gather(1, i)
+                 for h, i in blocks(PAIRS // self.classes, hidden, ids)]
+        return torch.cat(parts)
+
+    @abstractmethod
+    def log_weights(self, logits: Tensor) -> Tensor:
+        """Of logits (b, V), which are used up."""
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        head = self._head[0]
+        return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None)).float()
+
+    def _weights(self, hidden: Tensor) -> Tensor:
+        logs = self.log_weights(self._logits(hidden))
+        return logs.sub_(logs.amax(-1, keepdim=True)).exp_()
+
+
+class ExactSoftmax(LogitDistribution):
+    """q = softmax(o), the distribution that is sought: what other distributions are measured by."""
+
+    def log_weights(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class Quadratic(LogitDistribution):
+    """q_c in proportion to alpha o_c^2 + 1: the quadratic kernel of Blanc and Rendle (2018), whose alpha is 100. Their
+    tree draws from the same distribution in O(d^2 log V)."""
+
+    def __init__(self, head: nn.Module, alpha: float = 100.0):
+        super().__init__(head)
+        self.alpha = float(alpha)
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha = {alpha}: the weight of the squared logit is a finite number of at least 0")
+
+    def log_weights(self, logits: Tensor) -> Tensor:
+        if not self.alpha:
+            return logits.zero_()
+        return nn.functional.softplus(logits.abs_().log_().mul_(2).add_(math.log(self.alpha)))  # squares overflow
+
+
+def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | None = None) -> Drawn:
+    """k classes a row in proportion to weights (B, V) >= 0, without the targets; those given (B, k), not -1, stand.
+
+    Uniform where no other class has a weight. `weights` is used up.
+    """
+    of_target = 0.0
+    if targets is not None:
+        of_target = weights.gather(1, targets[:, None]).double()
+        weights.scatter_(1, targets[:, None], 0.0)
+    ends = weights.cumsum(-1, dtype=torch.float64)
+    left = ends[:, -1:].clone()
+    if bool((left == 0).any()):
+        weights = torch.where(left == 0, 1.0, weights).scatter_(1, targets[:, None], 0.0)
+        ends = weights.cumsum(-1, dtype=torch.float64)
+    u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * ends[:, -1:]
+    ids = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
+    ids = ids if given is None else torch.where(given >= 0, given, ids)
+    log_q = (weights.gather(1, ids) / ends[:, -1:]).log().float()
+    return Drawn(ids, log_q, None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1))

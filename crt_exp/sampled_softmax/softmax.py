@@ -30,8 +30,8 @@ class SampledSoftmax(nn.Module):
         softmax.update()                     # the classes that took part since the last update; or update(more_rows)
 
     The loss is -o_t + log Z^, Z^ = e^{o_t} + 1/k sum_s e^{o_{c_s}} / q_{c_s}: unbiased for the normaliser Z, negatives
-    being drawn from the law without the target, so that none is an accidental hit; its logarithm is biased low (HRF
-    appendix I). Tables are made in the first training pass, from the weights that the head has then.
+    being drawn from the distribution without the target, so that none is an accidental hit; its logarithm is biased low
+    (HRF appendix I). Tables are made in the first training pass, from the weights that the head has then.
 
     Raises ValueError for one class, for more negatives than there are classes besides the target, for targets that are
     no class, for hidden vectors of another dimension or not finite, and on loading tables of another m or V.

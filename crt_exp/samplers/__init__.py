@@ -9,9 +9,8 @@ scrambled halton and sobol. Approximate: hadamard, givens, lengths other than ch
 """
 
 from crt_exp.samplers.bias import Bias, measured_bias
-from crt_exp.samplers.blocks import givens, haar, hadamard, orthogonal, simplex
+from crt_exp.samplers.blocks import givens, haar, hadamard, halton, iid, orthogonal, simplex, sobol
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise, at_least_float32
-from crt_exp.samplers.points import halton, iid, sobol
 
 __all__ = ["Bias", "DenseNoise", "HadamardNoise", "Noise", "at_least_float32", "givens", "haar", "hadamard", "halton",
            "iid", "measured_bias", "orthogonal", "simplex", "sobol"]

@@ -1,18 +1,23 @@
-"""Noise: random rows and products with them, dense or by a fast Hadamard transform."""
+"""Noise: random rows and products with them, dense or by a fast Hadamard transform.
+
+At the end what noise needs and others use: nested noise and parameters (a noise or a tensor, or a tuple, named or not,
+with an entry for each part of a map; None is an empty place), and precision whatever torch.autocast would choose.
+"""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from crt_exp.samplers.nested_tensors import Nested, mapped
-from crt_exp.samplers.precision import as_given
 
 # Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that
 # is transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024,
 # 37 at 2048; by transforms 14.3, 9.1, 10.3, 11.2 (2026-11, one thread). Not measured on GPUs.
 MATRIX_FREE_FROM = 768
+Nested = Any  # a leaf, None, or a tuple of these
 RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
 
 
@@ -237,3 +242,39 @@ def _directions(rows: Tensor) -> Tensor:
 
 def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def leaves(tree: Nested) -> list:
+    """All leaves in order, one that stands in several places as often."""
+    if isinstance(tree, tuple):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return [] if tree is None else [tree]
+
+
+def mapped(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> Nested:
+    """The same tree with function(leaf) for each leaf and `empty` in the empty places.
+
+    A leaf that stands in several places gives one result, which stands in all of them: shared noises stay shared.
+    """
+    every, results = leaves(tree), {}
+    for leaf in every:
+        if id(leaf) not in results:
+            results[id(leaf)] = function(leaf)
+    return _rebuilt(tree, iter([results[id(leaf)] for leaf in every]), empty)
+
+
+def shared(one: Nested, other: Nested) -> bool:
+    """Whether some leaf stands in both."""
+    return any(a is b for a in leaves(one) for b in leaves(other))
+
+
+def _rebuilt(tree: Nested, results: Iterator, empty: Any) -> Nested:
+    if isinstance(tree, tuple):
+        parts = [_rebuilt(part, results, empty) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return empty if tree is None else next(results)
+
+
+def as_given(t: Tensor) -> AbstractContextManager:
+    """No autocast on the device of this tensor; the meta device, which computes nothing, has none."""
+    return nullcontext() if t.is_meta else torch.autocast(t.device.type, enabled=False)

@@ -17,9 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from crt_exp import __version__
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, json_object
 from crt_exp.options import Whole, check
-from crt_exp.config import json_object
 from crt_exp.swap.families import attention_modules
 
 KEY = "crt_exp"

@@ -24,7 +24,7 @@ from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, glue_metrics, of_parts
 from crt_exp.models import encoders
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 
 
 @checked("task")

@@ -20,10 +20,9 @@ from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, check_classes, images as data
-from crt_exp.data.sources import is_on_hub
+from crt_exp.data.sources import SOURCES, is_on_hub, task_folder
 from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, drawing, listed
-from crt_exp.data.sources import SOURCES, task_folder
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.options import Count, NotNegative, checked

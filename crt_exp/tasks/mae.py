@@ -19,7 +19,7 @@ from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription, check_patch
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.imagenet import ImageTask, Part, Share
 

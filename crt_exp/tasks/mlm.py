@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from crt_exp.config import ConfigError, unknown
 from crt_exp.data import DataError, text as data
-from crt_exp.data.sources import Hub
-from crt_exp.data.sources import no_folder
+from crt_exp.data.sources import Hub, no_folder
 from crt_exp.data.vocabularies import new_tokenizer
 from crt_exp.options import Count, Whole, checked
 from crt_exp.mechanism import Mechanism

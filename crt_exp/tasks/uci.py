@@ -126,7 +126,9 @@ class UCI:
             return BASELINES[self.baseline](gamma=gamma, n_components=self.options.get("m"), random_state=seed)
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
-        return kind(mechanism.kernel_map(), mechanism.sampler, mechanism.m, gamma=gamma, random_state=seed)
+        phi = mechanism.kernel_map()
+        scale = {"length_scale": 1 / sigma} if phi.own_kernel else {"gamma": gamma}
+        return kind(phi, mechanism.sampler, phi.width(mechanism.m), random_state=seed, **scale)
 
 
 def scaler(train: np.ndarray, kind: str):

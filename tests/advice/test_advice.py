@@ -20,7 +20,7 @@ from crt_exp.advice.verdict import Advice, Row, pays_from
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.mechanism import Mechanism
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 from crt_exp.advice.bench_pieces import TextBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")

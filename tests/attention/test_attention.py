@@ -10,8 +10,7 @@ from crt_exp import samplers
 from crt_exp.attention import DecodingState, DenominatorCount, attention, attention_reference, softmax_attention
 from crt_exp.attention.engines import chunks, closed_form
 from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, PoisRF, PosRF, TrigRF
-from crt_exp.samplers.nested_tensors import leaves, mapped, shared
-from crt_exp.samplers.noise import precise
+from crt_exp.samplers.noise import leaves, mapped, precise, shared
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 

@@ -30,7 +30,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers.nested_tensors import leaves, mapped
+from crt_exp.samplers.noise import leaves, mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 

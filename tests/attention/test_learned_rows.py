@@ -8,9 +8,8 @@ from torch.testing import assert_close
 from crt_exp.attention import attention, attention_reference, partial_attention
 from crt_exp.attention.engines import chunks
 from crt_exp.features import GERF, OPRF, SDERF, Hedgehog, HypRF, PosRF, Statistics
-from crt_exp.samplers.nested_tensors import leaves, mapped
 from crt_exp.samplers import iid
-from crt_exp.samplers.noise import DenseNoise
+from crt_exp.samplers.noise import DenseNoise, leaves, mapped
 
 B, H, L, d, m = 2, 2, 300, 4, 8
 

@@ -9,8 +9,7 @@ import torch
 from scipy.special import hyp0f1
 
 from crt_exp import samplers
-from crt_exp.bounds import ensemble_log_variance, required_m
-from crt_exp.bounds.coupling import positive_covariance, trig_covariance
+from crt_exp.bounds import ensemble_log_variance, positive_covariance, required_m, trig_covariance
 from crt_exp.features import GERF, OPRF, SMREG, HypRF, PoisRF, PosRF, Statistics, TrigRF
 
 SAMPLERS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex}

@@ -14,8 +14,7 @@ import pytest
 from data_server import held, tarred, zipped
 
 from crt_exp.config import CONF
-from crt_exp.data import DataError
-from crt_exp.data import __main__ as command
+from crt_exp.data import DataError, __main__ as command
 from crt_exp.data.__main__ import MISSING, OK, SUBSET, WRONG, digest, fetch_source, inspect, main
 from crt_exp.data.sources import SOURCES, File, Source, missing, select
 

@@ -3,8 +3,7 @@
 import pytest
 from small_bert import write_text
 
-from crt_exp.data import DataError, glue
-from crt_exp.data import corpora
+from crt_exp.data import DataError, corpora, glue
 
 
 def test_texts_are_made_where_options_name_them(tmp_path, monkeypatch):

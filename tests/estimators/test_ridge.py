@@ -124,13 +124,14 @@ def test_rows_of_weight_0_change_nothing(make, sentinel, place):
         assert model.rows_ == 600
 
 
-@pytest.mark.parametrize("kernel, least", [("matern32", 0.8), ("laplace", 0.8), ("rational_quadratic", 0.8),
-                                           ("softmax", 0.8), ("arccos1", 0.5)])  # the last one is homogeneous
-def test_other_kernels(kernel, least):
+@pytest.mark.parametrize("mechanism, kernel, least", [
+    ("matern", "gaussian", 0.8), ("laplace", "gaussian", 0.8), ("rational_quadratic", "gaussian", 0.8),
+    ("oprf", "softmax", 0.8), ("arc_cosine", "gaussian", 0.5)])  # the last one is homogeneous
+def test_other_kernels(mechanism, kernel, least):
     X, y, labels = rows()
-    model = RandomFeatureRidge(n_components=200, kernel=kernel, length_scale=[1.0, 2.0, 4.0], random_state=0)
+    model = RandomFeatureRidge(mechanism, n_components=200, kernel=kernel, length_scale=[1.0, 2.0, 4.0], random_state=0)
     assert model.fit(X[:500], y[:500]).score(X[500:], y[500:]) > least
-    classifier = RandomFeatureClassifier(n_components=200, kernel=kernel, length_scale=2.0, random_state=0)
+    classifier = RandomFeatureClassifier(mechanism, n_components=200, kernel=kernel, length_scale=2.0, random_state=0)
     assert classifier.fit(X[:500], labels[:500]).score(X[500:], labels[500:]) > 0.6
 
 

@@ -11,8 +11,8 @@ from crt_exp.attention import RandomFeatureAttention, attention, attention_refer
 from crt_exp.features import OPRF, SDERF, AutoRF, Moments, PosRF, Statistics
 from crt_exp.features.dense import SDERFParams, balance
 from crt_exp.features.statistics import Mirrored
-from crt_exp.samplers.nested_tensors import mapped
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.samplers.noise import mapped
+from crt_exp.features.base import NotFinite
 from crt_exp.samplers import DenseNoise
 
 DENSE = [SDERF(), SDERF(diagonal=True), SDERF(antithetic=True), SDERF("gaussian"), SDERF(balance=False),

@@ -25,7 +25,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig
-from crt_exp.samplers.nested_tensors import leaves
+from crt_exp.samplers.noise import leaves
 
 EXACT_SAMPLERS = [samplers.iid, samplers.orthogonal]
 

@@ -25,7 +25,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.features.complex_exponential import diagonal_by_centres, diagonal_by_moments
-from crt_exp.features.kernels import angle
+from crt_exp.features.statistics import angle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 

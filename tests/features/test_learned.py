@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from crt_exp import samplers
 from crt_exp.attention import attention, attention_reference
 from crt_exp.features import GERF, OPRF, SDERF, SMREG, AutoRF, Hedgehog, HypRF, PosRF, Statistics
-from crt_exp.features.kernels import log_kernel
+from crt_exp.features.statistics import log_kernel
 from crt_exp.mechanism import Mechanism
 
 TRAINED = [(Hedgehog(), "none"), (PosRF(), "projections"), (OPRF(), "parameters"), (OPRF(), "projections"),

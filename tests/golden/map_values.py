@@ -11,7 +11,7 @@ from crt_exp import KernelRegressionClassifier, RandomFeatures
 from crt_exp.config import choices
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.estimators import RandomFeatureClassifier, RandomFeatureRidge
+from crt_exp.estimators.ridge import RandomFeatureClassifier, RandomFeatureRidge
 from values import attempt, numbers
 
 D, M = 8, 16
@@ -63,16 +63,23 @@ def _estimators() -> dict:
         made[f"RandomFeatures {name}"] = lambda name=name: values(
             RandomFeatures(name, n_components=64, gamma=0.05, random_state=0).fit_transform(X)
         )
-    for kernel in ("matern32", "laplace", "rational_quadratic", "arccos1", "softmax"):
-        made[f"RandomFeatures kernel={kernel}"] = lambda kernel=kernel: values(
-            RandomFeatures(kernel=kernel, n_components=32, gamma=0.05, random_state=0).fit_transform(X)
+    own = {"matern32": "matern", "arccos1": "arc_cosine"} | {n: n for n in ("laplace", "rational_quadratic")}
+    for kernel, name in own.items():
+        made[f"RandomFeatures kernel={kernel}"] = lambda name=name: values(
+            RandomFeatures(name, n_components=32, length_scale=0.1**-0.5, random_state=0).fit_transform(X)
         )
+    made["RandomFeatures kernel=softmax"] = lambda: values(
+        RandomFeatures(kernel="softmax", n_components=32, gamma=0.05, random_state=0).fit_transform(X)
+    )
     for name in ("trig", "oprf", "pos", "geom", "gerf", "angular", "exact"):
-        made[f"KernelRegressionClassifier {name}"] = lambda name=name: _classified(
-            KernelRegressionClassifier(name, random_state=0), X, labels, values
+        columns = 128 if name == "exact" else Mechanism.of(features=name).map("gaussian").width(128)
+        made[f"KernelRegressionClassifier {name}"] = lambda name=name, columns=columns: _classified(
+            KernelRegressionClassifier(name, n_components=columns, random_state=0), X, labels, values
         )
-    for label, kind in {"trig": {}, "oprf": {"mechanism": "oprf"}, "matern32": {"kernel": "matern32"}}.items():
-        options = kind | {"n_components": 48, "gamma": 0.1, "random_state": 0}
+    matern = {"mechanism": "matern", "length_scale": 0.2**-0.5}
+    kinds = {"trig": {"gamma": 0.1}, "oprf": {"mechanism": "oprf", "gamma": 0.1}, "matern32": matern}
+    for label, kind in kinds.items():
+        options = kind | {"n_components": 48, "random_state": 0}
         for alpha in ("gcv", "evidence", 0.5):
             made[f"RandomFeatureRidge {label} {alpha}"] = lambda options=options, alpha=alpha: values(
                 *RandomFeatureRidge(alpha=alpha, **options).fit(A, y).predict(A[:50], return_std=True)

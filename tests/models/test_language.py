@@ -11,8 +11,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import LanguageDescription, LanguageModel, sizes_of
-from crt_exp.models.language import Rotary, turned
+from crt_exp.models.language import LanguageDescription, LanguageModel, Rotary, sizes_of, turned
 from crt_exp.swap.calibration import fill_statistics
 
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}

@@ -7,8 +7,7 @@ from nearfar_cases import same, tensors
 from torch.autograd import forward_ad
 
 from crt_exp.attention import softmax_attention, uniform_attention
-from crt_exp.nearfar import NearFar, near_far_attention
-from crt_exp.nearfar import call as nearfar
+from crt_exp.nearfar import NearFar, call as nearfar, near_far_attention
 from crt_exp.nearfar.both import far_sums
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, levels, moments, one_hot, summed, weights
 from crt_exp.nearfar.engine import native

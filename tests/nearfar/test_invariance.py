@@ -12,7 +12,7 @@ from crt_exp.nearfar.choice import Sizes, centres_of, largest
 from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.layer import PRESETS
 from crt_exp.nearfar.past import RecallState
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 
 S, D = 220, 16
 SMALL = {"block": 8, "heavy": 4, "cells": 12}

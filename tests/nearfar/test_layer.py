@@ -13,7 +13,7 @@ from crt_exp.attention import exact_attention, softmax_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 from crt_exp.swap.call import attend
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,7 +11,7 @@ from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.both import Both, ChosenSets
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root
 from crt_exp.nearfar.engine import native as near_far
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")]

@@ -23,7 +23,7 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.sampled_softmax.tree import FAN, SumTree
+from crt_exp.sampled_softmax.tree_features import FAN, SumTree
 from crt_exp.measure.sampling import SampledGradients, SamplingTimes
 
 V, D, B = 300, 4, 3
@@ -228,7 +228,7 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
 
 
 def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):
-    monkeypatch.setattr("crt_exp.sampled_softmax.class_features.FITTED_TO", 3)
+    monkeypatch.setattr("crt_exp.sampled_softmax.feature_distribution.FITTED_TO", 3)
     with torch.no_grad():
         head.bias[1] = 60.0  # every hundredth class is looked at
     q = built(TreeFeatures, OPRF(), head, queries).log_q(queries, all_classes()).exp()

@@ -10,8 +10,7 @@ from refusals import check_refused
 from crt_exp.data import DataError, arena
 from crt_exp.data.arena import DOT, LINE
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.language import Classifier
-from crt_exp.models.language import LanguageDescription
+from crt_exp.models.language import Classifier, LanguageDescription
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.lra import LRA
 

@@ -19,8 +19,7 @@ from crt_exp.attention.checks import check_result, compute_dtype, learning, tran
 from crt_exp.attention.partials import (Partial, ScaledKeys, merge, read, scale_keys, small_denominators, summarise,
                                         within)
 from crt_exp.features.base import BoundMap, FeatureMap, holds
-from crt_exp.samplers.nested_tensors import Nested, leaves, mapped
-from crt_exp.samplers.precision import as_given
+from crt_exp.samplers.noise import Nested, as_given, leaves, mapped
 
 CHUNK = 128                      # tokens of a causal chunk
 WIDE = 512                       # tokens at most of one whose order does not matter: fewer, larger operations

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_result
 from crt_exp.attention.engines import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE, Form, Gradients, Kept
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass keeps
 ENGINES = Path(__file__).parent

@@ -10,7 +10,7 @@ import toy
 from torch import nn
 from toy_runs import ARGS, FILES, OVERSHOT, PLAIN, assert_close, assert_same, at_call, checkpoints, records
 
-from crt_exp.features.nonfinite import NotFinite
+from crt_exp.features.base import NotFinite
 from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader
 

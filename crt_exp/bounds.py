@@ -1,4 +1,11 @@
-"""The exact effect of coupled rows, orthogonal or simplex, on the variance of an estimate."""
+"""The exact variance of estimates with coupled rows, and the number of projections that an accuracy takes.
+
+Legend: Z one projection's estimate, hat K the mean of m of them, K the kernel (softmax or Gaussian, as the map says),
+d dimension, S_s = |x + s y|^2, N = |x|^2 + |y|^2, Z_1 and Z_2 the estimates of two rows of one block. Vectors x, y
+(..., d) broadcast pair by pair; results are float64 on the CPU and, where they could overflow, logs in nats.
+
+Sources: CRT = Chefs' Random Tables (2022), Performers (2021). What is in neither paper is marked own.
+"""
 
 import math
 from collections.abc import Callable
@@ -12,11 +19,37 @@ from crt_exp.features import GERF, SMREG, FeatureMap, TrigRF
 from crt_exp.features.base import align, log_expm1
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.features.kernels import log_0f1
+from crt_exp.features.statistics import log_0f1
 
+OVERFLOW = 700.0  # logs from which a number of projections is called infinite
 ENSEMBLES = ("iid", "orthogonal", "simplex")
 NODES = 200    # Gauss-Legendre nodes of the simplex average: 1e-13 up to d = 1024
 TERMS = 2**22  # of Poisson sums held at a time
+
+
+def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: float, delta: float, relative: bool = True,
+               ensemble: str = "iid") -> Tensor:
+    """A number of projections that gives |hat K - K| <= epsilon K (`relative=False`: <= epsilon) with
+    probability 1 - delta, by Chebyshev's inequality.
+
+    From the exact variance: m = Var(Z) / (delta epsilon^2) for iid rows; for coupled rows the least m among 1..d and
+    the multiples of d. Per pair, float64; +inf where no m is enough.
+    """
+    if not (epsilon > 0 and 0 < delta < 1):
+        raise ValueError(f"epsilon = {epsilon} and delta = {delta}: they need epsilon > 0 and 0 < delta < 1")
+    x, y = x.double(), y.double()
+    log_kernel = phi.log_kernel(x, y)
+    log_epsilon = math.log(epsilon) + torch.zeros_like(log_kernel) - (0 if relative else log_kernel)  # relative to K
+    log_target, d = math.log(delta) + 2 * log_epsilon, x.shape[-1]
+    log_one = log_expm1(phi.log_relative_second_moment(x, y, params)) - log_target
+    value, log_unit = relative_covariance(phi, x, y, params, ensemble)
+    # the least m of those allowed with (one + covariance (b - 1)) / m <= 1, b = min(m, d), in units of the target
+    one, covariance = log_one.clamp(max=OVERFLOW).exp(), value * (log_unit - log_target).clamp(max=OVERFLOW).exp()
+    within = ((one - covariance) / (1 - covariance)).ceil().clamp(min=1)
+    blocks = ((one + (d - 1) * covariance) / d).ceil().clamp(min=1)
+    coupled = torch.where((covariance < 1) & (within <= d), within, d * blocks)
+    m = one.ceil().clamp(min=1) if ensemble == "iid" or d == 1 else coupled
+    return torch.where(log_one < OVERFLOW, m, torch.inf)
 
 
 def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1,
