@@ -83,7 +83,7 @@ class UCI:
         """The bias of an approximate sampler on training rows, at the bandwidth that was chosen last."""
         if mechanism.sampler is None:
             return {}
-        x = torch.from_numpy(self.divide(seed, 0)[0][0]) * sigma
+        x = torch.tensor(self.divide(seed, 0)[0][0]) * sigma
         phi = mechanism.kernel_map()
         return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
 
