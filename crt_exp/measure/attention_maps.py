@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.bench import fitted
+from crt_exp.swap.bench import fitted
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.protein import BEGIN, LETTERS, STANDARD
@@ -26,7 +26,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.folder import folder_of
 from crt_exp.models.kept import WEIGHTS
-from crt_exp.swap.describe import attention_matrices
+from crt_exp.swap.calibration import attention_matrices
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # 190
 

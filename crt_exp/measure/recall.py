@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
-from crt_exp.advice.bench import Layers, Swap, fitted
-from crt_exp.advice.bench_pieces import UNSURE, TextBench, following
+from crt_exp.swap.bench import UNSURE, Layers, Swap, TextBench, fitted, following
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads

@@ -12,12 +12,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from crt_exp.attention.checks import repeat_heads
 from crt_exp.data import text as data
+from crt_exp.features import Statistics
+from crt_exp.measure.advise import length_in, opened, rows_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.advice.bench import LayerCall, Swap
-from crt_exp.advice.bench_pieces import SHARE, TextBench, nats
-from crt_exp.advice.language import length_of, opened, positions, rows_of
+from crt_exp.swap.bench import SHARE, Swap, TextBench, nats
 from crt_exp.swap.calibration import learns
+
+
+class LayerCall(NamedTuple):
+    """One call of an attention layer: q (1,H,L,d), k and v (1,Hkv,L,.), unscaled, and its output."""
+
+    path: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    causal: bool
+    output: Tensor
+
+    @classmethod
+    def of(cls, state: nn.Module, given: tuple, output: Tensor) -> "LayerCall":
+        return cls(state.path, *given[:3], state.scaling, state.causal, output)
+
+    def sums(self) -> Tensor:
+        """Mean |x + y|^2 of each head, (H,), over all pairs, float64."""
+        root = self.scaling**0.5
+        x, y = root * self.q.double(), root * repeat_heads(self.k, self.q.shape[1]).double()
+        return Statistics.of(x, y).mean_sq_sum.flatten()
 
 
 class Pass(NamedTuple):
@@ -48,12 +71,12 @@ class Subject(TextBench):
                  tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
                  cache_dir: str | Path | None = None):
         self.name = model
-        loaded, predicted, self.tokenizer = opened(model, tokenizer)
-        self.most, L = min(positions(loaded), 2**20), length_of(loaded, length)
+        loaded, self.tokenizer = opened(model, tokenizer)
+        L = length_in(loaded, length)
         check_apart(text, calibration)
 
         def pieces(source: str | Sequence[str], count: int, option: str) -> Tensor:
-            return spread(rows_of(source, predicted, self.tokenizer, L, cache_dir), count, source, option)
+            return spread(rows_of(source, loaded, self.tokenizer, L, cache_dir), count, source, option)
 
         super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
                          pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)

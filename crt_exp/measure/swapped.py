@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crt_exp.advice.bench import looked_at
+from crt_exp.swap.bench import looked_at
 from crt_exp.attention.linear import LinearAttention
 from crt_exp.features import SDERF
 from crt_exp.options import Count, Several, Whole, checked

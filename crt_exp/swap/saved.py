@@ -17,9 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from crt_exp import __version__
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, json_object
 from crt_exp.options import Whole, check
-from crt_exp.config import json_object
 from crt_exp.swap.families import attention_modules
 
 KEY = "crt_exp"
@@ -123,7 +122,7 @@ def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder
         try:
             state.load_state_dict(own)
         except ValueError as error:
-            raise ValueError(f"{state.path} in {folder}: {error}; {NEW_NOISE}") from None
+            raise ConfigError(f"{state.path} in {folder}: {error}; {NEW_NOISE}") from None
 
 
 def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
@@ -136,12 +135,6 @@ def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
                 if buffer:
                     saved.setdefault(path, {})[buffer] = tensors.get_tensor(key)
     return saved
-
-
-def largest_dimension(files: list[Path]) -> int:
-    """The largest dimension of all tensors of `swapped`; 0 where there are none."""
-    shapes = (tensor.shape for buffers in _saved_buffers(files).values() for tensor in buffers.values())
-    return max((size for shape in shapes for size in shape), default=0)
 
 
 def same_path(path: str, other: str) -> bool:
@@ -178,3 +171,21 @@ def ignoring_buffers() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.post_init = own
+
+
+# ---- pretrained models with a short name
+
+def fetched(name: str | Path, option: str = "") -> Path | None:
+    """The folder of a fetched model such as models/minilm; None for other names, and for files of one's own.
+
+    Raises ConfigError, naming `option`, for one that was not fetched.
+    """
+    if not str(name).startswith("models/") or Path(name).exists():
+        return None
+    root = os.environ.get("CRT_DATA")
+    folder = Path(root or ".", name).expanduser()
+    if root and (folder / "config.json").is_file():
+        return folder
+    where = f"it is not in CRT_DATA={root}" if root else "CRT_DATA is not set"
+    raise ConfigError(f"{f'{option}=' if option else ''}{name}: {where}: get it with `python -m crt_exp.data fetch "
+                      f"{name} --dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}")
