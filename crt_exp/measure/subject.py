@@ -17,7 +17,7 @@ from crt_exp.data import text as data
 from crt_exp.features import Statistics
 from crt_exp.measure.advise import length_in, opened, rows_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.swap.bench import SHARE, Swap, TextBench, nats
+from crt_exp.swap.bench import SHARE, TextBench, nats
 from crt_exp.swap.calibration import learns
 
 
@@ -134,7 +134,7 @@ class Subject(TextBench):
                  "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
         return record if exact.loss is None else record | {"above": now.loss - exact.loss}
 
-    def fit(self, attention: Swap) -> None:
+    def fit(self, attention: Mechanism) -> None:
         if self.training is None and learns(self.model):
             raise ValueError(f"attention {attention.name} of this model is fitted to training text: give "
                              "task.calibration=<file>, another than task.text")

@@ -23,7 +23,7 @@ from crt_exp.config import place
 from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.measure.times import ratio
 from crt_exp.mechanism import Mechanism
-from crt_exp.swap.bench import MASKED, BatchBench, Bench, Swap, TextBench, length_of, predicts, quiet
+from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, predicts
 from crt_exp.swap.calibration import eval_mode, learns
 from crt_exp.swap.saved import holders
 
@@ -215,15 +215,11 @@ def spread(count: int, samples: int, calibration: int, noun: str) -> tuple[list[
 
 def mechanisms(attentions: Sequence[str | type] | None, seed: int = 0) -> dict[str, Mechanism | None]:
     """Attention by its name, exact (None) first. Raises ConfigError for unknown names and options."""
-    found = {EXACT: None} | {place(each): Mechanism.parse(each, seed=seed)
-                             for each in (TRIED if attentions is None else attentions) if each != EXACT}
-    if len(found) == 1:
-        raise ValueError(f"attentions={attentions}: nothing to try but exact: name others of conf/attention")
-    return found
+    names = TRIED if attentions is None else attentions
+    return {EXACT: None} | {place(each): Mechanism.parse(each, seed=seed) for each in names if each != EXACT}
 
 
-@quiet()
-def measured(bench: Bench, methods: Mapping[str, Swap | None], rounds: int) -> Iterator[dict[str, Any]]:
+def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Iterator[dict[str, Any]]:
     """A record for each attention with its losses and memory, then one for each length with the times of all."""
     longest = bench.timed()[bench.length]
     for label, attention in methods.items():
@@ -236,13 +232,11 @@ def measured(bench: Bench, methods: Mapping[str, Swap | None], rounds: int) -> I
         yield {"length": length, "ms": times}
 
 
-@quiet()
-def advice_of(bench: Bench, methods: Mapping[str, Swap | None], records: Sequence[Mapping[str, Any]],
+def advice_of(bench: Bench, methods: Mapping[str, Mechanism | None], records: Sequence[Mapping[str, Any]],
               tolerance: float) -> Advice:
     """The advice of the records of `measured`."""
     judged = {each["attention"]: each for each in records if "attention" in each}
-    times = {each["length"]: each["ms"] for each in sorted(records, key=lambda each: each.get("length", 0))
-             if "length" in each}
+    times = {each["length"]: each["ms"] for each in records if "length" in each}
     own, rows = judged[EXACT], []
     for label, each in judged.items():
         gains = {length: ratio(at[EXACT], at[label]) for length, at in times.items()}
@@ -290,14 +284,9 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
         return None, (f"Keep exact: the closest, {best.attention}, costs {cost(advice, best)}; allowed are "
                       f"{advice.tolerance}{allowed * advice.uses_repetition}. Fine-tuning after the swap recovers a "
                       "part of that.")
-    others = [row for row in close if row.exact_to < advice.length]
-    if not others:
-        same = max(close, key=lambda row: row.exact_to)
-        return None, (f"Keep exact at {advice.length} tokens: {same.attention} computes exact attention up to "
-                      f"{same.exact_to} tokens. Try longer {advice.noun}.")
-    paying = [row for row in others if row.pays_from is not None]
+    paying = [row for row in close if row.exact_to < advice.length and row.pays_from is not None]
     if not paying:
-        best = max(others, key=lambda row: row.speedup)
+        best = max(close, key=lambda row: row.speedup)
         return None, (f"Keep exact at {advice.length} tokens: {best.attention} stays within {advice.tolerance} nats, "
                       f"and its speed is {best.speedup:.2f} times that of exact. Try longer {advice.noun}.")
     best = max(paying, key=lambda row: row.speedup)

@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from crt_exp.measure.times import LONG, added, again, give_back, in_turns
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.saved import holders
-from crt_exp.swap.swap import LayerMaker, swap_layers, unswap_attention
+from crt_exp.swap.swap import unswap_attention
 
 KEPT = 8            # fits of attention that a bench remembers
 MASKED, NEXT = "masked", "next"
@@ -35,20 +34,6 @@ REPEATED = 4        # rows that are also judged as repeated passages
 SHORTEST = 128      # tokens of the shortest timed row
 LENGTH = 512        # tokens of a text, where nothing says more
 AT_ONCE = 256       # tokens whose losses are computed at a time
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Attention of a maker of layers, in place of a `Mechanism`; `name` is what tables call it."""
-
-    make: LayerMaker
-    name: str
-
-    def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
-        return swap_layers(model, self.make, self.name, layers, saved=saved)
-
-
-Swap = Mechanism | Layers  # what a bench puts in place of a model's attention; None: its own
 
 
 def fitted(model: nn.Module, batches: Iterable) -> nn.Module:
@@ -100,17 +85,18 @@ class Bench:
         """The pass whose time and memory count."""
         return self.run(piece)
 
-    def fit(self, attention: Swap) -> None:
+    def fit(self, attention: Mechanism) -> None:
         """Fit the attention that the model now has."""
         fitted(self.model, self.training)
 
     @contextmanager
-    def swapped(self, attention: Swap | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
+    def swapped(self, attention: Mechanism | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
         """Within it the model has this attention, fitted once for all times; yields its layers by path."""
         if attention is None:
             yield {}
             return
-        attention.swap(self.model, layers, saved=False)
+        with quiet():
+            attention.swap(self.model, layers, saved=False)
         try:
             states = swapped_states(self.model)
             if learns(self.model):
@@ -150,7 +136,7 @@ class Bench:
         raise NotImplementedError
 
     @torch.no_grad()
-    def losses(self, attention: Swap | None) -> dict[str, list[float]]:
+    def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:
         """Nats of each judged piece, `loss`, and of the first `repeats` pieces `repeated`.
 
         Raises NotFinite where the model's own loss is not finite: nothing can be compared with it.
@@ -173,17 +159,17 @@ class Bench:
         """Tokens of the longest piece."""
         return max(self.timed())
 
-    def times(self, attentions: Mapping[str, Swap | None], piece: Any, rounds: int) -> dict[str, list[float]]:
+    def times(self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int) -> dict[str, list[float]]:
         """Milliseconds of a pass in each round, in which all attentions take turns, after an untimed call each."""
         body = torch.no_grad()(self.body)
 
-        def within(attention: Swap | None) -> float:
+        def within(attention: Mechanism | None) -> float:
             with self.swapped(attention):
                 return again(body, piece, below=LONG, device=self.device)
         return in_turns(attentions, rounds, within, warm=0)
 
     @torch.no_grad()
-    def memory(self, attention: Swap | None, piece: Any) -> float | None:
+    def memory(self, attention: Mechanism | None, piece: Any) -> float | None:
         """MiB at the peak of a pass beyond what was held before; None where the system does not report it."""
         with self.swapped(attention), suppress(OSError):
             give_back()
@@ -211,7 +197,7 @@ class TextBench(Bench):
         if self.causal and rows.shape[1] >= 4 * UNSURE:
             self.repeats = min(REPEATED, len(rows))
 
-    def fit(self, attention: Swap) -> None:
+    def fit(self, attention: Mechanism) -> None:
         fitted(self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training])
 
     def run(self, ids: Tensor, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Calibration and description of swapped layers: statistics, errors, a table of the layers, and their matrices.
+"""Calibration and description of swapped layers: statistics, errors, and a table of the layers.
 
 Calibration passes fill the statistics of swapped layers and measure their errors. The control is uniform attention, the
 mean of the values that a query may see: an approximation that is no closer to exact attention tells nothing of q and k.
@@ -8,15 +8,15 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. q, k,
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.attention import Baseline
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
@@ -29,13 +29,12 @@ from crt_exp.swap.swap import swappable
 
 SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
 QUERIES = 128   # of each of them, at random, that are compared with exact attention
-LOGITS = 2**22  # numbers of an exact attention matrix that are held at a time
 # reached: whether the first forward pass after the swap came to the layer; empty before
 # open: keys that each query of causal near-far attention reads
 # chosen: how many heads have which map, where each takes its own
 # errors: |output - exact| / |exact| of the layer and of uniform attention on the batches of the last calibration
 COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A mean", "A min", "A max", "chosen",
-           "parameters", "error on calibration", "uniform's error")
+           "error on calibration", "uniform's error")
 
 
 # ---- calibration
@@ -50,8 +49,8 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     that attend to their own sequence in both directions fit each by itself and change nothing.
 
     The error is |output - exact| / |exact| with the layer's own q, k, v and noise, over heads and queries: of the first
-    4 sequences of each batch and at most 128 queries of each, 16 MB of the exact matrix at a time. Warns of layers that
-    are further from exact attention than uniform attention is, the mean of the values that a query may see.
+    4 sequences of each batch and at most 128 queries of each. Warns of layers that are further from exact attention
+    than uniform attention is, the mean of the values that a query may see.
 
     Returns the model. Raises ValueError where no layer has random features, and for no batches.
     """
@@ -104,9 +103,9 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
     states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
               if isinstance(part, LinearAttention)}
     if not states:
-        names = {part.mechanism for part in swapped_states(model)}
-        reason = f"{', '.join(names)} attention keeps no statistics" if names else "call swap_attention first"
-        raise ValueError(f"no attention of this {type(model).__name__} can be calibrated: {reason}")
+        names = ", ".join({part.mechanism for part in swapped_states(model)})
+        raise ValueError(f"no attention of this {type(model).__name__} keeps statistics (swapped: {names or 'none'}): "
+                         "call swap_attention with random features first")
     return states
 
 
@@ -196,8 +195,7 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
     q, k, v, key_mask = (None if t is None else t[:SEQUENCES] for t in (q, k, v, key_mask))
     L = q.shape[2]
     rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
-    real = real_queries(state, q, k, key_mask)[:, None, :, None]
-    real = real.expand(-1, -1, L, -1)[:, :, rows]
+    real = real_queries(state, q, k, key_mask)[:, None, :, None].expand(-1, -1, L, -1)[:, :, rows]
     exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
     estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
     uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
@@ -218,31 +216,25 @@ def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,
                key_mask: Tensor | None = None) -> Tensor:
-    """Exact attention of these queries, (B,H,rows,dv), at most LOGITS of its matrix at a time;
-    0 for one that sees no key."""
-    k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
-    dtype, (L, S) = compute_dtype(q, k, v), (q.shape[2], k.shape[2])
+    """Exact attention of these queries, (B,H,rows,dv); 0 for one that sees no key."""
+    k, v, dtype = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), compute_dtype(q, k, v)
+    L, S = q.shape[2], k.shape[2]
+    last = rows[:, None] + S - L if causal else torch.full_like(rows, S)[:, None]
+    seen = torch.arange(S, device=q.device) <= last
     if key_mask is not None:  # padding may hold anything
+        seen = seen & key_mask[:, None, None]
         k, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (k, v))
-    places, outputs = torch.arange(S, device=q.device), []
-    for some in rows.split(max(1, LOGITS // (q.shape[0] * q.shape[1] * S))):
-        hidden = places > (some[:, None] + S - L if causal else S)
-        if key_mask is not None:
-            hidden = hidden | ~key_mask[:, None, None]
-        logits = scaling * (q[:, :, some].to(dtype) @ k.to(dtype).mT)
-        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-        outputs.append(weights.masked_fill(hidden, 0) @ v.to(dtype))  # a row without keys would be NaN
-    return torch.cat(outputs, 2)
+    sees = seen.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q[:, :, rows].to(dtype), k.to(dtype), v.to(dtype), seen | ~sees, scale=scaling)
+    return out * sees
 
 
 # ---- description
 
 def describe_attention(model: nn.Module):
     """A DataFrame with COLUMNS, a row for each attention module; last those that cannot be swapped."""
-    try:
-        import pandas as pd
-    except ImportError:
-        raise ImportError("describe_attention returns a DataFrame: pip install pandas, or crt_exp[run]") from None
+    import pandas as pd
+
     rows = [_row(i, path, module) for i, (path, module) in enumerate(swappable(model))]
     rows += [_row(None, path, module) for path, module in others(model)]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})
@@ -251,8 +243,7 @@ def describe_attention(model: nn.Module):
 def _row(i: int | None, path: str, module: nn.Module) -> dict[str, Any]:
     state = module._modules.get("swapped")
     row = {"layer": i, "path": path, "type": module.__dict__.get("unswapped_class", type(module)).__name__,
-           "reached": {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)],
-           "parameters": sum(p.numel() for p in module.parameters())}
+           "reached": {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)]}
     if state is None:
         return row | {"mechanism": "cannot be swapped" if i is None else "unchanged"}
     row["mechanism"] = state.mechanism
@@ -282,29 +273,3 @@ def _params(state: RandomFeatureAttention):
     running = state.keeps_statistics and float(state.running_weight) > 0
     stats = state.running_statistics() if running else getattr(state, "seen", None)
     return None if stats is None and state.phi.fitted else state.phi.fit(stats)
-
-
-@torch.no_grad()
-def attention_matrices(model: nn.Module, *inputs: Tensor,
-                       keep: Callable[[Tensor], Tensor] = lambda A: A) -> list[Tensor]:
-    """keep(A) of each layer's matrix A (B, H, L, L) in one forward pass, in the order of the calls; rows sum to 1.
-
-    A linear attention never forms its matrix, but that is its output for the unit vectors as values. Layers are those
-    that were swapped, and of models that were made with a `Mechanism` their own. Raises ValueError where there are
-    none: `swap_attention(model, "exact")` makes exact attention visible too.
-    """
-    matrices, states = [], [part.swapped for part in model.modules() if "swapped" in part._modules]
-    states = states or [part for part in model.modules() if isinstance(part, (LinearAttention, Baseline))]
-    if not states:
-        raise ValueError(f"no attention of this {type(model).__name__} is swapped: call swap_attention(model, 'exact')")
-
-    def note(state: nn.Module, args: tuple, out: Tensor) -> None:
-        q, k, _, *mask = args
-        unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
-        matrices.append(keep(state.forward(q, k, unit, *mask)))  # not called as a module, which would come here again
-
-    with ExitStack() as stack:
-        for state in states:
-            stack.callback(state.register_forward_hook(note).remove)
-        model(*inputs)
-    return matrices

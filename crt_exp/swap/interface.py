@@ -8,7 +8,7 @@ imports it by the hook of its modules.
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from crt_exp.swap.call import attend, check_mask, known_true
 
@@ -144,19 +144,16 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
         mask, causal = (None if bool(mask.all()) else mask[:, None, None]), True
     elif mask is not None:
         causal = False  # the pairs say everything
-    if causal and L > 1 and (mask is not None or matrix or L != S):
+    if causal and L > 1 and (mask is not None or L != S):
         past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)
         mask = past if mask is None else mask & past
     if mask is not None and mask.dtype == torch.bool:
         mask = mask | ~mask.any(-1, keepdim=True)  # a query that sees no key would be NaN
-    if not matrix:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal, **extras)
-    key, value = (repeat_kv(t, query.shape[1] // t.shape[1]) for t in (key, value))
-    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    weights = nn.functional.dropout(logits.softmax(-1, dtype=torch.float32).to(value.dtype), dropout)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    dv = value.shape[-1]
+    if matrix:  # its columns are the outputs for unit vectors
+        value = torch.cat([value, torch.eye(S).to(value).expand(*value.shape[:2], S, S)], -1)
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal, **extras)
+    return out[..., :dv], out[..., dv:].transpose(1, 2) if matrix else None
 
 
 for _name, _mask in {INTERFACE: interface_mask,
