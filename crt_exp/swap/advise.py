@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from crt_exp.atomic_write import whole
-from crt_exp.config import place
 from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.measure.times import ratio
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, predicts
 from crt_exp.swap.calibration import eval_mode, learns
-from crt_exp.swap.saved import holders
 
 EXACT, UNIFORM = "exact", "uniform"
 TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # by default
@@ -40,7 +39,7 @@ MARGIN = 1.05
 
 def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
            labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
-           attentions: Sequence[str | type] | None = None, samples: int | None = None, calibration: int = 4,
+           attentions: Sequence[str] | None = None, samples: int | None = None, calibration: int = 4,
            rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0) -> "Advice":
     """Try other attention in a pretrained model; return what each costs and which to take.
 
@@ -50,7 +49,7 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
             model of images a tensor (n, C, H, W); for any other model a list of dictionaries of its arguments.
         labels: classes (n,) of the images. Without labels, outputs are compared with those of exact attention.
         length: tokens of a text; default: 512, or the model's positions where they are fewer.
-        attentions: strings such as "window block=32", or classes; default: TRIED.
+        attentions: such as "window block=32"; default: TRIED.
         samples: samples to judge on (default: 8 texts, 64 images, 16 others); intervals are over these.
         calibration: further samples, to which attention is fitted.
         rounds: of the times; medians count. tolerance: allowed loss increase, nats.
@@ -59,7 +58,8 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
     data do not fit, and for too few samples.
     """
     with eval_mode(model):
-        if _are_texts(texts):
+        first = texts if isinstance(texts, str | Tensor) else texts[0]
+        if isinstance(first, str) or (isinstance(first, Tensor) and not first.is_floating_point()):
             ids = (texts if isinstance(texts, Tensor) else _tokens(texts, tokenizer)).flatten().long()
             length = length_of(model, length, LEAST)
             rows = ids[:len(ids) // length * length].view(-1, length)
@@ -128,10 +128,8 @@ class Advice:
         return self.repeated_loss is not None and self.loss - self.repeated_loss >= USES
 
     @property
-    def table(self):
+    def table(self) -> pd.DataFrame:
         """A DataFrame of text, one row an attention."""
-        import pandas as pd
-
         others = self.rows[1:]
         cells = {"attention": [row.attention for row in self.rows],
                  "loss increase": [f"(loss {self.loss:.3f})", *(shown(r.above, r.above_ci95) for r in others)]}
@@ -149,8 +147,6 @@ class Advice:
 
     def save(self, directory: str | Path) -> None:
         """Writes advise.csv, advise.md and advise.png into a folder."""
-        import pandas as pd
-
         folder, table = Path(directory), self.table
         folder.mkdir(parents=True, exist_ok=True)
         sentence = f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed."
@@ -165,12 +161,6 @@ class Advice:
 
 # ---- samples
 
-def _are_texts(data: Any) -> bool:
-    if isinstance(data, Tensor):
-        return not data.is_floating_point()
-    return isinstance(data, str) or all(isinstance(each, str) for each in data)
-
-
 def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
     if tokenizer is None:
         raise ValueError("texts are strings: give tokenizer=AutoTokenizer.from_pretrained(...), or token ids")
@@ -182,9 +172,8 @@ def text_bench(model: nn.Module, rows: Tensor, samples: int | None, calibration:
                ) -> TextBench:
     """rows: (n, length) token ids. Raises ValueError for models that predict neither masked nor next tokens."""
     predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
-    if predicted is None or not hasattr(next(iter(holders(model))).config, "vocab_size"):
-        raise ValueError(f"{type(model).__name__} predicts no tokens: for texts load a language model of transformers "
-                         "by AutoModelForCausalLM or AutoModelForMaskedLM")
+    if predicted is None:
+        raise ValueError(f"{type(model).__name__} predicts no tokens: load it by AutoModelForCausalLM or ...MaskedLM")
     if predicted == MASKED and mask is None:
         raise ValueError(f"{type(model).__name__} predicts masked tokens: give tokenizer=..., one with a mask token")
     judged, training = spread(len(rows), samples or SAMPLES["texts"], calibration, f"texts of {rows.shape[1]} tokens")
@@ -205,28 +194,27 @@ def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, samples: 
 def spread(count: int, samples: int, calibration: int, noun: str) -> tuple[list[int], list[int]]:
     """Indices of evenly spread samples to judge on, and of those to fit to after them."""
     if samples < 2 or calibration < 1 or count < samples + calibration:
-        raise ValueError(f"samples={samples}, calibration={calibration}: expected samples >= 2, calibration >= 1, and "
-                         f"at most {count} together, the number of {noun}")
+        raise ValueError(f"samples={samples}, calibration={calibration}: expected at least 2 and 1, of {count} {noun}")
     chosen = torch.linspace(0, count - 1, samples + calibration).round().long().tolist()
     return chosen[:samples], chosen[samples:]
 
 
 # ---- measuring
 
-def mechanisms(attentions: Sequence[str | type] | None, seed: int = 0) -> dict[str, Mechanism | None]:
+def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mechanism | None]:
     """Attention by its name, exact (None) first. Raises ConfigError for unknown names and options."""
     names = TRIED if attentions is None else attentions
-    return {EXACT: None} | {place(each): Mechanism.parse(each, seed=seed) for each in names if each != EXACT}
+    return {EXACT: None} | {name: Mechanism.parse(name, seed=seed) for name in names if name != EXACT}
 
 
 def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Iterator[dict[str, Any]]:
     """A record for each attention with its losses and memory, then one for each length with the times of all."""
-    longest = bench.timed()[bench.length]
+    longest = bench.timed[bench.length]
     for label, attention in methods.items():
         losses = bench.losses(attention)
         print(f"advise: {label}: {statistics.mean(losses['loss']):.3f} nats", file=sys.stderr, flush=True)
         yield {"attention": label, **losses, "mib": bench.memory(attention, longest)}
-    for length, piece in bench.timed().items():
+    for length, piece in bench.timed.items():
         times = bench.times(methods, piece, rounds)
         print(f"advise: {length} tokens timed", file=sys.stderr, flush=True)
         yield {"length": length, "ms": times}

@@ -61,7 +61,9 @@ def quiet() -> Iterator[None]:
 class Bench:
     """A model in eval mode, `judged` pieces, and `training` pieces that attention is fitted to.
 
-    Raises ValueError for a model that is swapped already.
+    Subclasses give `loss(i)` of judged piece i in nats, `timed`, the pieces to time by the number of tokens that
+    attention has in them, in growing order, and where `repeats` > 0 `repeated_loss(i)`. Raises ValueError for a model
+    that is swapped already.
     """
 
     noun = "pieces"     # what tables call them
@@ -127,14 +129,6 @@ class Bench:
 
     # ---- losses
 
-    def loss(self, i: int) -> float:
-        """Of judged piece i, nats."""
-        raise NotImplementedError
-
-    def repeated_loss(self, i: int) -> float:
-        """Of the second half of a row that is the first half of judged row i twice, nats."""
-        raise NotImplementedError
-
     @torch.no_grad()
     def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:
         """Nats of each judged piece, `loss`, and of the first `repeats` pieces `repeated`.
@@ -150,14 +144,10 @@ class Bench:
 
     # ---- time and memory
 
-    def timed(self) -> dict[int, Any]:
-        """Pieces to time by the number of tokens that attention has in them, in growing order."""
-        raise NotImplementedError
-
     @property
     def length(self) -> int:
         """Tokens of the longest piece."""
-        return max(self.timed())
+        return max(self.timed)
 
     def times(self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int) -> dict[str, list[float]]:
         """Milliseconds of a pass in each round, in which all attentions take turns, after an untimed call each."""
@@ -194,7 +184,10 @@ class TextBench(Bench):
         self.predicts, self.rows, self.mask, self.special = predicts(model), rows, mask, torch.tensor([*special]).long()
         self.causal = self.predicts == NEXT
         self.options = {"use_cache": False} if self.causal else {}
-        if self.causal and rows.shape[1] >= 4 * UNSURE:
+        L = rows.shape[1]
+        lengths = [SHORTEST * 2**i for i in range(L.bit_length()) if SHORTEST * 2**i < L]
+        self.timed = {length: rows[:1, :length] for length in [*lengths, L]}
+        if self.causal and L >= 4 * UNSURE:
             self.repeats = min(REPEATED, len(rows))
 
     def fit(self, attention: Mechanism) -> None:
@@ -207,18 +200,12 @@ class TextBench(Bench):
         """Without the logits of all tokens, which would hide the rest."""
         self.model.base_model(input_ids=ids.to(self.device), **self.options)
 
-    def timed(self) -> dict[int, Tensor]:
-        """Powers of two below the length of the rows, and that."""
-        L, lengths = self.rows.shape[1], []
-        while SHORTEST * 2**len(lengths) < L:
-            lengths.append(SHORTEST * 2**len(lengths))
-        return {length: self.rows[:1, :length] for length in [*lengths, L]}
-
     def loss(self, i: int) -> float:
         """Nats a predicted token of row i."""
         return float(self.nats(*self.asked(i)).mean())
 
     def repeated_loss(self, i: int) -> float:
+        """Nats a token of the second half of a row that is the first half of row i twice."""
         half = self.rows.shape[1] // 2
         inputs, labels = following(self.rows[i:i + 1, :half].repeat(1, 2))
         labels[:, :half + UNSURE - 1] = IGNORED
@@ -293,11 +280,8 @@ class BatchBench(Bench):
                  labels: Sequence[Tensor] | None = None, noun: str = "pieces", seed: int = 0):
         super().__init__(model, judged, training, seed)
         self.labels, self.noun = labels, noun
-        longest = max(judged, key=_numbers)
-        queries, _ = self.watched(longest, lambda state, given, out: given[0].shape[2])
-        self.pieces = {max(queries): longest}
-        with torch.no_grad():
-            outputs = [self.run(piece) for piece in judged]
+        queries, outputs = zip(*(self.watched(piece, lambda state, given, out: given[0].shape[2]) for piece in judged))
+        self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
         self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
         self.own = None if self.labelled else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]
 
@@ -307,9 +291,6 @@ class BatchBench(Bench):
             return float(loss)
         wanted = self.own[i] if self.labels is None else self.labels[i].to(self.device)
         return float(F.cross_entropy(scores(out).float().flatten(0, -2), wanted))
-
-    def timed(self) -> dict[int, Any]:
-        return self.pieces
 
 
 def own_loss(out: Any, piece: Any) -> Tensor | None:
@@ -326,8 +307,3 @@ def scores(out: Any) -> Tensor:
     if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
         raise ValueError("the model gives neither a loss nor class scores: load it with its head, or give labels")
     return out
-
-
-def _numbers(piece: Any) -> int:
-    tensors = piece.values() if isinstance(piece, Mapping) else [piece]
-    return sum(t.numel() for t in tensors if isinstance(t, Tensor))

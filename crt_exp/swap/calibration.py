@@ -54,11 +54,17 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
 
     Returns the model. Raises ValueError where no layer has random features, and for no batches.
     """
+    states = _states(model)
     with ExitStack() as stack:
-        for state in _states(model).values():
+        for state in states.values():
             stack.callback(state.register_forward_hook(Watcher(state), with_kwargs=True).remove)
         fill_statistics(model, batches)
-    _warn_of_errors(model)
+    worse = [f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
+             for path, state in states.items() if state.measured.error > state.measured.uniform]
+    if worse:
+        warnings.warn(f"in {len(worse)} of {len(states)} layers the output is further from exact attention than the "
+                      f"mean of the values is: {', '.join(worse[:3])}: take more features (m), or leave layers out",
+                      stacklevel=2)
     return model
 
 
@@ -109,16 +115,6 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
     return states
 
 
-def _warn_of_errors(model: nn.Module) -> None:
-    states = _states(model)
-    worse = [f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
-             for path, state in states.items() if state.measured.error > state.measured.uniform]
-    if worse:
-        warnings.warn(f"in {len(worse)} of {len(states)} layers the output of the new attention is further "
-                      f"from exact attention than the mean of the values is: {', '.join(worse[:3])}. Take more "
-                      "features (m), another mechanism, or leave layers out with layers=[...]", stacklevel=3)
-
-
 def call(model: nn.Module, batch):
     """The model's output for a batch, as `calibrate_attention` takes it."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -146,14 +142,9 @@ class Measured:
     error: float = 0.0    # of the difference between the layer's output and that
     uniform: float = 0.0  # of the difference between uniform attention and that
 
-    @property
-    def relative_error(self) -> float:
-        """|output - exact| / |exact|, Frobenius."""
-        return (self.error / self.exact) ** 0.5 if self.exact else math.nan
-
-    @property
-    def relative_uniform(self) -> float:
-        return (self.uniform / self.exact) ** 0.5 if self.exact else math.nan
+    # |output - exact| / |exact|, Frobenius
+    relative_error = property(lambda self: math.sqrt(self.error / self.exact) if self.exact else math.nan)
+    relative_uniform = property(lambda self: math.sqrt(self.uniform / self.exact) if self.exact else math.nan)
 
 
 class Watcher:
@@ -167,21 +158,18 @@ class Watcher:
         q, k, v, key_mask = call_arguments(*args, **kwargs)
         measure(state, q, k, v[..., :state.columns], key_mask)
         if isinstance(state, RandomFeatureAttention) and not state.running:
-            self._see(state, state._statistics(state.normalized(q), state.normalized(k), key_mask))
+            self.count += 1
+            stats = state._statistics(state.normalized(q), state.normalized(k), key_mask)
+            state.seen = Statistics(*(self._pooled(state.moments, getattr(stats, side), getattr(state.seen, side, None))
+                                      for side in "xy"))
 
-    def _see(self, state: RandomFeatureAttention, stats: Statistics) -> None:
-        self.count += 1
-        sides = {}
-        for side in "xy":
-            moments = getattr(stats, side)
-            pooled = {name: getattr(moments, name).mean(0) for name in state.moments}
-            pooled["minimum"] = moments.minimum.amin(0)
-            if state.seen is not None:
-                old = getattr(state.seen, side)
-                mixed = {name: torch.lerp(getattr(old, name), pooled[name], 1 / self.count) for name in state.moments}
-                pooled = mixed | {"minimum": torch.minimum(old.minimum, pooled["minimum"])}
-            sides[side] = Moments.known(**pooled)
-        state.seen = Statistics(sides["x"], sides["y"])
+    def _pooled(self, names: tuple[str, ...], new: Moments, old: Moments | None) -> Moments:
+        """The mean over the batch and over calls, and the least of the minima."""
+        pooled = {name: getattr(new, name).mean(0) for name in names} | {"minimum": new.minimum.amin(0)}
+        if old is not None:
+            pooled = {name: torch.lerp(getattr(old, name), value, 1 / self.count) for name, value in pooled.items()}
+            pooled["minimum"] = torch.minimum(old.minimum, new.minimum.amin(0))
+        return Moments.known(**pooled)
 
 
 @torch.no_grad()

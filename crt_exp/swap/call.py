@@ -80,8 +80,7 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
     sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
     fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
     if not fits or any(one not in (1, whole) for one, whole in zip(mask.shape, sizes)):
-        raise ValueError(f"{path}: attention_mask: the shape {tuple(mask.shape)} does not fit {L} queries and {S} keys "
-                         f"of {B} sequences: expected (batch, tokens)")
+        raise ValueError(f"{path}: attention_mask of shape {tuple(mask.shape)}: expected (batch, tokens), here {B, S}")
 
 
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
@@ -114,8 +113,7 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
         return S
     used = _last_used(keep)
     if used != queries and S - used >= queries - 1:
-        raise ValueError(f"{path}: {queries} queries that all see the first {used} of {S} keys: the mask does not say "
-                         "where the queries stand: leave out padding after the first token")
+        raise ValueError(f"{path}: {queries} queries that all see the first {used} of {S} keys: pad on the left")
     return used if used == queries else S
 
 

@@ -236,7 +236,7 @@ def what_is_passed(kind: type) -> Passed:
     keywords = frozenset(word.arg for call in calls for word in call.keywords
                          if word.arg and getattr(word.value, "value", word.value) is not None)
     masks = [call.args[4:5] or [word.value for word in call.keywords if word.arg == "attention_mask"] for call in calls]
-    return Passed(keywords, parameters, any(_computed(mask, tree, parameters) for each in masks for mask in each))
+    return Passed(keywords, parameters, any(_computed(mask, tree) for each in masks for mask in each))
 
 
 def _calls_interface(call: ast.Call) -> bool:
@@ -247,25 +247,22 @@ def _calls_interface(call: ast.Call) -> bool:
             and (len(call.args) >= 4 or {"query", "key", "value"} <= named))
 
 
-def _computed(mask: ast.expr | None, tree: ast.AST, parameters: frozenset[str],
-              seen: frozenset[str] = frozenset()) -> bool:
+def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
     """Whether an expression for a mask is more than a choice between, or a part of, masks that were given."""
     match mask:
         case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):  # out of a mapping that was given
-            return False
+            parts = []
         case ast.Name(id=name):
-            if name in seen:
-                return False
-            values = [value for target, value in _assignments(tree) if target == name]
-            return any(_computed(value, tree, parameters, seen | {name}) for value in values)
+            parts = [] if name in seen else [value for target, value in _assignments(tree) if target == name]
+            seen = seen | {name}
         case ast.IfExp(body=one, orelse=other):
-            return any(_computed(value, tree, parameters, seen) for value in (one, other))
-        case ast.Subscript(value=whole) | ast.Attribute(value=whole):
-            return _computed(whole, tree, parameters, seen)
-        case ast.Call(func=ast.Attribute(value=whole, attr="to")):
-            return _computed(whole, tree, parameters, seen)
+            parts = [one, other]
+        case (ast.Subscript(value=whole) | ast.Attribute(value=whole)
+              | ast.Call(func=ast.Attribute(value=whole, attr="to"))):
+            parts = [whole]
         case _:
             return True
+    return any(_computed(part, tree, seen) for part in parts)
 
 
 def _assignments(tree: ast.AST):

@@ -40,8 +40,7 @@ def refuse_replaced(module: nn.Module, *_) -> None:
     """A forward pre-hook: raises ValueError where the configuration names another attention since the swap."""
     if not is_ours(module.config):
         raise ValueError(f"{module.swapped.path}: its config._attn_implementation is now "
-                         f"{module.config._attn_implementation!r} in the place of {module.swapped.mechanism}: call "
-                         "unswap_attention(model), or swap_attention again")
+                         f"{module.config._attn_implementation!r}: call unswap_attention or swap_attention again")
 
 
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -69,9 +68,8 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
         key, value = key[:, :, :used], value[:, :, :used]
     if state is None:
         return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
-    for name in EXTRAS:
-        if extras.get(name) is not None:
-            raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
+    if given := [name for name in EXTRAS if extras.get(name) is not None]:
+        raise ValueError(f"{state.path}: linear attention has no {given[0]}: leave this layer out with layers=[...]")
     keep, mask = None, attention_mask
     if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2]) and (
             attention_mask.ndim == 2 or query.shape[2] > 1):
@@ -123,8 +121,7 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
     if mask is None or mask.ndim != 2:
         return False
     if mask.dtype != torch.bool:
-        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: "
-                         "it does not say whether it is causal; leave this layer out with layers=[...]")
+        raise ValueError(f"{path}: is the model's own mask of {mask.dtype} causal? Leave this layer out, layers=[...]")
     return True
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crt_exp.config import ConfigError, json_object
+from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap import saved
 from crt_exp.swap.families import attention_modules
@@ -31,20 +31,9 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     """
     if (published := saved.fetched(folder)) is not None:
         return auto.from_pretrained(published, **options)
-    if options.get("variant"):
-        raise ConfigError(f"variant={options['variant']}: expected weights in model.safetensors: {ANEW}")
-    config = Path(folder) / (options.get("subfolder") or "") / "config.json"
-    if config.is_file():    # before other code reads it
-        json_object(config)
-    safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
-    try:
-        with saved.ignoring_buffers():
-            model = auto.from_pretrained(folder, **(safely | options))
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ConfigError(f"{folder}: its config.json asks for code that lies there (auto_map), which is not run: give "
-                          "the model's own class, or, once you have read that code, trust_remote_code=True") from None
+    safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}  # without a question
+    with saved.ignoring_buffers():
+        model = auto.from_pretrained(folder, **(safely | options))
     if (record := saved.take_record(model)) is None:
         raise ConfigError(f"{folder}: its config.json has no {saved.KEY}, so it holds no swapped model: {ANEW}")
     files = saved.weight_files(folder, **{key: options[key] for key in FETCHING if key in options})
@@ -55,7 +44,9 @@ def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder
     """Swaps the attention of a model, which has its own, as the record says."""
     if record.get("open"):
         raise ConfigError(f"{folder}: its record is one of an earlier crt_exp, {record.get('version')}: {ANEW}")
-    mechanisms = [_mechanism(each, folder) for each in record["mechanisms"]]
+    if objects := [each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)]:
+        raise ConfigError(f"{folder}: {objects[0]} was built of objects, which no folder holds: {ANEW}")
+    mechanisms = [Mechanism.of_saved(each, str(folder)) for each in record["mechanisms"]]
     numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
     for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
         if layers := [i for i, other in enumerate(numbers) if other == number]:
@@ -65,14 +56,6 @@ def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder
     saved.restore(model, states, files, folder, strict=True)
     saved.write_record(model)
     return model
-
-
-def _mechanism(content: dict[str, Any], folder: str | Path) -> Mechanism:
-    """Raises ConfigError for what names do not rebuild."""
-    if not content.get("rebuilds", True):
-        raise ConfigError(f"{folder}: its attention {content.get('name')} was built of objects, which are not stored: "
-                          f"{ANEW} with the same objects")
-    return Mechanism.of_saved(content, str(folder))
 
 
 def _number(path: str, layers: dict[str, int | None], folder: str | Path) -> int | None:

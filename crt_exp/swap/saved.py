@@ -64,9 +64,7 @@ def check_record(record: Any, source: Any) -> dict[str, Any]:
         check(KEY, record, dict)
         mechanisms, layers = (record.get(key) for key in ("mechanisms", "layers"))
         check("mechanisms", mechanisms, Sequence[dict])
-        check("layers", layers, dict)
-        for path, number in layers.items():
-            check(f"layers.{path}", number, Annotated[Whole, Field(lt=len(mechanisms))] | None)
+        check("layers", layers, dict[str, Annotated[Whole, Field(lt=len(mechanisms))] | None])
         if all(number is None for number in layers.values()):
             raise ConfigError("none of its layers is swapped")
     except (ConfigError, RecursionError) as error:

@@ -42,9 +42,8 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     for i, state in states.items():
         state.record = {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
         module = places[i].module
-        swapped = families.swapped_class(module)
         module.swapped = state
-        if swapped is not None and type(module) is not swapped:
+        if (swapped := families.swapped_class(module)) not in (None, type(module)):
             module.__dict__.setdefault("unswapped_class", type(module))
             module.__class__ = swapped
     _tell_libraries(model)
@@ -84,10 +83,8 @@ def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths. Raises ValueError where there are none."""
     if modules := families.attention_modules(model):
         return modules
-    others = families.others(model)
-    hint = f"; what it has is of other kinds: {_names(others)}" if others else ""
-    raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on "
-                     f"the attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
+    raise ValueError(f"no attention found in this {type(model).__name__} that swap_attention knows; of other kinds: "
+                     f"{_names(families.others(model)) or 'none'}")
 
 
 class Place(NamedTuple):
@@ -113,8 +110,8 @@ def _warn_of_others(model: nn.Module, windows: list[Place]) -> None:
     if others := families.others(model):
         warnings.warn(f"attention of other kinds stays as it is in this {kind}: {_names(others)}", stacklevel=4)
     if windows:
-        warnings.warn(f"{len(windows)} attention layers of this {kind} see a window only, in time linear in the length "
-                      f"already: they stay as they are: {_names(windows)}", stacklevel=4)
+        warnings.warn(f"{len(windows)} attention layers of this {kind} see a window only and stay as they are: "
+                      f"{_names(windows)}", stacklevel=4)
 
 
 def _names(parts: list[tuple]) -> str:
@@ -142,9 +139,8 @@ def _refuse(places: list[Place], chosen: list[int]) -> None:
         return
     first = min(refused, key=lambda place: place.reason.startswith(SEES))  # windows alone would stay
     fit = [i for i, place in enumerate(places) if not place.reason]
-    way = f"layers='supported' swaps those that can be, {fit}" if fit else "no layer of this model can be swapped"
-    raise ValueError(f"{_names([first])}: this attention {first.reason}, which linear attention cannot represent; "
-                     f"{way}")
+    way = f"layers='supported' swaps {fit}" if fit else "no layer can be swapped"
+    raise ValueError(f"{_names([first])}: this attention {first.reason}, which no linear attention represents; {way}")
 
 
 # ---- making and attaching
@@ -242,5 +238,4 @@ def _tell_unreached(model: nn.Module, *_) -> None:
         module.swapped.__dict__["reached"] = False
     if unreached:
         warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} swapped modules: "
-                      f"{_names(unreached)}; they may serve other inputs, or the model computes their attention by "
-                      "other means, which swapping does not change", stacklevel=3)
+                      f"{_names(unreached)}: other inputs may, or the model computes attention itself", stacklevel=3)

@@ -189,8 +189,8 @@ def test_candidates_and_bad_inputs():
     assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
     for given, message in (
             ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "expected 32 to 256 tokens"),
-            ({"length": 8}, "expected 32 to 256"), ({"samples": 50}, "at most 18 together"),
-            ({"samples": 1}, "expected samples >= 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
+            ({"length": 8}, "expected 32 to 256"), ({"samples": 50}, "at least 2 and 1, of 18 texts"),
+            ({"samples": 1}, "expected at least 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
             ({"attentions": ["nearfar blocks=3"]}, "blocks")):
         with pytest.raises((ValueError, ConfigError), match=message):
             crt_exp.advise(llama(), **({"texts": ids(), "length": 64} | given))
@@ -252,7 +252,7 @@ def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_pa
 
 @pytest.mark.parametrize("words, message", [
     (["task.length=1000"], "expected 32 to 256 tokens"), (["task.text=null"], "one of task.text, task.images"),
-    (["task.samples=1", "task.length=64"], "expected samples >= 2"), (["task.samples=900"], "the number of texts"),
+    (["task.samples=1", "task.length=64"], "expected at least 2"), (["task.samples=900"], "of 9 texts of 256 tokens"),
     (["task.attentions=[favour]"], "unknown attention"),
     (["task.attentions=['window 8']"], "expected a name, then key=value"),
     (["task.tolerance=0"], "tolerance"),

@@ -52,7 +52,7 @@ def test_losses_are_those_of_their_definition():
     pieces = x.split(1)
     labelled = BatchBench(model, pieces[:5], pieces[5:], labels=labels.split(1))
     bare = BatchBench(model, pieces[:5], pieces[5:])
-    assert list(bare.timed()) == [17]                                    # 16 patches and a token
+    assert list(bare.timed) == [17]                                    # 16 patches and a token
     own, arm = model(x[3:4]), Mechanism.of("window", block=4, first=1)
     found, divergence = (bench.losses(arm)["loss"][3] for bench in (labelled, bare))
     divergence -= bare.losses(None)["loss"][3]
@@ -92,7 +92,7 @@ def test_dictionaries_are_what_the_model_takes():
 
 def test_bad_pieces_are_refused():
     for given, message in (
-            ({"samples": 50}, "at most 7 together"), ({"labels": torch.zeros(3)}, "expected 7, one for each.*got 3"),
+            ({"samples": 50}, "of 7 images"), ({"labels": torch.zeros(3)}, "expected 7, one for each.*got 3"),
             ({"texts": torch.arange(5000)}, "predicts no tokens")):
         with pytest.raises(ValueError, match=message):
             crt_exp.advise(vit(), **({"texts": images(), "samples": 3} | given))

