@@ -8,7 +8,7 @@ from scipy.stats import wasserstein_distance
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure import language_distributions
-from crt_exp.measure.advise_distributions import ClassDistributions, distances, estimator
+from crt_exp.measure.language_distributions import ClassDistributions, distances, estimator
 
 METHODS = ["favor", "favorp", "favorpp", "gerf", "hrf_angular", "hrf_gaussian", "hrf_cluster"]
 
