@@ -13,11 +13,10 @@ _HOMES = {
     "crt_exp.estimators.kernel_regression": ("KernelRegressionClassifier", "KernelRegressionRegressor"),
     "crt_exp.estimators.ridge": ("RandomFeatureClassifier", "RandomFeatureRidge"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
-    "crt_exp.swap.calibration": ("calibrate_attention",),
-    "crt_exp.swap.describe": ("describe_attention",),
+    "crt_exp.swap.calibration": ("calibrate_attention", "describe_attention"),
     "crt_exp.swap.swap": ("unswap_attention",),
-    "crt_exp.pretrained.saved": ("from_pretrained",),
-    "crt_exp.advice.call": ("advise",),
+    "crt_exp.swap.pretrained": ("from_pretrained",),
+    "crt_exp.swap.advise": ("advise",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from crt_exp import swap_attention
-from crt_exp.advice.call import mechanisms
+from crt_exp.swap.advise import mechanisms
 from crt_exp.attention import Window
 from crt_exp.config import CONF, ConfigError, choices, own_names
 from crt_exp.features import OPRF, PosRF, Sum

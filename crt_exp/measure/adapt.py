@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.advice.bench import fitted, quiet
+from crt_exp.swap.bench import fitted, quiet
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import SwapMeasurement, pretrained
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.trainer_config import Adapters
 from crt_exp.swap.calibration import learns
-from crt_exp.swap.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
+from crt_exp.tasks.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
 from crt_exp.tasks.mlm import following
 from crt_exp.measure.times import PROCESSOR, milliseconds, threads
 from crt_exp.measure.variance import mnist_file

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.bench import LayerCall
 from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
@@ -29,7 +28,7 @@ from crt_exp.features.base import Params
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import SwapMeasurement, check_estimates
 from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
-from crt_exp.measure.fidelity import Subject, relative_error
+from crt_exp.measure.fidelity import LayerCall, Subject, relative_error
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence

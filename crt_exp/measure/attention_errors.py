@@ -6,7 +6,8 @@ Notation: H heads of all layers, n sequences.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.bench import fitted
-from crt_exp.attention import DenominatorCount, attention
+from crt_exp.swap.bench import fitted
+from crt_exp.attention import Baseline, DenominatorCount, LinearAttention, attention
 from crt_exp.attention.reference import softmax_attention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
@@ -34,7 +35,7 @@ from crt_exp.models import language
 from crt_exp.models.folder import WEIGHTS, folder_of
 from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.samplers.bias import measured_bias
-from crt_exp.swap.describe import attention_matrices
+from crt_exp.swap.calibration import swapped_states
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # 190, of different amino acids
 
@@ -219,6 +220,32 @@ def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
     """(heads, L, L) of each layer: the outputs for one-hot values. Causal maps are fitted to the letters."""
     tokens = read_by(model, letters)
     return [A[0] for A in attention_matrices(fitted(model, [tokens]), tokens)]
+
+
+@torch.no_grad()
+def attention_matrices(model: nn.Module, *inputs: Tensor,
+                       keep: Callable[[Tensor], Tensor] = lambda A: A) -> list[Tensor]:
+    """keep(A) of each layer's matrix A (B, H, L, L) in one forward pass, in the order of the calls; rows sum to 1.
+
+    A linear attention never forms its matrix, but that is its output for the unit vectors as values. Layers are those
+    that were swapped, and of models that were made with a `Mechanism` their own. Raises ValueError where there are
+    none: `swap_attention(model, "exact")` makes exact attention visible too.
+    """
+    found, states = [], swapped_states(model)
+    states = states or [part for part in model.modules() if isinstance(part, (LinearAttention, Baseline))]
+    if not states:
+        raise ValueError(f"no attention of this {type(model).__name__} is swapped: call swap_attention(model, 'exact')")
+
+    def note(state: nn.Module, args: tuple, out: Tensor) -> None:
+        q, k, _, *mask = args
+        unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
+        found.append(keep(state.forward(q, k, unit, *mask)))  # not called as a module, which would come here again
+
+    with ExitStack() as stack:
+        for state in states:
+            stack.callback(state.register_forward_hook(note).remove)
+        model(*inputs)
+    return found
 
 
 # ---- similarity of amino acids

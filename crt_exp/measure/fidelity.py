@@ -19,19 +19,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.advice.bench import LayerCall, Swap, looked_at
-from crt_exp.advice.bench_pieces import SHARE, TextBench, nats
-from crt_exp.advice.language import length_of, opened, positions, rows_of
 from crt_exp.data import text as data
 from crt_exp.data.text import official_file
 from crt_exp.measure import SwapMeasurement
+from crt_exp.measure.advise import length_in, opened, rows_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.options import Count, Several, Whole, checked
 from crt_exp.runner.configuration import kept_task
+from crt_exp.swap.bench import SHARE, TextBench, looked_at, nats
 from crt_exp.swap.calibration import learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2
+
+
+class LayerCall(NamedTuple):
+    """One call of an attention layer: q (1,H,L,d), k and v (1,Hkv,L,.), unscaled, and its output."""
+
+    path: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    causal: bool
+    output: Tensor
+
+    @classmethod
+    def of(cls, state: nn.Module, given: tuple, output: Tensor) -> "LayerCall":
+        return cls(state.path, *given[:3], state.scaling, state.causal, output)
 
 
 class Pass(NamedTuple):
@@ -62,12 +77,12 @@ class Subject(TextBench):
                  tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
                  cache_dir: str | Path | None = None):
         self.name = model
-        loaded, predicted, self.tokenizer = opened(model, tokenizer)
-        self.most, L = min(positions(loaded), 2**20), length_of(loaded, length)
+        loaded, self.tokenizer = opened(model, tokenizer)
+        L = length_in(loaded, length)
         check_apart(text, calibration)
 
         def pieces(source: str | Sequence[str], count: int, option: str) -> Tensor:
-            return spread(rows_of(source, predicted, self.tokenizer, L, cache_dir), count, source, option)
+            return spread(rows_of(source, loaded, self.tokenizer, L, cache_dir), count, source, option)
 
         super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
                          pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
@@ -125,7 +140,7 @@ class Subject(TextBench):
                  "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
         return record if exact.loss is None else record | {"above": now.loss - exact.loss}
 
-    def fit(self, attention: Swap) -> None:
+    def fit(self, attention: Mechanism) -> None:
         if self.training is None and learns(self.model):
             raise ValueError(f"attention {attention.name} of this model is fitted to training text: give "
                              "task.calibration=<file>, another than task.text")

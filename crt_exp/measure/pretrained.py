@@ -19,15 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from crt_exp.advice.bench import Bench, quiet
-from crt_exp.advice.bench_pieces import AT_ONCE, UNSURE, TextBench
+from crt_exp.swap.bench import AT_ONCE, UNSURE, Bench, TextBench, quiet
 from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.options import Count, checked
 from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.recall import attention_of
 from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
-from crt_exp.pretrained.published import fetched
+from crt_exp.swap.saved import fetched
 
 APART = 8192                  # tokens between the starts of two rows, so that lengths share their documents
 CHARACTERS = 1_500_000        # of a split that are read

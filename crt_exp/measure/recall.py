@@ -6,7 +6,7 @@ Notation: L tokens, H heads, R queries, d, dv.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
-from crt_exp.advice.bench import Layers, Swap, fitted
-from crt_exp.advice.bench_pieces import UNSURE, TextBench, following
+from crt_exp.swap.bench import UNSURE, TextBench, fitted, following
+from crt_exp.swap.swap import LayerMaker, swap_layers
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
@@ -254,7 +254,18 @@ def cells_at(length: int) -> int:
 BASELINES: dict[str, Callable[..., Tensor]] = {"largest": largest, "pages": pages, "clusters": clusters}
 
 
-def attention_of(method: str | Mechanism, **given: Any) -> Swap | None:
+@dataclass(frozen=True)
+class Layers:
+    """Attention of a maker of layers, for a bench in place of a `Mechanism`; `name` is what tables call it."""
+
+    make: LayerMaker
+    name: str
+
+    def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
+        return swap_layers(model, self.make, self.name, layers, saved=saved)
+
+
+def attention_of(method: str | Mechanism, **given: Any) -> Mechanism | Layers | None:
     """None for exact attention; a baseline in text ("pages keys=64"), or a method as `Mechanism.parse` reads it with
     what is given."""
     if isinstance(method, Mechanism):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from crt_exp.advice.bench import Bench, fitted, quiet
+from crt_exp.swap.bench import Bench, fitted, quiet
 from crt_exp.data import speech
 from crt_exp.data.text import generator_of
 from crt_exp.options import Count, Positive, Several, Whole, checked

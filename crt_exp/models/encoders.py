@@ -20,8 +20,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import folder
 from crt_exp.models.folder import check_numbers, whole_folder
 from crt_exp.options import did_you_mean
-from crt_exp.pretrained.published import fetched
-from crt_exp.swap.saved import KEY, check_record, take_record
+from crt_exp.swap.saved import KEY, check_record, fetched, take_record
 
 EXACT = Mechanism.of("exact").describe()
 WANTED = "a folder with config.json and model.safetensors, the directory of a run of task=mlm, or a name of the hub"

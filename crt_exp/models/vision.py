@@ -24,7 +24,7 @@ from crt_exp.options import did_you_mean
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import CONFIG, MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
-from crt_exp.pretrained.published import fetched
+from crt_exp.swap.saved import fetched
 
 SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said

@@ -108,13 +108,11 @@ class RecurrentLayer(DynamicLayer):
             self._check(swapped, query, causal, matrix, used)
             keep = self._new_padding(keep, query.shape[2], swapped.path)
         if first and not isinstance(self.state, RecallState):
-            out = at_once()
             key, value = (repeat_heads(t, swapped.recurrent_heads) for t in (key, value))
             self.state.take(swapped.scaled(key), value, keep)
-        else:
-            q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
-            out = self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
-        return out
+            return at_once()
+        q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
+        return self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
 
     def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
         """Whether these are the new keys and values as `update` gave them, and come for the first time."""
@@ -144,8 +142,7 @@ class RecurrentLayer(DynamicLayer):
         marks = _marks(swapped)
         same = self.owner() is swapped and all(a is b and x == y for (a, x), (b, y) in zip(self.marks, marks))
         if not same:
-            raise ValueError(f"{swapped.path}: noise or statistics changed since the cache was made (swap, redraw, "
-                             "training, calibration, loading): start with a new cache")
+            raise ValueError(f"{swapped.path}: noise or statistics changed since then: start with a new cache")
         for wrong, what in ((matrix, "output_attentions=True"), (swapped.training, "training mode"),
                             (torch.is_grad_enabled() and query.requires_grad, "a gradient"),
                             (query.shape[2] > 1 and not causal, "attention that is not causal"),
@@ -160,15 +157,10 @@ class RecurrentLayer(DynamicLayer):
         Raises ValueError where that differs for the past."""
         past, padded = self.length - new, 0 if self.padding is None else self.padding.shape[1]
         if keep is not None and keep.shape[1] != self.length:
-            raise ValueError(f"{path}: the attention mask has {keep.shape[1]} tokens: expected {past} of the cache and "
-                             f"{new} new ones")
-        if keep is None:
-            same = padded == 0
-        else:
-            same = (padded == 0 or torch.equal(keep[:, :padded], self.padding)) and bool(keep[:, padded:past].all())
-        if not same:
-            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than earlier calls did: "
-                             f"give the same mask, or {WHOLE}")
+            raise ValueError(f"{path}: attention mask of {keep.shape[1]} tokens: expected {past} cached, {new} new")
+        same = padded == 0 or (keep is not None and torch.equal(keep[:, :padded], self.padding))
+        if not same or (keep is not None and not bool(keep[:, padded:past].all())):
+            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than before: {WHOLE}")
         if keep is None or bool(keep[:, past:].all()):
             return None
         self._set_padding(keep)
@@ -192,8 +184,7 @@ class RecurrentLayer(DynamicLayer):
             return
         given, self.given = self.given, None
         if self.state is not None:
-            raise ValueError("no swapped attention took the new keys of a cache that keeps a recurrent state (was the "
-                             f"model unswapped, or its forward pass stopped?): start with a new cache, or {WHOLE}")
+            raise ValueError(f"no swapped attention took the new keys: start with a new cache, or {WHOLE}")
         self._keep_whole(*given)
 
     # ---- what generation asks of a layer

@@ -7,6 +7,7 @@ class of the module.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer, LinearAttention
@@ -78,8 +79,7 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
     sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
     fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
     if not fits or any(one not in (1, whole) for one, whole in zip(mask.shape, sizes)):
-        raise ValueError(f"{path}: attention_mask: the shape {tuple(mask.shape)} does not fit {L} queries and {S} keys "
-                         f"of {B} sequences: expected (batch, tokens)")
+        raise ValueError(f"{path}: attention_mask of shape {tuple(mask.shape)}: expected (batch, tokens), here {B, S}")
 
 
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
@@ -112,8 +112,7 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
         return S
     used = _last_used(keep)
     if used != queries and S - used >= queries - 1:
-        raise ValueError(f"{path}: {queries} queries that all see the first {used} of {S} keys: the mask does not say "
-                         "where the queries stand: leave out padding after the first token")
+        raise ValueError(f"{path}: {queries} queries that all see the first {used} of {S} keys: pad on the left")
     return used if used == queries else S
 
 
@@ -164,3 +163,103 @@ def _last_used(keep: Tensor) -> int:
 
 def known_true(keep: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(keep.all())
+
+
+# ---- torch.nn.MultiheadAttention, and with it TransformerEncoder and torchaudio's Conformer
+
+class SwappedMultiheadAttention(nn.Module):
+    """nn.MultiheadAttention with its parameters and arguments, but no subclass of it.
+
+    `need_weights=True`, torch's default, forms the (L, S) matrix: pass False where it is not needed.
+    """
+
+    # an encoder layer in eval mode takes its fast path where this is True
+    _qkv_same_embed_dim = property(lambda self: False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+                need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:
+        batched, time_first = query.ndim == 3, query.ndim == 3 and not self.batch_first
+        q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
+        padding = key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
+        keep = as_keep(padding, self.swapped.path)
+        mask, causal = self._mask(attn_mask, q, k, is_causal)
+        # a checkpointed module gets two tensors that share their memory
+        same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
+        out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, cross=not same,
+                             matrix=need_weights, dropout=self.dropout if self.training else 0.0)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        out = out.transpose(0, 1) if time_first else out if batched else out[0]
+        if matrix is None:
+            return out, None
+        matrix = matrix.mean(1) if average_attn_weights else matrix
+        return out, matrix if batched else matrix[0]
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        if self.in_proj_weight is not None and query is key and key is value:
+            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases))
+
+    def _split(self, t: Tensor, batched: bool, time_first: bool) -> Tensor:
+        t = t.transpose(0, 1) if time_first else t if batched else t[None]
+        return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _mask(self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
+        """torch's mask, True or -inf = removed, as one of kept pairs;
+        a hint that it is causal is believed for a square one."""
+        if mask is None or (is_causal and q.shape[2] == k.shape[2]):
+            return None, is_causal
+        mask = ~mask if mask.dtype == torch.bool else mask
+        return (mask.unflatten(0, q.shape[:2]) if mask.ndim == 3 else mask), is_causal
+
+
+# ---- timm
+
+class SwappedTimmAttention(nn.Module):
+    """timm.layers.Attention with its submodules and arguments."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        return self._attend(x, *projected.unbind(), attn_mask, is_causal)
+
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
+                rope: Tensor | None = None) -> Tensor:
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
+        out, _ = attend(self.swapped, q, k, v, mask=None if causal else mask, causal=causal,
+                        dropout=self.attn_drop.p if self.training else 0.0)
+        out = out.transpose(1, 2).flatten(2)
+        if hasattr(self, "norm"):
+            out = self.norm(out)
+        if getattr(self, "gate", None) is not None:
+            out = out * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+
+class SwappedTimmRotary(SwappedTimmAttention):
+    """timm's AttentionRope and EvaAttention: rotated queries and keys, one projection or three, grouped heads."""
+
+    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
+                is_causal: bool = False) -> Tensor:
+        return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv is None:
+            projected = tuple(project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        elif getattr(self, "q_bias", None) is None:
+            projected = self.qkv(x).chunk(3, -1)  # called, so that an adapter on it counts
+        else:
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+            projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
+
+    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
+        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+        before = self.num_prefix_tokens
+        return torch.cat([t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)], 2)

@@ -1,25 +1,47 @@
-"""The attention modules that can be swapped: how they are found, and how torch and timm call theirs.
+"""The attention modules that can be swapped: the table of families, their sizes, and what linear attention refuses.
 
 torch's MultiheadAttention and timm's Attention change their class in place, so that parameters, hooks and references to
-them stay. Hugging Face modules keep theirs: see `interface`.
+them stay. Hugging Face modules keep theirs: see `interface`. A linear attention keeps or removes keys, and knows causal
+order. Terms that a module adds to its logits for each pair, caps and sinks of the softmax, windows that cut, and keys
+chosen for each query are refused before the first call, by the attributes and the code of the module.
 """
 
+import ast
 import inspect
 import re
+import textwrap
 from functools import cache
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from crt_exp.swap.call import as_keep, attend
+from crt_exp.swap.call import SwappedMultiheadAttention, SwappedTimmAttention, SwappedTimmRotary
 
+TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
+        ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
+        ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
 # arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
 OTHER_SEQUENCE = re.compile(r"^(?!past_|hidden_states$)(.*_)?(keys?|states|context)(_|$)|^k$")
 CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORECASE)
+BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table",
+          "relative_position_bias", "alibi")
+# held by the layer, or by the model
+CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
+# kind of layer -> its size
+WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+SEES = "sees a window"                    # how the reason of such a layer begins
+ROTATIONS = (None, "rotary", "absolute")  # kinds of position embeddings that add nothing to the logits
+# Masks that are made outside the class and never are padding or causal, by the class or by the holder's
+# class and the attribute.
+OTHER_MASKS = {
+    "Sam3DetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
+    "Sam3LiteTextDetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
+    "T5Gemma2MergedAttention":
+        "attends to its own tokens, in causal order, and to the encoder's, in none, in one softmax",
+    "PixtralAttention": "keeps apart the images that are packed into one sequence",
+}
 
 
 class HeadSizes(NamedTuple):
@@ -29,111 +51,6 @@ class HeadSizes(NamedTuple):
     causal: bool
     scaling: float | None
     cross: bool = False
-
-
-# ---- torch.nn.MultiheadAttention, and with it TransformerEncoder and torchaudio's Conformer
-
-class SwappedMultiheadAttention(nn.Module):
-    """nn.MultiheadAttention with its parameters and arguments, but no subclass of it.
-
-    `need_weights=True`, torch's default, forms the (L, S) matrix: pass False where it is not needed.
-    """
-
-    # an encoder layer in eval mode takes its fast path where this is True
-    _qkv_same_embed_dim = property(lambda self: False)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-                need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:
-        batched, time_first = query.ndim == 3, query.ndim == 3 and not self.batch_first
-        q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
-        padding = key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
-        keep = as_keep(padding, self.swapped.path)
-        mask, causal = self._mask(attn_mask, q, k, is_causal)
-        # a checkpointed module gets two tensors that share their memory
-        same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
-        out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, cross=not same,
-                             matrix=need_weights, dropout=self.dropout if self.training else 0.0)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
-        out = out.transpose(0, 1) if time_first else out if batched else out[0]
-        if matrix is None:
-            return out, None
-        matrix = matrix.mean(1) if average_attn_weights else matrix
-        return out, matrix if batched else matrix[0]
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        if self.in_proj_weight is not None and query is key and key is value:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases))
-
-    def _split(self, t: Tensor, batched: bool, time_first: bool) -> Tensor:
-        t = t.transpose(0, 1) if time_first else t if batched else t[None]
-        return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-    def _mask(self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
-        """torch's mask, True or -inf = removed, as one of kept pairs;
-        a hint that it is causal is believed for a square one."""
-        if mask is None or (is_causal and q.shape[2] == k.shape[2]):
-            return None, is_causal
-        mask = ~mask if mask.dtype == torch.bool else mask
-        return (mask.unflatten(0, q.shape[:2]) if mask.ndim == 3 else mask), is_causal
-
-
-# ---- timm
-
-class SwappedTimmAttention(nn.Module):
-    """timm.layers.Attention with its submodules and arguments."""
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        return self._attend(x, *projected.unbind(), attn_mask, is_causal)
-
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
-                rope: Tensor | None = None) -> Tensor:
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
-        out, _ = attend(self.swapped, q, k, v, mask=None if causal else mask, causal=causal,
-                        dropout=self.attn_drop.p if self.training else 0.0)
-        out = out.transpose(1, 2).flatten(2)
-        if hasattr(self, "norm"):
-            out = self.norm(out)
-        if getattr(self, "gate", None) is not None:
-            out = out * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(out))
-
-
-class SwappedTimmRotary(SwappedTimmAttention):
-    """timm's AttentionRope and EvaAttention: rotated queries and keys, one projection or three, grouped heads."""
-
-    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
-                is_causal: bool = False) -> Tensor:
-        return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.qkv is None:
-            projected = tuple(project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
-        elif getattr(self, "q_bias", None) is None:
-            projected = self.qkv(x).chunk(3, -1)  # called, so that an adapter on it counts
-        else:
-            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-            projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
-        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
-
-    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
-        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-
-        before = self.num_prefix_tokens
-        return torch.cat([t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)], 2)
-
-
-TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
-        ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
-        ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
 
 
 # ---- finding them
@@ -152,15 +69,6 @@ def swapped_class(module: nn.Module) -> type | None:
         return kind
     base = next((base for base in kind.__mro__ if (base.__module__, base.__name__) in TIMM), None)
     return TIMM[base.__module__, base.__name__] if base and kind.forward is base.forward else None
-
-
-def read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
-    """Why a torch attention would not be called: the module that holds it reads its weights and computes by itself."""
-    known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    if family(module) != "torch" or isinstance(holder, known):
-        return None
-    reads = not {"in_proj_weight", "q_proj_weight"}.isdisjoint(names_in_forward(type(holder)))
-    return f"is computed by {type(holder).__name__} from its weights, in a way of its own" if reads else None
 
 
 def family(module: nn.Module) -> str | None:
@@ -245,3 +153,123 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
+
+
+# ---- what linear attention cannot represent
+
+class Passed(NamedTuple):
+    """What a forward pass hands to the attention function:
+    names of keywords, and whether it works on the mask before."""
+
+    keywords: frozenset[str]
+    parameters: frozenset[str]
+    own_mask: bool
+
+
+def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | None:
+    """Why linear attention cannot represent a module, as the end of a sentence; None where it can.
+
+    holder: the module that holds it, under `name`.
+    """
+    if family(module) != "hf":
+        return _read_by_hand(module, holder)
+    passed = what_is_passed(type(module))
+    known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(f"{type(holder).__name__}.{name}")
+    reason = known or _bias(module, passed) or _softmax(module, passed) or _window(module, passed)
+    return reason or ("changes its mask for each pair of a query and a key" if passed.own_mask else None)
+
+
+def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
+    """Whether the module that holds a torch attention reads its weights and computes by itself."""
+    known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    if family(module) != "torch" or isinstance(holder, known):
+        return None
+    reads = not {"in_proj_weight", "q_proj_weight"}.isdisjoint(names_in_forward(type(holder)))
+    return f"is computed by {type(holder).__name__} from its weights, in a way of its own" if reads else None
+
+
+def _bias(module: nn.Module, passed: Passed) -> str | None:
+    kind = getattr(module, "position_embeddings_type", "relative")
+    handed = "position_bias" in passed.keywords and kind not in ROTATIONS
+    alone = "position_bias" in passed.parameters and "position_bias" not in passed.keywords
+    held = any(getattr(module, name, None) not in (None, False) for name in BIASES)
+    held = held or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
+    return "adds a position bias to its logits" if handed or alone or held else None
+
+
+def _softmax(module: nn.Module, passed: Passed) -> str | None:
+    if "softcap" in passed.keywords and getattr(module, "attn_logit_softcapping", 1) is not None:
+        return "caps its logits (softcap)"
+    if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
+        return "has sinks in its softmax (s_aux)"
+    return "chooses keys for each query (a sparse index)" if "indices" in passed.keywords else None
+
+
+def _window(module: nn.Module, passed: Passed) -> str | None:
+    config, kind, size = module.config, _layer_type(module), None
+    if kind in WINDOWS:
+        size = getattr(config, WINDOWS[kind], None)
+    elif kind is None and "sliding_window" in passed.keywords and getattr(module, "is_sliding", True) is not False:
+        size = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    longest = getattr(config, "max_position_embeddings", None) or float("inf")
+    cuts = isinstance(size, int) and 0 < size < longest
+    return f"{SEES} of {size} tokens only, in sequences of up to {longest} (max_position_embeddings)" if cuts else None
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    own = next((kind for name in ("layer_type", "attention_type")
+                if isinstance(kind := getattr(module, name, None), str)), None)
+    types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
+    return types[index] if own is None and types and isinstance(index, int) and index < len(types) else own
+
+
+@cache
+def what_is_passed(kind: type) -> Passed:
+    """Read from the source of the class's forward pass."""
+    function = inspect.unwrap(kind.forward)
+    parameters = frozenset(inspect.signature(function).parameters)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # a class without source
+        return Passed(frozenset(), parameters, False)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _calls_interface(node)]
+    keywords = frozenset(word.arg for call in calls for word in call.keywords
+                         if word.arg and getattr(word.value, "value", word.value) is not None)
+    masks = [call.args[4:5] or [word.value for word in call.keywords if word.arg == "attention_mask"] for call in calls]
+    return Passed(keywords, parameters, any(_computed(mask, tree) for each in masks for mask in each))
+
+
+def _calls_interface(call: ast.Call) -> bool:
+    """attention_interface(self, query, key, value, mask, ...), whatever the variable is called."""
+    takes_self = bool(call.args) and isinstance(call.args[0], ast.Name) and call.args[0].id == "self"
+    named = {word.arg for word in call.keywords}
+    return (isinstance(call.func, ast.Name) and takes_self
+            and (len(call.args) >= 4 or {"query", "key", "value"} <= named))
+
+
+def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether an expression for a mask is more than a choice between, or a part of, masks that were given."""
+    match mask:
+        case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):  # out of a mapping that was given
+            parts = []
+        case ast.Name(id=name):
+            parts = [] if name in seen else [value for target, value in _assignments(tree) if target == name]
+            seen = seen | {name}
+        case ast.IfExp(body=one, orelse=other):
+            parts = [one, other]
+        case (ast.Subscript(value=whole) | ast.Attribute(value=whole)
+              | ast.Call(func=ast.Attribute(value=whole, attr="to"))):
+            parts = [whole]
+        case _:
+            return True
+    return any(_computed(part, tree, seen) for part in parts)
+
+
+def _assignments(tree: ast.AST):
+    """(name, value) of every assignment to one name."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
+            value = ast.BinOp(node.target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
+            yield node.target.id, value
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))

@@ -8,7 +8,7 @@ imports it by the hook of its modules.
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from crt_exp.swap.call import attend, check_mask, known_true
 
@@ -40,8 +40,7 @@ def refuse_replaced(module: nn.Module, *_) -> None:
     """A forward pre-hook: raises ValueError where the configuration names another attention since the swap."""
     if not is_ours(module.config):
         raise ValueError(f"{module.swapped.path}: its config._attn_implementation is now "
-                         f"{module.config._attn_implementation!r} in the place of {module.swapped.mechanism}: call "
-                         "unswap_attention(model), or swap_attention again")
+                         f"{module.config._attn_implementation!r}: call unswap_attention or swap_attention again")
 
 
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -69,9 +68,8 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
         key, value = key[:, :, :used], value[:, :, :used]
     if state is None:
         return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
-    for name in EXTRAS:
-        if extras.get(name) is not None:
-            raise ValueError(f"{state.path}: linear attention has no {name}: leave this layer out with layers=[...]")
+    if given := [name for name in EXTRAS if extras.get(name) is not None]:
+        raise ValueError(f"{state.path}: linear attention has no {given[0]}: leave this layer out with layers=[...]")
     keep, mask = None, attention_mask
     if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2]) and (
             attention_mask.ndim == 2 or query.shape[2] > 1):
@@ -123,8 +121,7 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
     if mask is None or mask.ndim != 2:
         return False
     if mask.dtype != torch.bool:
-        raise ValueError(f"{path}: a mask of shape {tuple(mask.shape)} and {mask.dtype} came from the model itself: "
-                         "it does not say whether it is causal; leave this layer out with layers=[...]")
+        raise ValueError(f"{path}: is the model's own mask of {mask.dtype} causal? Leave this layer out, layers=[...]")
     return True
 
 
@@ -144,19 +141,16 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
         mask, causal = (None if bool(mask.all()) else mask[:, None, None]), True
     elif mask is not None:
         causal = False  # the pairs say everything
-    if causal and L > 1 and (mask is not None or matrix or L != S):
+    if causal and L > 1 and (mask is not None or L != S):
         past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)
         mask = past if mask is None else mask & past
     if mask is not None and mask.dtype == torch.bool:
         mask = mask | ~mask.any(-1, keepdim=True)  # a query that sees no key would be NaN
-    if not matrix:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal, **extras)
-    key, value = (repeat_kv(t, query.shape[1] // t.shape[1]) for t in (key, value))
-    logits = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-    weights = nn.functional.dropout(logits.softmax(-1, dtype=torch.float32).to(value.dtype), dropout)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    dv = value.shape[-1]
+    if matrix:  # its columns are the outputs for unit vectors
+        value = torch.cat([value, torch.eye(S).to(value).expand(*value.shape[:2], S, S)], -1)
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal, **extras)
+    return out[..., :dv], out[..., dv:].transpose(1, 2) if matrix else None
 
 
 for _name, _mask in {INTERFACE: interface_mask,

@@ -64,9 +64,7 @@ def check_record(record: Any, source: Any) -> dict[str, Any]:
         check(KEY, record, dict)
         mechanisms, layers = (record.get(key) for key in ("mechanisms", "layers"))
         check("mechanisms", mechanisms, Sequence[dict])
-        check("layers", layers, dict)
-        for path, number in layers.items():
-            check(f"layers.{path}", number, Annotated[Whole, Field(lt=len(mechanisms))] | None)
+        check("layers", layers, dict[str, Annotated[Whole, Field(lt=len(mechanisms))] | None])
         if all(number is None for number in layers.values()):
             raise ConfigError("none of its layers is swapped")
     except (ConfigError, RecursionError) as error:
@@ -122,7 +120,7 @@ def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder
         try:
             state.load_state_dict(own)
         except ValueError as error:
-            raise ValueError(f"{state.path} in {folder}: {error}; {NEW_NOISE}") from None
+            raise ConfigError(f"{state.path} in {folder}: {error}; {NEW_NOISE}") from None
 
 
 def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
@@ -135,12 +133,6 @@ def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
                 if buffer:
                     saved.setdefault(path, {})[buffer] = tensors.get_tensor(key)
     return saved
-
-
-def largest_dimension(files: list[Path]) -> int:
-    """The largest dimension of all tensors of `swapped`; 0 where there are none."""
-    shapes = (tensor.shape for buffers in _saved_buffers(files).values() for tensor in buffers.values())
-    return max((size for shape in shapes for size in shape), default=0)
 
 
 def same_path(path: str, other: str) -> bool:
@@ -177,3 +169,21 @@ def ignoring_buffers() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.post_init = own
+
+
+# ---- pretrained models with a short name
+
+def fetched(name: str | Path, option: str = "") -> Path | None:
+    """The folder of a fetched model such as models/minilm; None for other names, and for files of one's own.
+
+    Raises ConfigError, naming `option`, for one that was not fetched.
+    """
+    if not str(name).startswith("models/") or Path(name).exists():
+        return None
+    root = os.environ.get("CRT_DATA")
+    folder = Path(root or ".", name).expanduser()
+    if root and (folder / "config.json").is_file():
+        return folder
+    where = f"it is not in CRT_DATA={root}" if root else "CRT_DATA is not set"
+    raise ConfigError(f"{f'{option}=' if option else ''}{name}: {where}: get it with `python -m crt_exp.data fetch "
+                      f"{name} --dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}")

@@ -9,13 +9,13 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from crt_exp.swap import families
-from crt_exp.swap.refusals import SEES, refusal
+from crt_exp.swap.families import SEES
 from crt_exp.swap.saved import restore_own, write_record
 
 # (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
@@ -30,24 +30,20 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     saved: take noise and statistics from the folder of the model. record: what the model's configuration keeps of the
     mechanism; without one it is not rebuilt from a saved folder.
     """
-    modules = swappable(model)
-    held = {id(child): (part, name) for part in model.modules() for name, child in part.named_children()}
-    holders = [held.get(id(module), (None, "")) for _, module in modules]
-    reasons = {i: _reason(module, *holder) for i, ((_, module), holder) in enumerate(zip(modules, holders))}
-    chosen = _choose(modules, reasons, layers)
+    places = _places(model)
+    chosen = _choose(places, layers)
     if layers is None:
-        _warn_of_others(model, [modules[i] for i in reasons if i not in chosen])
-    _refuse(modules, reasons, chosen)
+        _warn_of_others(model, [place for i, place in enumerate(places) if i not in chosen])
+    _refuse(places, chosen)
     # all before the first change
-    states = {i: _state(maker, name, i, *modules[i], holders[i][0], causal) for i in chosen}
+    states = {i: _state(maker, name, i, places[i], causal) for i in chosen}
     if saved:
         restore_own(model, list(states.values()))
     for i, state in states.items():
         state.record = {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
-        module = modules[i][1]
-        swapped = families.swapped_class(module)
+        module = places[i].module
         module.swapped = state
-        if swapped is not None and type(module) is not swapped:
+        if (swapped := families.swapped_class(module)) not in (None, type(module)):
             module.__dict__.setdefault("unswapped_class", type(module))
             module.__class__ = swapped
     _tell_libraries(model)
@@ -87,74 +83,78 @@ def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths. Raises ValueError where there are none."""
     if modules := families.attention_modules(model):
         return modules
-    others = families.others(model)
-    hint = f"; what it has is of other kinds: {_names(others)}" if others else ""
-    raise ValueError(f"no attention found in this {type(model).__name__} that can be swapped: Hugging Face models on "
-                     f"the attention interface, timm's Attention and torch.nn.MultiheadAttention can be{hint}")
+    raise ValueError(f"no attention found in this {type(model).__name__} that swap_attention knows; of other kinds: "
+                     f"{_names(families.others(model)) or 'none'}")
 
 
-def _warn_of_others(model: nn.Module, windows: list[tuple[str, nn.Module]]) -> None:
+class Place(NamedTuple):
+    """An attention module, the module that holds it, and why linear attention cannot represent it, or None."""
+
+    path: str
+    module: nn.Module
+    holder: nn.Module | None
+    reason: str | None
+
+
+def _places(model: nn.Module) -> list[Place]:
+    held = {id(child): (part, name) for part in model.modules() for name, child in part.named_children()}
+    places = []
+    for path, module in swappable(model):
+        holder, name = held.get(id(module), (None, ""))
+        places.append(Place(path, module, holder, families.refusal(module, holder, name)))
+    return places
+
+
+def _warn_of_others(model: nn.Module, windows: list[Place]) -> None:
     kind = type(model).__name__
     if others := families.others(model):
         warnings.warn(f"attention of other kinds stays as it is in this {kind}: {_names(others)}", stacklevel=4)
     if windows:
-        warnings.warn(f"{len(windows)} attention layers of this {kind} see a window only, in time linear in the length "
-                      f"already: they stay as they are: {_names(windows)}", stacklevel=4)
+        warnings.warn(f"{len(windows)} attention layers of this {kind} see a window only and stay as they are: "
+                      f"{_names(windows)}", stacklevel=4)
 
 
-def _names(parts: list[tuple[str, nn.Module]]) -> str:
-    names = ", ".join(f"{path} ({type(part).__name__})" for path, part in parts[:3])
+def _names(parts: list[tuple]) -> str:
+    names = ", ".join(f"{path} ({type(part).__name__})" for path, part, *_ in parts[:3])
     return names + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def _choose(modules: list, reasons: dict[int, str | None], layers: Iterable[int] | int | str | None) -> list[int]:
+def _choose(places: list[Place], layers: Iterable[int] | int | str | None) -> list[int]:
     """Without a choice all layers, or where some see a window and nothing is against the others, these."""
-    supported = [i for i, reason in reasons.items() if reason is None]
-    if layers is None:
-        mixed = supported and all(reason is None or reason.startswith(SEES) for reason in reasons.values())
-        return supported if mixed else list(reasons)
-    if isinstance(layers, str) and layers == "supported":
-        return supported or list(reasons)
+    supported = [i for i, place in enumerate(places) if place.reason is None]
+    windows = all(place.reason is None or place.reason.startswith(SEES) for place in places)
+    if layers is None or (isinstance(layers, str) and layers == "supported"):
+        return supported if supported and (layers or windows) else list(range(len(places)))
     numbers = [layers] if isinstance(layers, Integral) else list(layers)
-    if not numbers or any(isinstance(i, bool) or not isinstance(i, Integral) or not -len(modules) <= i < len(modules)
+    if not numbers or any(isinstance(i, bool) or not isinstance(i, Integral) or not -len(places) <= i < len(places)
                           for i in numbers):
-        raise ValueError(f"layers={layers!r}: expected some of the {len(modules)} layers, 0 to {len(modules) - 1}")
-    return sorted({int(i) % len(modules) for i in numbers})
+        raise ValueError(f"layers={layers!r}: expected some of the {len(places)} layers, 0 to {len(places) - 1}")
+    return sorted({int(i) % len(places) for i in numbers})
 
 
-# ---- refusing before anything changes
-
-def _reason(module: nn.Module, holder: nn.Module | None, name: str) -> str | None:
-    """Why linear attention cannot stand for a layer; None where it can."""
-    if families.family(module) == "hf":
-        return refusal(module, f"{type(holder).__name__}.{name}")
-    return families.read_by_hand(module, holder)
-
-
-def _refuse(modules: list[tuple[str, nn.Module]], reasons: dict[int, str | None], chosen: list[int]) -> None:
-    """Raises ValueError for the chosen layers that linear attention cannot stand for, with those that it can."""
-    refused = [i for i in chosen if reasons[i]]
+def _refuse(places: list[Place], chosen: list[int]) -> None:
+    """Raises ValueError for the chosen layers that linear attention cannot represent, with those that it can."""
+    refused = [places[i] for i in chosen if places[i].reason]
     if not refused:
         return
-    first = next((i for i in refused if not reasons[i].startswith(SEES)), refused[0])  # windows alone would stay
-    fit = [i for i, reason in reasons.items() if not reason]
-    way = f"layers='supported' swaps those that can be, {fit}" if fit else "no layer of this model can be swapped"
-    raise ValueError(f"{_names([modules[first]])}: this attention {reasons[first]}, which linear attention cannot "
-                     f"represent; {way}")
+    first = min(refused, key=lambda place: place.reason.startswith(SEES))  # windows alone would stay
+    fit = [i for i, place in enumerate(places) if not place.reason]
+    way = f"layers='supported' swaps {fit}" if fit else "no layer can be swapped"
+    raise ValueError(f"{_names([first])}: this attention {first.reason}, which no linear attention represents; {way}")
 
 
 # ---- making and attaching
 
-def _state(maker, name: str, i: int, path: str, module: nn.Module, holder: nn.Module | None,
-           causal: bool | None) -> nn.Module:
+def _state(maker: LayerMaker, name: str, i: int, place: Place, causal: bool | None) -> nn.Module:
     """The attention of one layer, on its device; ready for causal calls and others, unless `causal` rules them out."""
+    path, module = place.path, place.module
     size = families.sizes(module, path)
     state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=causal is not False, scaling=size.scaling, layer=i,
                   **({"cross": True} if size.cross else {}))
     is_causal = getattr(module, "is_causal", False) is True and causal is not False
+    is_cross = families.is_cross(module, path, place.holder)
     for wrong, what in ((is_causal and not getattr(state, "can_be_causal", True), "is causal"),
-                        (families.is_cross(module, path, holder) and not getattr(state, "can_cross", True),
-                         "attends to another sequence")):
+                        (is_cross and not getattr(state, "can_cross", True), "attends to another sequence")):
         if wrong:
             raise ValueError(f"{path} ({type(module).__name__}) {what}, which attention {name} cannot: leave it out "
                              f"with layers=[...]{', or give causal=False' if is_causal else ''}")
@@ -238,5 +238,4 @@ def _tell_unreached(model: nn.Module, *_) -> None:
         module.swapped.__dict__["reached"] = False
     if unreached:
         warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} swapped modules: "
-                      f"{_names(unreached)}; they may serve other inputs, or the model computes their attention by "
-                      "other means, which swapping does not change", stacklevel=3)
+                      f"{_names(unreached)}: other inputs may, or the model computes attention itself", stacklevel=3)

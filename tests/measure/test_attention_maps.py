@@ -9,8 +9,7 @@ from test_trembl import OPTIONS
 from crt_exp.data import DataError
 from crt_exp.data.protein import STANDARD
 from crt_exp.measure import attention_errors
-from crt_exp.measure.attention_errors import PAIRS, blosum62, correlation, similarity
-from crt_exp.swap.describe import attention_matrices
+from crt_exp.measure.attention_errors import PAIRS, attention_matrices, blosum62, correlation, similarity
 from crt_exp.tasks.trembl import TrEMBL
 
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from crt_exp.data import DataError
+from crt_exp.config import ConfigError
 from crt_exp.measure import pretrained, recall, whisper
 from crt_exp.measure.recall import Baseline, attention_of
 from crt_exp.mechanism import Mechanism
@@ -142,5 +142,5 @@ def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
 def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(model, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     probe = pretrained.opened if model.startswith("smol") else pretrained.encoder
-    with pytest.raises(DataError, match=f"get it with `python -m crt_exp.data fetch models/{model}"):
+    with pytest.raises(ConfigError, match=f"get it with `python -m crt_exp.data fetch models/{model}"):
         probe(f"models/{model}")

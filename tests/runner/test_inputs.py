@@ -8,7 +8,7 @@ import pytest
 from small_bert import write_model
 from small_speech import write_librispeech
 
-from crt_exp.advice.task import Advise
+from crt_exp.measure.advise import Advise
 from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.runner.run import input_states
 from crt_exp.tasks.imagenet import ImageNet

@@ -105,13 +105,11 @@ def test_padding_changes_nothing(mode):
     assert padded.error == pytest.approx(cut.error, rel=1e-3) and padded.uniform == pytest.approx(cut.uniform, rel=1e-3)
 
 
-def test_a_part_of_a_large_batch_is_measured_in_pieces(monkeypatch):
+def test_a_part_of_a_large_batch_is_measured(monkeypatch):
     layer = RandomFeatureAttention(OPRF(), samplers.orthogonal, 32, H, D, causal=True).eval()
     batch = qkv(1.0, 0, batch=8)
     whole = calibrated(layer, batch)
     assert whole.exact < float(batch[2][:4].square().sum())
-    monkeypatch.setattr(calibration, "LOGITS", 1)  # a row at a time
-    assert calibrated(layer, batch).error == pytest.approx(whole.error, rel=1e-4)
     monkeypatch.setattr(calibration, "QUERIES", 20)
     assert within(1.5, calibrated(layer, batch).relative_error, whole.relative_error)
 

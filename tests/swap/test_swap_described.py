@@ -45,9 +45,9 @@ def test_calibration_fills_causal_statistics_only_and_restores_the_mode():
     assert all(float(s.running_weight) == 1 and int(s.folds) == 3 for s in states) and model.training
     with pytest.raises(ValueError, match="no batches"):
         calibrate_attention(model, [])
-    with pytest.raises(ValueError, match="swap_attention first"):
+    with pytest.raises(ValueError, match="swapped: none"):
         calibrate_attention(made(gpt2), [inputs(gpt2)])
-    with pytest.raises(ValueError, match="window attention keeps no statistics"):
+    with pytest.raises(ValueError, match="swapped: window"):
         calibrate_attention(swap_attention(made(gpt2), "window"), [inputs(gpt2)])
 
 

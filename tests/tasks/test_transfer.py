@@ -10,7 +10,7 @@ from swap_models import bert, gpt2, inputs, made, vit
 from torch.testing import assert_close
 
 from crt_exp import swap_attention
-from crt_exp.swap.transfer import Transferring, learned, swapped_layers, transfer_attention
+from crt_exp.tasks.transfer import Transferring, learned, swapped_layers, transfer_attention
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"learn": "parameters"}}

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from crt_exp.data import DataError
 from crt_exp.data.sources import data_root, select
-from crt_exp.pretrained.published import install
+from crt_exp.data.__main__ import install_model
 from wheel_models.convert import convert
 
 CHUNK, PARTS = 1 << 20, ".parts"
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise DataError("give --dir DIR, or set CRT_DATA=DIR")
         table = read_table()
         for model in (model for name in options.names for model in select(name)):
-            install(model, root, partial(from_wheel, table[model.name]))
+            install_model(model, root, partial(from_wheel, table[model.name]))
     except DataError as error:
         print(error, file=sys.stderr)
         return 1

@@ -10,8 +10,9 @@ from crt_exp import swap_attention
 from crt_exp.attention import exact_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
-from crt_exp.advice.bench import Bench, LayerCall, Layers, fitted, looked_at
-from crt_exp.advice.bench_pieces import IGNORED, TextBench, following, nats
+from crt_exp.measure.recall import Layers
+from crt_exp.measure.fidelity import LayerCall
+from crt_exp.swap.bench import IGNORED, Bench, TextBench, fitted, following, looked_at, nats
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,

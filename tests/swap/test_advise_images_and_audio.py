@@ -18,8 +18,8 @@ from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import PRESETS, Recogniser, keep
-from crt_exp.advice.task import label_of
-from crt_exp.advice.bench_pieces import BatchBench
+from crt_exp.measure.advise import label_of
+from crt_exp.swap.bench import BatchBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = ("class0", "class1", "class2")
@@ -52,7 +52,7 @@ def test_losses_are_those_of_their_definition():
     pieces = x.split(1)
     labelled = BatchBench(model, pieces[:5], pieces[5:], labels=labels.split(1))
     bare = BatchBench(model, pieces[:5], pieces[5:])
-    assert list(bare.timed()) == [17]                                    # 16 patches and a token
+    assert list(bare.timed) == [17]                                    # 16 patches and a token
     own, arm = model(x[3:4]), Mechanism.of("window", block=4, first=1)
     found, divergence = (bench.losses(arm)["loss"][3] for bench in (labelled, bare))
     divergence -= bare.losses(None)["loss"][3]
@@ -64,14 +64,14 @@ def test_losses_are_those_of_their_definition():
 
 
 def test_images_in_memory_leave_the_model_as_it_was():
-    model, lines = vit(), []
+    model = vit()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     advice = crt_exp.advise(model, images(), labels=torch.zeros(7, dtype=torch.long), samples=5, calibration=2,
-                            rounds=1, attentions=["nearfar", "uniform"], progress=lines.append)
+                            rounds=1, attentions=["nearfar", "uniform"])
     assert all(torch.equal(model.state_dict()[name], t) for name, t in before.items())
-    assert (advice.noun, advice.samples, advice.length, len(lines)) == ("images", 5, 17, 4)
+    assert (advice.noun, advice.samples, advice.length) == ("images", 5, 17)
     assert not any("Without labels" in note for note in advice.notes)
-    assert "images" in advice.markdown() and advice.rows[1].above == pytest.approx(0, abs=1e-5)  # exact below 512
+    assert advice.rows[1].above == pytest.approx(0, abs=1e-5)  # exact below 512
 
 
 def test_dictionaries_are_what_the_model_takes():
@@ -81,19 +81,18 @@ def test_dictionaries_are_what_the_model_takes():
     model = transformers.Wav2Vec2ForCTC(config).eval()
     waves = [{"input_values": torch.randn(1, 4000 + 800 * i), "labels": torch.tensor([[3, 4]])} for i in range(4)]
     bench = BatchBench(model, waves[:3], waves[3:])
-    assert len(bench.timed()) == 3 and bench.length == 17                # the longest, its half and its quarter
+    assert bench.length == 17
     with torch.no_grad():
         expected = float(model(**waves[1]).loss)
     assert bench.labelled and bench.losses(None)["loss"][1] == pytest.approx(expected, abs=1e-5)
     advice = crt_exp.advise(model, [{"input_values": each["input_values"]} for each in waves], samples=3, calibration=1,
-                            rounds=1, attentions=["uniform"], progress=str)
+                            rounds=1, attentions=["uniform"])
     assert any("Without labels" in note for note in advice.notes) and advice.noun == "pieces"
 
 
 def test_bad_pieces_are_refused():
     for given, message in (
-            ({"length": 64}, "length=64 is for texts"), ({"samples": 50}, "expected at most 7 together"),
-            ({"labels": torch.zeros(3)}, "got 3 labels for 7 images"), ({"texts": [images(1), "a"]}, "got str"),
+            ({"samples": 50}, "of 7 images"), ({"labels": torch.zeros(3)}, "expected 7, one for each.*got 3"),
             ({"texts": torch.arange(5000)}, "predicts no tokens")):
         with pytest.raises(ValueError, match=message):
             crt_exp.advise(vit(), **({"texts": images(), "samples": 3} | given))
@@ -149,7 +148,7 @@ def test_the_task_reads_files(model, key, source, noun, labelled, place, typed, 
     ("timm", ["task.images=nowhere"], "there is no such folder"), ("timm", ["task.text=a"], "one of task.text"),
     ("timm", ["task.length=64"], "task.length is of texts"), ("timm", ["task.samples=500"], "samples=500"),
     ("speech", ["task.images=null", "task.audio={place}/audio"], "is judged by transcripts"),
-    ("vit", ["task.images=null", "task.audio={place}/table.csv"], "takes a model of transformers ForCTC")])
+    ("vit", ["task.images=null", "task.audio={place}/table.csv"], "expected a model of transformers ForCTC")])
 def test_bad_commands_are_refused(model, words, message, place, typed, tmp_path):
     run, words = tmp_path / "run", [word.format(place=place) for word in words]
     base = ["task=advise", f"task.model={place / model}", f"task.images={place / 'images'}", ARMS, "logger=none",

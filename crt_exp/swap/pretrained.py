@@ -6,11 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from crt_exp.config import ConfigError, json_object
-from crt_exp.data.sources import check_network
+from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import verify
-from crt_exp.pretrained.published import fetched
 from crt_exp.swap import saved
 from crt_exp.swap.families import attention_modules
 from crt_exp.swap.swap import swap_layers
@@ -28,67 +25,37 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     number format of the saved weights where that is the model's. A fetched model, such as "models/smollm2-135m", comes
     as it was published.
 
-    Raises ValueError where the folder holds no swapped model, where it was saved with a mechanism that its names do not
-    rebuild, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
+    Raises ConfigError, which is a ValueError, where the folder holds no swapped model, where its mechanism was built of
+    objects, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
     is code that lies there is refused, unless `trust_remote_code=True` says that it was read.
     """
-    if (published := fetched(folder)) is not None:
-        verify(published, str(folder))
+    if (published := saved.fetched(folder)) is not None:
         return auto.from_pretrained(published, **options)
-    if options.get("variant"):
-        raise ConfigError(f"variant={options['variant']}: expected weights in model.safetensors: {ANEW}")
-    if not Path(folder).is_dir():
-        check_network()
-    config = Path(folder) / (options.get("subfolder") or "") / "config.json"
-    if config.is_file():    # before other code reads it
-        json_object(config)
-    model = _loaded(auto, folder, options)
-    record = saved.take_record(model)
-    if record is None:
+    safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}  # without a question
+    with saved.ignoring_buffers():
+        model = auto.from_pretrained(folder, **(safely | options))
+    if (record := saved.take_record(model)) is None:
         raise ConfigError(f"{folder}: its config.json has no {saved.KEY}, so it holds no swapped model: {ANEW}")
     files = saved.weight_files(folder, **{key: options[key] for key in FETCHING if key in options})
     return _swapped(model, saved.check_record(record, folder), files, folder)
-
-
-def _loaded(auto: type, folder: str | Path, options: dict[str, Any]) -> nn.Module:
-    """The model with its own attention; code that lies in the folder is not run, without a question."""
-    safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
-    try:
-        with saved.ignoring_buffers():
-            return auto.from_pretrained(folder, **(safely | options))
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ConfigError(f"{folder}: its config.json asks for code that lies there (auto_map), which is not run: give "
-                          "the model's own class, or, once you have read that code, trust_remote_code=True") from None
 
 
 def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder: str | Path) -> nn.Module:
     """Swaps the attention of a model, which has its own, as the record says."""
     if record.get("open"):
         raise ConfigError(f"{folder}: its record is one of an earlier crt_exp, {record.get('version')}: {ANEW}")
-    mechanisms = [_mechanism(each, files, folder) for each in record["mechanisms"]]
+    if objects := [each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)]:
+        raise ConfigError(f"{folder}: {objects[0]} was built of objects, which no folder holds: {ANEW}")
+    mechanisms = [Mechanism.of_saved(each, str(folder)) for each in record["mechanisms"]]
     numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
     for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
-        layers = [i for i, other in enumerate(numbers) if other == number]
-        if layers:
+        if layers := [i for i, other in enumerate(numbers) if other == number]:
             swap_layers(model, mechanism.layer, mechanism.name, layers, causal=each.get("causal"), saved=False,
                         record=each)
     states = [module.swapped for module in model.modules() if "swapped" in module._modules]
     saved.restore(model, states, files, folder, strict=True)
     saved.write_record(model)
     return model
-
-
-def _mechanism(content: dict[str, Any], files: list[Path], folder: str | Path) -> Mechanism:
-    """Raises ConfigError for what names do not rebuild, and for more projections than the weights have."""
-    if not content.get("rebuilds", True):
-        raise ConfigError(f"{folder}: its attention {content.get('name')} was built of objects, which are not stored: "
-                          f"{ANEW} with the same objects")
-    mechanism, rows = Mechanism.of_saved(content, str(folder)), saved.largest_dimension(files)
-    if (mechanism.m or 0) > rows:   # before any is drawn
-        raise ConfigError(f"{folder}: crt_exp.m={mechanism.m}: its weights have {rows} rows of noise: {ANEW}")
-    return mechanism
 
 
 def _number(path: str, layers: dict[str, int | None], folder: str | Path) -> int | None:

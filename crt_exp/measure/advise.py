@@ -1,26 +1,35 @@
-"""task=advise: `crt_exp.advise` for a model in a folder, a run or on the hub, and text, images or audio in files."""
+"""task=advise: `crt_exp.advise` for a model in a folder, a run or on the hub, and text, images or audio in files.
+
+`opened`, `rows_of` and `length_in` read language models and their text; task=fidelity uses them too.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.advice.bench import Bench
-from crt_exp.advice.bench_pieces import BatchBench
-from crt_exp.advice.call import SAMPLES, advice_of, measured, mechanisms, spread, text_bench, to_stderr
-from crt_exp.advice.language import LEAST, length_of, opened, refuse_other, rows_of
-from crt_exp.advice.verdict import Advice
+from crt_exp.config import json_object
 from crt_exp.data import DataError, images, speech
 from crt_exp.data.files import IMAGES, files_ending
-from crt_exp.options import Count, Positive, checked
-from crt_exp.mechanism import Mechanism
+from crt_exp.data.text import bert_tokenizer, check_vocabulary, local_blocks, running_blocks
 from crt_exp.measure import Measurement
+from crt_exp.mechanism import Mechanism
 from crt_exp.models import conformer_transducer, encoders, vision
-from crt_exp.models.folder import CONFIG
-from crt_exp.config import json_object
+from crt_exp.models.folder import CONFIG, block_of
+from crt_exp.options import Count, Positive, checked
+from crt_exp.swap.advise import LEAST, SAMPLES, Advice, advice_of, measured, mechanisms, spread, text_bench
+from crt_exp.swap.bench import HEADS, MASKED, NEXT, BatchBench, Bench, length_of, positions, predicts
+
+PREDICTING = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
+TEXT = {end: PREDICTING[kind] for end, kind in HEADS.items()}  # end of an architecture -> class of transformers
+VISION = {"ForImageClassification": "AutoModelForImageClassification"}
+CTC, CLASSES = "AutoModelForCTC", "AutoModelForAudioClassification"
+AUDIO = {"ForCTC": CTC, "ForAudioClassification": CLASSES, "ForSequenceClassification": CLASSES}
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
 @checked("task")
@@ -31,25 +40,22 @@ class Advise(Measurement):
     uses: frozenset[str] = frozenset()  # attention is named by task.attentions
 
     def __init__(self, model: str | None, text: str | Sequence[str] | None, images: str | None, audio: str | None,
-                 tokenizer: str | None, length: Count | None, attentions: Sequence[str] | None, quick: bool,
-                 samples: Count | None, calibration: Count, rounds: Count, tolerance: Positive, cache_dir: str | None):
+                 tokenizer: str | None, length: Count | None, attentions: Sequence[str] | None, samples: Count | None,
+                 calibration: Count, rounds: Count, tolerance: Positive, cache_dir: str | None):
         if model is None or [text, images, audio].count(None) != 2:
             raise ValueError("task=advise needs task.model (a folder, a run or a hub name) and one of task.text, "
                              "task.images and task.audio (which the model was not trained on)")
         if text is None and (given := [key for key, value in (("tokenizer", tokenizer), ("length", length)) if value]):
             raise ValueError(f"task.{given[0]} is of texts: leave it out with task.images and task.audio")
-        self.model, self.text, self.tokenizer, self.length = model, text, tokenizer, length
-        self.images, self.audio = images, audio
-        self.attentions, self.quick, self.samples, self.calibration = attentions, quick, samples, calibration
-        if attentions is not None:
-            mechanisms(attentions)
-        self.rounds, self.tolerance, self.cache_dir = rounds, tolerance, cache_dir
+        self.model, self.text, self.images, self.audio = model, text, images, audio
+        self.tokenizer, self.length, self.attentions, self.samples = tokenizer, length, attentions, samples
+        self.calibration, self.rounds, self.tolerance, self.cache_dir = calibration, rounds, tolerance, cache_dir
+        mechanisms(attentions)
         self.advice: Advice | None = None
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        bench, records = self.bench(seed), []
-        methods = mechanisms(self.attentions, self.quick, seed)
-        for record in measured(bench, methods, self.rounds, to_stderr):
+        bench, records, methods = self.bench(seed), [], mechanisms(self.attentions, seed)
+        for record in measured(bench, methods, self.rounds):
             records.append(record)
             yield record
         self.advice = advice_of(bench, methods, records, self.tolerance)
@@ -68,8 +74,8 @@ class Advise(Measurement):
             return of_images(self.model, self.images, self.samples, self.calibration, seed)
         if self.audio is not None:
             return of_audio(self.model, self.audio, self.samples, self.calibration, seed)
-        model, predicts, tokenizer = opened(self.model, self.tokenizer)
-        rows = rows_of(self.text, predicts, tokenizer, length_of(model, self.length, LEAST), self.cache_dir)
+        model, tokenizer = opened(self.model, self.tokenizer)
+        rows = rows_of(self.text, model, tokenizer, length_in(model, self.length, LEAST), self.cache_dir)
         return text_bench(model, rows, self.samples, self.calibration, tokenizer, seed)
 
     def summary(self, records: list[dict]) -> str:
@@ -81,13 +87,74 @@ class Advise(Measurement):
             self.advice.save(directory)
 
 
-# ---- models of images and audio, with files of their input
+# ---- models in folders, runs and on the hub
+
+def origin_of(name: str) -> encoders.Origin:
+    return encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
 
 
-OURS = "crt_exp"
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-CTC, CLASSES = "AutoModelForCTC", "AutoModelForAudioClassification"
-HEARERS = {"ForCTC": CTC, "ForAudioClassification": CLASSES, "ForSequenceClassification": CLASSES}
+def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> nn.Module:
+    """A model of transformers in eval mode, float32, of the class that `kinds` has for the end of its architecture."""
+    origin = origin_of(name)
+    config = encoders.load_config(origin)
+    refuse_other(name, encoders.saved_attention(config))
+    found = [kind for architecture in config.architectures or () for end, kind in kinds.items()
+             if architecture.endswith(end)]
+    if not found and otherwise is None:
+        raise ValueError(f"task.model={name}: expected a model of transformers {' or '.join(kinds)}, not "
+                         f"{', '.join(config.architectures or ['one without a head'])}")
+    return encoders.load_model([*found, otherwise][0], config, origin, Mechanism.of("exact")).eval()
+
+
+def part_of(name: str, kind: str) -> Any:
+    """What makes the model's input, of the class `kind` of transformers. Raises DataError where its folder has none."""
+    import transformers
+
+    origin = origin_of(name)
+    return encoders.loaded(partial(getattr(transformers, kind).from_pretrained, origin.name, trust_remote_code=False),
+                           origin, kind[4:])
+
+
+def config_of(name: str) -> Mapping[str, Any] | None:
+    """config.json of a folder or a run; None for a name of a hub. Raises DataError."""
+    file = Path(encoders.folder_of(name, "task.model")) / CONFIG
+    return json_object(file) if file.is_file() else None
+
+
+def refuse_other(name: str, described: Mapping[str, Any]) -> None:
+    if changed := encoders.differing_keys(dict(described), encoders.EXACT):
+        raise ValueError(f"task.model={name}: expected a model trained with exact attention, these keys differ: "
+                         f"{', '.join(changed)}")
+
+
+# ---- text
+
+def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
+    """A language model in eval mode, and its tokenizer or the one that task.tokenizer names."""
+    model = load(name, TEXT, "AutoModel")
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+        raise ValueError(f"task.model={name}: expected an encoder or a decoder of text, not {type(model).__name__}")
+    if tokenizer is not None and tokenizer.endswith(".txt"):
+        made = bert_tokenizer(tokenizer)
+    else:
+        made = encoders.load_tokenizer(origin_of(name) if tokenizer is None else
+                                       encoders.Origin(tokenizer, "task.tokenizer", True, False))
+    check_vocabulary(made, model.config.vocab_size)
+    return model, made
+
+
+def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
+    """Tokens of a text: as asked, or those of the blocks of the model's run, of other models 512 or their positions."""
+    block = block_of(model.config.name_or_path or "")
+    return length_of(model, length or (block and min(max(block, least), positions(model))), least)
+
+
+def rows_of(text: str | Sequence[str], model: nn.Module, tokenizer: Any, length: int,
+            cache_dir: str | Path | None) -> Tensor:
+    """(n, length) token ids of all the text, with [CLS] and [SEP] for encoders."""
+    framed = predicts(model) != NEXT and tokenizer.cls_token_id is not None
+    rows = (local_blocks if framed else running_blocks)(text, tokenizer, length, cache_dir)
+    return torch.from_numpy(rows.astype(np.int64))
 
 
 # ---- images
@@ -97,15 +164,12 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
     loaded, classes, transform = classifier(model)
     place = Path(folder).expanduser()
     if not place.is_dir():
-        raise DataError(f"task.images = {folder}: there is no such folder")
+        raise DataError(f"task.images={folder}: there is no such folder")
     files = files_ending(place, IMAGES)
     judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
-
-    def read(i: int) -> Tensor:
-        return transform(images.read(files[i]))[None]
-
+    pieces = {i: transform(images.read(files[i]))[None] for i in [*judged, *training]}
     labels = [label_of(files[i][len(str(place)):], classes) for i in judged]
-    return BatchBench(loaded, [read(i) for i in judged], [read(i) for i in training], noun="images", seed=seed,
+    return BatchBench(loaded, [pieces[i] for i in judged], [pieces[i] for i in training], noun="images", seed=seed,
                       labels=None if None in labels else [torch.tensor([label]) for label in labels])
 
 
@@ -123,10 +187,9 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
         return vision.build(description, Mechanism.of("exact"), "pretrained").eval(), description.classes, \
             description.transform()
     if config is not None and "architecture" in config:
-        refuse_other(name, config.get(OURS, {}).get("described", encoders.EXACT))
+        refuse_other(name, config.get("crt_exp", {}).get("described", encoders.EXACT))
         return vision.load(name)
-    loaded = of_transformers(name, {"ForImageClassification": "AutoModelForImageClassification"}, "images")
-    processor = part_of(name, "AutoImageProcessor")
+    loaded, processor = load(name, VISION), part_of(name, "AutoImageProcessor")
     return (loaded, tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels)),
             lambda image: processor(image, return_tensors="pt")["pixel_values"][0])
 
@@ -141,19 +204,16 @@ def is_of_timm(name: str) -> bool:
 
 def of_audio(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
     """model: a run of task=librispeech, or a model of transformers for CTC or classes of audio. Raises DataError."""
-    utterances = spoken(source)
+    utterances, config = spoken(source), config_of(model)
     judged, training = spread(len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}")
-    config = config_of(model)
-    if config is not None and config.get("kind") == conformer_transducer.KIND:
-        loaded, batch = transducer(model)
-    else:
-        loaded, batch = hearer(model)
+    is_run = config is not None and config.get("kind") == conformer_transducer.KIND
+    loaded, batch = (transducer if is_run else hearer)(model)
     try:
         made = [batch(utterances[i]) for i in [*judged, *training]]
     except speech.BadAudio as error:
-        raise DataError(f"task.audio = {source}: {error}") from None
+        raise DataError(f"task.audio={source}: {error}") from None
     if len({"labels" in each for each in made}) > 1:
-        raise DataError(f"task.audio = {source}: some utterances have labels that the model knows, and others do not")
+        raise DataError(f"task.audio={source}: some utterances have labels that the model knows, and others do not")
     return BatchBench(loaded, made[:len(judged)], made[len(judged):], noun="utterances", seed=seed)
 
 
@@ -186,52 +246,18 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
 
 
 def hearer(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
-    loaded, extractor = of_transformers(name, HEARERS, "audio"), part_of(name, "AutoFeatureExtractor")
+    loaded, extractor = load(name, AUDIO), part_of(name, "AutoFeatureExtractor")
     folder = Path(encoders.folder_of(name, "task.model"))
     written = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZERS)
     tokenizer = part_of(name, "AutoTokenizer") if written and type(loaded).__name__.endswith("ForCTC") else None
 
     def batch(utterance: speech.Utterance) -> dict[str, Any]:
         audio = speech.audio_of(utterance, extractor.sampling_rate)
-        made = extractor(audio, sampling_rate=extractor.sampling_rate, return_tensors="pt")
-        return dict(made) | labels_of(loaded, tokenizer, utterance.text)
+        made = dict(extractor(audio, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
+        if utterance.text in loaded.config.label2id:
+            return made | {"labels": torch.tensor([loaded.config.label2id[utterance.text]])}
+        if utterance.text and tokenizer is not None:
+            made["labels"] = torch.tensor([tokenizer(utterance.text).input_ids])
+        return made
 
     return loaded, batch
-
-
-def labels_of(model: nn.Module, tokenizer: Any, text: str) -> dict[str, Tensor]:
-    """Of a transcript, or of the name of a class; none where the model knows neither."""
-    if text in model.config.label2id:
-        return {"labels": torch.tensor([model.config.label2id[text]])}
-    return {"labels": torch.tensor([tokenizer(text).input_ids])} if text and tokenizer is not None else {}
-
-
-# ---- folders
-
-def config_of(name: str) -> Mapping[str, Any] | None:
-    """config.json of a folder or a run; None for a name of a hub. Raises DataError."""
-    file = Path(encoders.folder_of(name, "task.model")) / CONFIG
-    return json_object(file) if file.is_file() else None
-
-
-def of_transformers(name: str, kinds: Mapping[str, str], reads: str) -> nn.Module:
-    """In eval mode, float32. Raises DataError, and ValueError for a model of another kind."""
-    origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
-    config = encoders.load_config(origin)
-    refuse_other(name, encoders.saved_attention(config))
-    auto = [kind for architecture in config.architectures or () for end, kind in kinds.items()
-            if architecture.endswith(end)]
-    if not auto:
-        made = ", ".join(config.architectures or ["model without a head"])
-        raise ValueError(f"task.model = {name} is a {made}: with task.{reads} advise takes a model of transformers "
-                         f"{' or '.join(kinds)}")
-    return encoders.load_model(auto[0], config, origin, Mechanism.of("exact")).eval()
-
-
-def part_of(name: str, kind: str) -> Any:
-    """What makes the model's input, of the class `kind` of transformers. Raises DataError where its folder has none."""
-    import transformers
-
-    origin = encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
-    load = partial(getattr(transformers, kind).from_pretrained, origin.name, trust_remote_code=False)
-    return encoders.loaded(load, origin, kind[4:])

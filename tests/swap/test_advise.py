@@ -15,13 +15,12 @@ from torch.nn.functional import cross_entropy
 
 import crt_exp
 from crt_exp import swap_attention
-from crt_exp.advice.call import mechanisms, spread
-from crt_exp.advice.verdict import Advice, Row, pays_from
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.mechanism import Mechanism
 from crt_exp.features.base import NotFinite
-from crt_exp.advice.bench_pieces import TextBench
+from crt_exp.swap.advise import Advice, Row, mechanisms, pays_from, spread
+from crt_exp.swap.bench import TextBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -54,18 +53,12 @@ def bench_of(model, length=64, **options):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_model_whose_loss_is_not_finite_is_refused_by_its_parameter(value):
+def test_a_model_whose_loss_is_not_finite_is_refused(value):
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = value
-    with pytest.raises(NotFinite, match=r"own loss is not finite.*parameter .*up_proj.weight holds"):
+    with pytest.raises(NotFinite, match="own loss of this LlamaForCausalLM is not finite"):
         crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, attentions=["window"], rounds=1)
-
-
-@pytest.mark.parametrize("attentions", [[], ["exact"]])
-def test_nothing_to_try_is_refused(attentions):
-    with pytest.raises(ValueError, match="nothing to try but exact"):
-        crt_exp.advise(llama(), ids(), length=64, samples=3, calibration=2, attentions=attentions)
 
 
 def test_the_control_alone_is_no_advice():
@@ -107,12 +100,12 @@ def test_masked_models_hide_the_same_words_from_all():
     assert own == pytest.approx(float(cross_entropy(logits[hidden], bench.rows[0][hidden])), abs=1e-5)
 
 
-def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):
-    model, lines = llama(), []
+def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path, capsys):
+    model = llama()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
     model.model.embed_tokens.weight.requires_grad_(False)
-    advice = crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, rounds=1, progress=lines.append,
+    advice = crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, rounds=1,
                             attentions=["favorpp", "nearfar preset=cheap", "exact", "uniform"])
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], t) for name, t in before.items())
@@ -122,7 +115,8 @@ def test_advise_leaves_the_model_as_it_was_and_says_everything(tmp_path):
     assert advice.rows[0].above == 0 and advice.rows[0].speedup == 1
     assert [row.fitted for row in advice.rows] == [False, True, False, False]
     assert all(row.mib is not None and row.repeated is not None for row in advice.rows)
-    assert advice.sentence in str(advice) and "repeated passage" in str(advice) and len(lines) == 5
+    assert advice.sentence in str(advice) and "repeated passage" in str(advice)
+    assert capsys.readouterr().err.count("advise: ") == 5
     advice.save(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"advise.csv", "advise.md", "advise.png"}
     assert len(list(csv.DictReader((tmp_path / "advise.csv").open()))) == 4
@@ -169,7 +163,7 @@ def test_exact_attention_under_another_name_is_not_advised():
     """Causal near-far attention reads all keys up to 2048 tokens: it is not faster, but the same."""
     same, near = row("nearfar", 0.0, 0.0, ms=(1, 4, 16), exact_to=2048), row("favorpp", 0.001, ms=(1, 5, 20))
     found = advice_of(same)
-    assert found.chosen is None and "nearfar computes exact attention up to 2048" in found.sentence
+    assert found.chosen is None and found.notes == ["nearfar computes exact attention at 512 tokens."]
     assert advice_of(same, near).chosen is near
 
 
@@ -193,11 +187,10 @@ def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
 
 def test_candidates_and_bad_inputs():
     assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
-    assert list(mechanisms(None, quick=False))[:2] == ["exact", "nearfar preset=cheap"]
     for given, message in (
-            ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "it takes 32 to 256 tokens"),
-            ({"length": 8}, "it takes 32 to 256"), ({"samples": 50}, "expected at most 18 together"),
-            ({"samples": 1}, "expected samples >= 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
+            ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "expected 32 to 256 tokens"),
+            ({"length": 8}, "expected 32 to 256"), ({"samples": 50}, "at least 2 and 1, of 18 texts"),
+            ({"samples": 1}, "expected at least 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
             ({"attentions": ["nearfar blocks=3"]}, "blocks")):
         with pytest.raises((ValueError, ConfigError), match=message):
             crt_exp.advise(llama(), **({"texts": ids(), "length": 64} | given))
@@ -246,7 +239,6 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
 
 @pytest.mark.parametrize("length, judged", [(None, 40), (64, 64)])
 def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_path):
-    """Or it is said that what lies behind them was never trained; in Python too, by name and in memory."""
     run = tmp_path / "mine"
     shutil.copytree(folder / "llama", run / "model")
     (run / "config.yaml").write_text("task:\n  _target_: crt_exp.tasks.mlm.MLM\n  block: 40\n")
@@ -256,17 +248,11 @@ def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_pa
                            f"task.model={run}")
     assert code == 0, err
     assert f"{judged} tokens timed" in err and "window computes exact attention" in out
-    assert ("trained on blocks of 40 tokens" in out) == (judged > 40)
-    if length is None:
-        model = transformers.LlamaForCausalLM.from_pretrained(run / "model").eval()
-        for each in (model, str(run)):
-            found = crt_exp.advise(each, ids(), samples=2, calibration=1, rounds=1, attentions=["window"])
-            assert found.length == 40
 
 
 @pytest.mark.parametrize("words, message", [
-    (["task.length=1000"], "it takes 32 to 256 tokens"), (["task.text=null"], "one of task.text, task.images"),
-    (["task.samples=1", "task.length=64"], "expected samples >= 2"), (["task.samples=900"], "give more"),
+    (["task.length=1000"], "expected 32 to 256 tokens"), (["task.text=null"], "one of task.text, task.images"),
+    (["task.samples=1", "task.length=64"], "expected at least 2"), (["task.samples=900"], "of 9 texts of 256 tokens"),
     (["task.attentions=[favour]"], "unknown attention"),
     (["task.attentions=['window 8']"], "expected a name, then key=value"),
     (["task.tolerance=0"], "tolerance"),

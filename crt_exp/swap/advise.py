@@ -1,0 +1,328 @@
+"""`crt_exp.advise`: which attention a pretrained model can have instead of its own, from losses, times and memory.
+
+An attention is close enough where the upper end of its interval lies within `tolerance` nats of the model's own
+attention, and within `REPEATED` nats on repeated passages where the model uses them. It pays from the shortest timed
+length on from which every pass is at least MARGIN times as fast.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.special import stdtrit
+from torch import Tensor, nn
+
+from crt_exp.data.files import whole
+from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
+from crt_exp.measure.times import ratio
+from crt_exp.mechanism import Mechanism
+from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, predicts
+from crt_exp.swap.calibration import eval_mode, learns
+
+EXACT, UNIFORM = "exact", "uniform"
+TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # by default
+SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # by default
+LEAST = 32                # tokens of a text
+TOLERANCE = 0.02          # nats: 2% of the perplexity
+REPEATED = 0.1            # nats on repeated passages
+TELLS = 5                 # times the tolerance that uniform attention must cost, or the data cannot tell methods apart
+USES = 0.5                # nats by which repeated passages must be easier for the model's own attention
+MARGIN = 1.05
+
+
+def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]], *,
+           labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
+           attentions: Sequence[str] | None = None, samples: int | None = None, calibration: int = 4,
+           rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0) -> "Advice":
+    """Try other attention in a pretrained model; return what each costs and which to take.
+
+    Args:
+        model: a model in memory, unchanged afterwards.
+        texts: held-out samples. For a language model strings (`tokenizer` splits them) or token ids, one tensor; for a
+            model of images a tensor (n, C, H, W); for any other model a list of dictionaries of its arguments.
+        labels: classes (n,) of the images. Without labels, outputs are compared with those of exact attention.
+        length: tokens of a text; default: 512, or the model's positions where they are fewer.
+        attentions: such as "window block=32"; default: TRIED.
+        samples: samples to judge on (default: 8 texts, 64 images, 16 others); intervals are over these.
+        calibration: further samples, to which attention is fitted.
+        rounds: of the times; medians count. tolerance: allowed loss increase, nats.
+
+    Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`. Raises ValueError for models that the
+    data do not fit, and for too few samples.
+    """
+    with eval_mode(model):
+        first = texts if isinstance(texts, str | Tensor) else texts[0]
+        if isinstance(first, str) or (isinstance(first, Tensor) and not first.is_floating_point()):
+            ids = (texts if isinstance(texts, Tensor) else _tokens(texts, tokenizer)).flatten().long()
+            length = length_of(model, length, LEAST)
+            rows = ids[:len(ids) // length * length].view(-1, length)
+            bench = text_bench(model, rows, samples, calibration, tokenizer, seed)
+        else:
+            bench = _batch_bench(model, texts, labels, samples, calibration, seed)
+        methods = mechanisms(attentions, seed)
+        return advice_of(bench, methods, list(measured(bench, methods, rounds)), tolerance)
+
+
+@dataclass
+class Row:
+    """One attention: means over samples with half-widths of 95% intervals, in nats; times in ms by length; MiB."""
+
+    attention: str
+    above: float
+    above_ci95: float
+    repeated: float | None = None
+    repeated_ci95: float | None = None
+    ms: dict[int, float] = field(default_factory=dict)
+    mib: float | None = None
+    speedup: float = 1.0
+    pays_from: int | None = None   # None: at no timed length
+    exact_to: int = 0              # tokens up to which it is exact attention
+    fitted: bool = False           # whether it needs calibrate_attention
+
+    @property
+    def worst(self) -> float:
+        worst = self.above + self.above_ci95
+        return worst if math.isfinite(worst) else math.inf
+
+
+@dataclass
+class Advice:
+    """What `advise` returns: print it, or take its parts. The first row is the model's own attention."""
+
+    rows: list[Row]
+    length: int
+    samples: int
+    loss: float                      # of the model's own attention
+    repeated_loss: float | None      # the same on repeated passages
+    tolerance: float
+    noun: str = "texts"
+    labelled: bool = True
+
+    def __post_init__(self):
+        self.chosen, self.sentence = recommendation(self)
+        self.notes = [f"{row.attention} computes exact attention at {self.length} tokens." for row in self.rows
+                      if row.exact_to >= self.length]
+        if self.repeated_loss is not None and not self.uses_repetition:
+            self.notes.append("The model's own attention gains little from repeated passages: recall is not judged.")
+        if not self.labelled:
+            self.notes.append("Without labels, nats are the Kullback-Leibler divergence from the model's own outputs.")
+
+    @property
+    def code(self) -> str:
+        """The line that applies the recommendation."""
+        if self.chosen is None:
+            return "# keep the model as it is"
+        swap = f'swap_attention(model, "{self.chosen.attention}")'
+        return f"calibrate_attention({swap}, batches)" if self.chosen.fitted else swap
+
+    @property
+    def uses_repetition(self) -> bool:
+        """Whether the model's own attention profits from repeated passages, so that recall can be judged."""
+        return self.repeated_loss is not None and self.loss - self.repeated_loss >= USES
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A DataFrame of text, one row an attention."""
+        others = self.rows[1:]
+        cells = {"attention": [row.attention for row in self.rows],
+                 "loss increase": [f"(loss {self.loss:.3f})", *(shown(r.above, r.above_ci95) for r in others)]}
+        if self.repeated_loss is not None:
+            cells["repeated passage"] = [f"({self.repeated_loss:.3f})",
+                                         *(shown(row.repeated, row.repeated_ci95) for row in others)]
+        cells["ms"] = [f"{row.ms[self.length]:.1f}" for row in self.rows]
+        cells["MiB"] = ["" if row.mib is None else f"{row.mib:.0f}" for row in self.rows]
+        cells["speed-up"] = [f"{row.speedup:.2f}" for row in self.rows]
+        cells["pays from"] = ["", *(str(row.pays_from or f"> {self.length}") for row in others)]
+        return pd.DataFrame(cells)
+
+    def __str__(self) -> str:
+        return "\n".join([self.table.to_string(index=False), "", self.sentence, *self.notes, "", self.code])
+
+    def save(self, directory: str | Path) -> None:
+        """Writes advise.csv, advise.md and advise.png into a folder."""
+        folder, table = Path(directory), self.table
+        folder.mkdir(parents=True, exist_ok=True)
+        sentence = f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed."
+        with whole(folder / "advise.md") as part:
+            part.write_text("\n\n".join([markdown(list(table.columns), table.values.tolist()).rstrip(), sentence,
+                                         *self.notes, f"```python\n{self.code}\n```\n"]))
+        values = [vars(row) | {f"ms_{length}": ms for length, ms in row.ms.items()} for row in self.rows]
+        with whole(folder / "advise.csv") as part:
+            pd.DataFrame(values).drop(columns="ms").to_csv(part, index=False)
+        save_figure(figure(self), folder / "advise.png")
+
+
+# ---- samples
+
+def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
+    if tokenizer is None:
+        raise ValueError("texts are strings: give tokenizer=AutoTokenizer.from_pretrained(...), or token ids")
+    listed = [texts] if isinstance(texts, str) else texts
+    return torch.tensor([i for text in listed for i in tokenizer(text, add_special_tokens=False)["input_ids"]])
+
+
+def text_bench(model: nn.Module, rows: Tensor, samples: int | None, calibration: int, tokenizer: Any, seed: int
+               ) -> TextBench:
+    """rows: (n, length) token ids. Raises ValueError for models that predict neither masked nor next tokens."""
+    predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
+    if predicted is None:
+        raise ValueError(f"{type(model).__name__} predicts no tokens: load it by AutoModelForCausalLM or ...MaskedLM")
+    if predicted == MASKED and mask is None:
+        raise ValueError(f"{type(model).__name__} predicts masked tokens: give tokenizer=..., one with a mask token")
+    judged, training = spread(len(rows), samples or SAMPLES["texts"], calibration, f"texts of {rows.shape[1]} tokens")
+    return TextBench(model, rows[judged], rows[training], mask=mask, special=getattr(tokenizer, "all_special_ids", ()),
+                     seed=seed)
+
+
+def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, samples: int | None, calibration: int,
+                 seed: int) -> BatchBench:
+    noun, pieces = ("images", pieces.split(1)) if isinstance(pieces, Tensor) else ("pieces", list(pieces))
+    if labels is not None and len(labels) != len(pieces):
+        raise ValueError(f"labels: expected {len(pieces)}, one for each of the {noun}, got {len(labels)}")
+    judged, training = spread(len(pieces), samples or SAMPLES[noun], calibration, noun)
+    return BatchBench(model, [pieces[i] for i in judged], [pieces[i] for i in training], noun=noun, seed=seed,
+                      labels=None if labels is None else [labels[i:i + 1] for i in judged])
+
+
+def spread(count: int, samples: int, calibration: int, noun: str) -> tuple[list[int], list[int]]:
+    """Indices of evenly spread samples to judge on, and of those to fit to after them."""
+    if samples < 2 or calibration < 1 or count < samples + calibration:
+        raise ValueError(f"samples={samples}, calibration={calibration}: expected at least 2 and 1, of {count} {noun}")
+    chosen = torch.linspace(0, count - 1, samples + calibration).round().long().tolist()
+    return chosen[:samples], chosen[samples:]
+
+
+# ---- measuring
+
+def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mechanism | None]:
+    """Attention by its name, exact (None) first. Raises ConfigError for unknown names and options."""
+    names = TRIED if attentions is None else attentions
+    return {EXACT: None} | {name: Mechanism.parse(name, seed=seed) for name in names if name != EXACT}
+
+
+def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Iterator[dict[str, Any]]:
+    """A record for each attention with its losses and memory, then one for each length with the times of all."""
+    longest = bench.timed[bench.length]
+    for label, attention in methods.items():
+        losses = bench.losses(attention)
+        print(f"advise: {label}: {statistics.mean(losses['loss']):.3f} nats", file=sys.stderr, flush=True)
+        yield {"attention": label, **losses, "mib": bench.memory(attention, longest)}
+    for length, piece in bench.timed.items():
+        times = bench.times(methods, piece, rounds)
+        print(f"advise: {length} tokens timed", file=sys.stderr, flush=True)
+        yield {"length": length, "ms": times}
+
+
+def advice_of(bench: Bench, methods: Mapping[str, Mechanism | None], records: Sequence[Mapping[str, Any]],
+              tolerance: float) -> Advice:
+    """The advice of the records of `measured`."""
+    judged = {each["attention"]: each for each in records if "attention" in each}
+    times = {each["length"]: each["ms"] for each in records if "length" in each}
+    own, rows = judged[EXACT], []
+    for label, each in judged.items():
+        gains = {length: ratio(at[EXACT], at[label]) for length, at in times.items()}
+        row = Row(label, *mean_difference(each["loss"], own["loss"]), mib=each["mib"], speedup=gains[max(gains)],
+                  ms={length: statistics.median(at[label]) for length, at in times.items()}, pays_from=pays_from(gains))
+        if own["repeated"]:
+            row.repeated, row.repeated_ci95 = mean_difference(each["repeated"], own["repeated"])
+        with bench.swapped(methods[label]) as states:
+            row.exact_to = min((getattr(state, "exact_to", 0) for state in states.values()), default=0)
+            row.fitted = learns(bench.model)
+        rows.append(row)
+    repeated = statistics.mean(own["repeated"]) if own["repeated"] else None
+    return Advice(rows, bench.length, len(bench.judged), statistics.mean(own["loss"]), repeated, tolerance, bench.noun,
+                  bench.labelled)
+
+
+def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
+    """With the half-width of its 95% Student interval; NaN for one sample."""
+    n, differences = len(own), np.subtract(losses, own)
+    half = float(stdtrit(n - 1, 0.975)) * float(np.std(differences, ddof=1)) / n**0.5 if n > 1 else math.nan
+    return float(np.mean(differences)), half
+
+
+def pays_from(gains: Mapping[int, float]) -> int | None:
+    """The shortest timed length from which on every gain reaches MARGIN."""
+    slow = [length for length, gain in gains.items() if gain < MARGIN]
+    return min((length for length in gains if length > max(slow, default=0)), default=None)
+
+
+# ---- the recommendation
+
+def recommendation(advice: Advice) -> tuple[Row | None, str]:
+    """The row to take, or None, and the sentence with its reason."""
+    tried = [row for row in advice.rows if row.attention not in (EXACT, UNIFORM)]
+    control = next((row for row in advice.rows if row.attention == UNIFORM), None)
+    if control is not None and not is_costly(advice, control):
+        return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost(advice, control)}, "
+                      "so they cannot tell mechanisms apart. Give data that the model predicts well, or longer pieces.")
+    if not tried:
+        return None, "No advice: only exact and uniform attention were tried."
+    close = [row for row in tried if row.worst <= advice.tolerance
+             and not (advice.uses_repetition and row.repeated + row.repeated_ci95 > REPEATED)]
+    if not close:
+        best, allowed = min(tried, key=lambda row: row.worst), f" ({REPEATED} on repeated passages)"
+        return None, (f"Keep exact: the closest, {best.attention}, costs {cost(advice, best)}; allowed are "
+                      f"{advice.tolerance}{allowed * advice.uses_repetition}. Fine-tuning after the swap recovers a "
+                      "part of that.")
+    paying = [row for row in close if row.exact_to < advice.length and row.pays_from is not None]
+    if not paying:
+        best = max(close, key=lambda row: row.speedup)
+        return None, (f"Keep exact at {advice.length} tokens: {best.attention} stays within {advice.tolerance} nats, "
+                      f"and its speed is {best.speedup:.2f} times that of exact. Try longer {advice.noun}.")
+    best = max(paying, key=lambda row: row.speedup)
+    below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
+    return best, (f"Take {best.attention}: it costs {cost(advice, best)} at {advice.length} tokens, and a pass is "
+                  f"{best.speedup:.2f} times as fast{below}.")
+
+
+def is_costly(advice: Advice, row: Row) -> bool:
+    """Whether it costs clearly more than is allowed: TELLS times as much at the lower end of an interval."""
+    forgets = advice.uses_repetition and row.repeated - row.repeated_ci95 >= TELLS * REPEATED
+    return forgets or not row.above - row.above_ci95 < TELLS * advice.tolerance
+
+
+def cost(advice: Advice, row: Row) -> str:
+    repeated = f" and {shown(row.repeated, row.repeated_ci95)} nats on repeated passages"
+    return f"{shown(row.above, row.above_ci95)} nats{repeated * advice.uses_repetition}"
+
+
+def shown(value: float | None, half: float | None) -> str:
+    return f"{value:.4f} ± {half:.4f}" if value is not None and math.isfinite(value) else "not finite"
+
+
+# ---- the picture
+
+def figure(advice: Advice):
+    """Loss increase of each attention, and milliseconds against the length."""
+    drawn, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
+    others = advice.rows[:0:-1]
+    for height, row in enumerate(others):
+        costs.errorbar(row.above, height, xerr=row.above_ci95, fmt="o", ms=5, color=colour(row.attention))
+        if advice.uses_repetition:
+            costs.errorbar(row.repeated, height, xerr=row.repeated_ci95, fmt="D", ms=6, mfc="white",
+                           color=colour(row.attention))
+    costs.set_yticks(range(len(others)), [row.attention for row in others])
+    costs.set_xscale("symlog", linthresh=advice.tolerance)
+    left, right = costs.get_xlim()
+    costs.axvspan(left, advice.tolerance, color="#000000", alpha=0.06, lw=0)
+    costs.set_xlim(left, right)
+    repeated = "\nopen: repeated passages" if advice.uses_repetition else ""
+    costs.set(title="loss increase over exact, nats (lower is better)",
+              xlabel=f"{advice.samples} {advice.noun} of {advice.length} tokens; grey: allowed{repeated}")
+    for row in advice.rows:
+        times.plot(list(row.ms), list(row.ms.values()), marker="o", ms=3, color=colour(row.attention),
+                   lw=2.2 if row is advice.chosen or row.attention == EXACT else 1)
+    times.set(xscale="log", yscale="log", title="milliseconds of a pass", xlabel="tokens")
+    plain_ticks(times.xaxis)
+    plain_ticks(times.yaxis)
+    label_ends(times, [(row.attention, length, row.ms[length], colour(row.attention))
+                       for row in advice.rows for length in [max(row.ms)]])
+    return drawn

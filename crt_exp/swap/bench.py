@@ -1,0 +1,309 @@
+"""A bench: temporarily swap a model's attention, measure losses, time and memory, then restore it.
+
+`Bench` swaps the attention of any model; `TextBench` adds losses of language models, `BatchBench` those of models of
+images, audio and other input. A piece is what `calibrate_attention` takes. Pieces that attention is fitted to are not
+judged. Models that were built with other attention need no bench: see `fitted` and `looked_at`.
+Notation: B batch, L tokens, H query heads, Hkv key heads, V tokens of a vocabulary, C classes.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.attention.base import LinearAttention
+from crt_exp.features.base import NotFinite
+from crt_exp.measure.times import LONG, added, again, give_back, in_turns
+from crt_exp.mechanism import Mechanism
+from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
+from crt_exp.swap.saved import holders
+from crt_exp.swap.swap import unswap_attention
+
+KEPT = 8            # fits of attention that a bench remembers
+MASKED, NEXT = "masked", "next"
+HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
+IGNORED = -100      # label of a token that no loss counts, as torch and transformers have it
+SHARE = 0.15        # of the tokens is masked
+UNSURE = 16         # tokens after which a model can know that a passage is repeated
+REPEATED = 4        # rows that are also judged as repeated passages
+SHORTEST = 128      # tokens of the shortest timed row
+LENGTH = 512        # tokens of a text, where nothing says more
+AT_ONCE = 256       # tokens whose losses are computed at a time
+
+
+def fitted(model: nn.Module, batches: Iterable) -> nn.Module:
+    """The model, with attention fitted to these batches where it has something to fit."""
+    if learns(model):
+        fill_statistics(model, batches)
+    return model
+
+
+def looked_at(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
+    """The calibrated layers of the model, with the errors that the calibration measured."""
+    with quiet():
+        calibrate_attention(model, batches)
+    return [part for part in model.modules() if isinstance(part, LinearAttention)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings of layers that stay as they are, or that uniform attention is closer to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+class Bench:
+    """A model in eval mode, `judged` pieces, and `training` pieces that attention is fitted to.
+
+    Subclasses give `loss(i)` of judged piece i in nats, `timed`, the pieces to time by the number of tokens that
+    attention has in them, in growing order, and where `repeats` > 0 `repeated_loss(i)`. Raises ValueError for a model
+    that is swapped already.
+    """
+
+    noun = "pieces"     # what tables call them
+    causal = False
+    repeats = 0         # judged pieces that are also judged as repeated passages
+    labelled = True     # whether losses are those of labels
+
+    def __init__(self, model: nn.Module, judged: Sequence[Any] = (), training: Sequence[Any] | None = (),
+                 seed: int = 0):
+        if swapped_states(model):
+            raise ValueError(f"this {type(model).__name__} is swapped already: call unswap_attention(model) first")
+        self.model, self.judged, self.training, self.seed = model.eval(), judged, training, seed
+        self.device = next(model.parameters()).device
+        self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []    # of the last attentions
+
+    def run(self, piece: Any) -> Any:
+        """The model's output for a piece."""
+        return call(self.model, piece)
+
+    def body(self, piece: Any) -> Any:
+        """The pass whose time and memory count."""
+        return self.run(piece)
+
+    def fit(self, attention: Mechanism) -> None:
+        """Fit the attention that the model now has."""
+        fitted(self.model, self.training)
+
+    @contextmanager
+    def swapped(self, attention: Mechanism | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
+        """Within it the model has this attention, fitted once for all times; yields its layers by path."""
+        if attention is None:
+            yield {}
+            return
+        with quiet():
+            attention.swap(self.model, layers, saved=False)
+        try:
+            states = swapped_states(self.model)
+            if learns(self.model):
+                self._fit_once((attention, layers), states)
+            yield {state.path: state for state in states}
+        finally:
+            unswap_attention(self.model)
+
+    def _fit_once(self, key: tuple, states: list[nn.Module]) -> None:
+        kept = next((kept for known, kept in self.fits if known == key), None)
+        if kept is None:
+            self.fit(key[0])
+            kept = [{name: t.clone() for name, t in state.state_dict().items()} for state in states]
+            self.fits = [*self.fits, (key, kept)][-KEPT:]
+            return
+        for state, tensors in zip(states, kept, strict=True):
+            state.load_state_dict(tensors)
+
+    @torch.no_grad()
+    def watched(self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
+                ) -> tuple[list[Any], Any]:
+        """see(layer, arguments, output) of every call of exact attention for a piece, and the model's output."""
+        seen: list[Any] = []
+        with self.swapped(Mechanism.of("exact"), layers) as states, ExitStack() as stack:
+            for state in states.values():
+                stack.callback(state.register_forward_hook(lambda *of_call: seen.append(see(*of_call))).remove)
+            return seen, self.run(piece)
+
+    # ---- losses
+
+    @torch.no_grad()
+    def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:
+        """Nats of each judged piece, `loss`, and of the first `repeats` pieces `repeated`.
+
+        Raises NotFinite where the model's own loss is not finite: nothing can be compared with it.
+        """
+        with self.swapped(attention):
+            losses = {"loss": [self.loss(i) for i in range(len(self.judged))],
+                      "repeated": [self.repeated_loss(i) for i in range(self.repeats)]}
+        if attention is None and not all(map(math.isfinite, losses["loss"])):
+            raise NotFinite(f"the own loss of this {type(self.model).__name__} is not finite: check its parameters")
+        return losses
+
+    # ---- time and memory
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest piece."""
+        return max(self.timed)
+
+    def times(self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int) -> dict[str, list[float]]:
+        """Milliseconds of a pass in each round, in which all attentions take turns, after an untimed call each."""
+        body = torch.no_grad()(self.body)
+
+        def within(attention: Mechanism | None) -> float:
+            with self.swapped(attention):
+                return again(body, piece, below=LONG, device=self.device)
+        return in_turns(attentions, rounds, within, warm=0)
+
+    @torch.no_grad()
+    def memory(self, attention: Mechanism | None, piece: Any) -> float | None:
+        """MiB at the peak of a pass beyond what was held before; None where the system does not report it."""
+        with self.swapped(attention), suppress(OSError):
+            give_back()
+            return added(lambda: self.body(piece), self.device)
+        return None
+
+
+# ---- rows of tokens
+
+class TextBench(Bench):
+    """A language model of transformers, `rows` (n, L) of tokens to judge on and `training` (k, L).
+
+    mask: the id of the mask token, of masked models. special: ids that are never masked. On repeated passages a causal
+    model loses what its attention cannot look up.
+    """
+
+    noun = "texts"
+
+    def __init__(self, model: nn.Module, rows: Tensor, training: Tensor | None = None, *, mask: int | None = None,
+                 special: Sequence[int] = (), seed: int = 0):
+        super().__init__(model, rows, None if training is None else training.split(1), seed)
+        self.predicts, self.rows, self.mask, self.special = predicts(model), rows, mask, torch.tensor([*special]).long()
+        self.causal = self.predicts == NEXT
+        self.options = {"use_cache": False} if self.causal else {}
+        L = rows.shape[1]
+        lengths = [SHORTEST * 2**i for i in range(L.bit_length()) if SHORTEST * 2**i < L]
+        self.timed = {length: rows[:1, :length] for length in [*lengths, L]}
+        if self.causal and L >= 4 * UNSURE:
+            self.repeats = min(REPEATED, len(rows))
+
+    def fit(self, attention: Mechanism) -> None:
+        fitted(self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training])
+
+    def run(self, ids: Tensor, **options: Any) -> Any:
+        return self.model(input_ids=ids.to(self.device), **self.options, **options)
+
+    def body(self, ids: Tensor) -> None:
+        """Without the logits of all tokens, which would hide the rest."""
+        self.model.base_model(input_ids=ids.to(self.device), **self.options)
+
+    def loss(self, i: int) -> float:
+        """Nats a predicted token of row i."""
+        return float(self.nats(*self.asked(i)).mean())
+
+    def repeated_loss(self, i: int) -> float:
+        """Nats a token of the second half of a row that is the first half of row i twice."""
+        half = self.rows.shape[1] // 2
+        inputs, labels = following(self.rows[i:i + 1, :half].repeat(1, 2))
+        labels[:, :half + UNSURE - 1] = IGNORED
+        return float(self.nats(inputs, labels).mean())
+
+    def nats(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each token that labels (1, L) ask for, float64."""
+        return nats(self.run(inputs).logits, labels)
+
+    def asked(self, i: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of row i, (1, L) each: the same for all attention."""
+        row = self.rows[i:i + 1]
+        if self.causal:
+            return following(row)
+        hidden = self._places(i)
+        return row.masked_fill(hidden, self.mask), row.masked_fill(~hidden, IGNORED)
+
+    def _places(self, i: int) -> Tensor:
+        """Which tokens of row i are masked."""
+        draw = torch.rand(self.rows.shape[1], generator=torch.Generator().manual_seed(1000 * self.seed + i))
+        draw[torch.isin(self.rows[i], self.special)] = 1.0
+        return draw <= max(SHARE, float(draw.min()))
+
+
+def following(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids (1, L) and the token that comes next; after the last one no label is asked for."""
+    return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+
+
+def nats(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits (B, L, V), labels (B, L) -> the losses of the tokens that are asked for, float64."""
+    asked = (labels != IGNORED).to(logits.device)
+    wanted = labels.to(logits.device)[asked]
+    return torch.cat([F.cross_entropy(part.double(), each, reduction="none")
+                      for part, each in zip(logits[asked].split(AT_ONCE), wanted.split(AT_ONCE))])
+
+
+def predicts(model: nn.Module) -> str | None:
+    """Which tokens a model of transformers predicts, by the name of its class; None for encoders and others."""
+    name = next((type(part).__name__ for part in holders(model)), "")
+    return next((kind for end, kind in HEADS.items() if name.endswith(end)), None)
+
+
+def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
+    """Tokens of a text: as asked, or 512 or the model's positions. Raises ValueError for too many and too few."""
+    most = positions(model)
+    length = min(LENGTH, most) if length is None else length
+    if not least <= length <= most:
+        raise ValueError(f"length={length}: expected {least} to {most} tokens, the positions of the model")
+    return length
+
+
+def positions(model: nn.Module) -> int:
+    """The longest sequence that the model can read, at most 2**20 tokens."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2**20
+    for path, part in model.named_modules():
+        if path.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            most = min(most, part.num_embeddings - part.padding_idx - 1)  # RoBERTa counts from after the padding index
+    return min(most, 2**20)
+
+
+# ---- batches
+
+class BatchBench(Bench):
+    """Pieces are dictionaries of the model's arguments, or tensors; labels: of each judged piece (B,).
+
+    Without labels a loss is the model's own, or the cross-entropy with the outputs of its own attention: what is above
+    that of its own attention is the Kullback-Leibler divergence. Raises ValueError for a model without loss or scores.
+    """
+
+    def __init__(self, model: nn.Module, judged: Sequence[Any], training: Sequence[Any], *,
+                 labels: Sequence[Tensor] | None = None, noun: str = "pieces", seed: int = 0):
+        super().__init__(model, judged, training, seed)
+        self.labels, self.noun = labels, noun
+        queries, outputs = zip(*(self.watched(piece, lambda state, given, out: given[0].shape[2]) for piece in judged))
+        self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
+        self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
+        self.own = None if self.labelled else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]
+
+    def loss(self, i: int) -> float:
+        out = self.run(self.judged[i])
+        if (loss := own_loss(out, self.judged[i])) is not None:
+            return float(loss)
+        wanted = self.own[i] if self.labels is None else self.labels[i].to(self.device)
+        return float(F.cross_entropy(scores(out).float().flatten(0, -2), wanted))
+
+
+def own_loss(out: Any, piece: Any) -> Tensor | None:
+    """The loss of a model that was given labels: `loss`, or the mean of a loss of each row, (B,)."""
+    if getattr(out, "loss", None) is not None:
+        return out.loss.float()
+    given = isinstance(piece, Mapping) and "targets" in piece
+    return out.float().mean() if given and isinstance(out, Tensor) and out.ndim == 1 else None
+
+
+def scores(out: Any) -> Tensor:
+    """(B, ..., C)."""
+    out = getattr(out, "logits", out)
+    if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
+        raise ValueError("the model gives neither a loss nor class scores: load it with its head, or give labels")
+    return out
