@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from crt_exp.data.files import whole
+from crt_exp.atomic_write import whole
 from crt_exp.config import choices
 from crt_exp.mechanism import Mechanism
 

@@ -1,41 +1,16 @@
-"""Who may import whom: arrows between the rooms of the package point downward, and no two modules need each other."""
+"""Who may import whom: the picture in docs/architecture.md, compared with the imports of every module."""
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "crt_exp"
-
-# From the bottom to the top: a module imports from lines above its own, or from its own line.
-# The longest name that fits counts.
-ROOMS = [
-    ["options", "measure.times"],
-    ["samplers"],
-    ["features"],
-    ["bounds"],
-    ["attention"],
-    ["nearfar"],
-    ["config"],
-    ["data"],
-    ["swap"],
-    ["mechanism"],
-    ["models.folder"],
-    ["drawing"],
-    ["swap.bench", "swap.advise", "swap.pretrained"],
-    ["sampled_softmax"],
-    ["models"],
-    ["data.__main__"],
-    ["measure.base"],
-    ["estimators"],
-    ["tasks"],
-    ["runner"],
-    ["train", "infer"],
-    ["measure", "advice.task"],
-    ["evolution"],
-    ["report", "papers"],
-    ["__main__", "predict", "transcribe", "sample"],
-]
+PICTURE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+BOXES = {room: box for box, rooms in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M) for room in rooms.split(", ")}
+ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
+COMMANDS = ("__main__", "infer", "predict", "transcribe", "sample")
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms
 
 
@@ -61,30 +36,33 @@ def imported(name):
     return {each for each in found if each in MODULES} - {name, FRONT}
 
 
-def height(name):
-    """The line of ROOMS that a module stands in."""
-    within = name.removeprefix(f"{FRONT}.")
-    found = [(len(room), line) for line, rooms in enumerate(ROOMS) for room in rooms
-             if f"{within}.".startswith(f"{room}.")]
-    assert found, f"{name} stands in no room: add it to ROOMS of this test, where its imports allow it"
-    return max(found)[1]
+def box(name):
+    """The box of the picture that a module stands in."""
+    parts = name.split(".")
+    return "commands" if parts[-1] in COMMANDS else BOXES[parts[1]]
 
 
-def test_imports_point_downward():
-    upward = [f"{name} imports {other}, which stands above it" for name in MODULES if name != FRONT
-              for other in sorted(imported(name)) if height(other) > height(name)]
-    assert not upward, "\n".join(upward)
+@cache
+def below(start):
+    """The boxes that arrows lead to from one."""
+    return frozenset().union(*({end} | below(end) for begin, end in ARROWS if begin == start))
+
+
+def test_every_import_follows_arrows_of_the_picture():
+    odd = [f"{name} imports {other}: docs/architecture.md has no arrows from {box(name)} to {box(other)}"
+           for name in MODULES if name != FRONT for other in sorted(imported(name))
+           if box(other) not in below(box(name)) | {box(name)}]
+    assert not odd, "\n".join(odd)
+
+
+def test_every_arrow_of_the_picture_is_an_import_and_none_follows_from_others():
+    found = {(box(name), box(other)) for name in MODULES if name != FRONT for other in imported(name)}
+    assert set(ARROWS) <= found and len(set(ARROWS)) == len(ARROWS)
+    assert not [(begin, end) for begin, end in ARROWS for other in below(begin) if other != end and end in below(other)]
 
 
 def test_no_circle():
     TopologicalSorter({name: imported(name) for name in MODULES}).prepare()  # raises CycleError, which names the circle
-
-
-def test_the_library_stands_below_its_command_line():
-    """The front door of the library needs nothing of tasks, runner and reports."""
-    limit = height("crt_exp.tasks")
-    homes = __import__(FRONT)._HOMES
-    assert homes and all(height(home) < limit for home in homes)
 
 
 CORE = ("samplers", "features", "bounds", "mechanism", "attention", "nearfar", "swap", "sampled_softmax",
@@ -108,5 +86,5 @@ def check_apart(room, apart):
     while left:
         needed.add(name := left.pop())
         left += imported(name) - needed
-    odd = {name for name in needed if name.split(".")[1] in apart and height(name) > 0}
+    odd = {name for name in needed if name.split(".")[1] in apart}
     assert needed and not odd, f"{room} needs {sorted(odd)}"

@@ -1,13 +1,9 @@
-"""Files: those of a folder by their endings, files written whole or not at all, and arrays kept in a cache folder."""
+"""Files of a folder by their endings, and arrays kept in a cache folder."""
 
-import csv
-import errno
 import hashlib
 import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +17,6 @@ SYSTEM = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN", "System 
 AUDIO = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".aifc", ".au", ".snd", ".w64", ".caf",
          ".rf64")
 IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a full disk, a limit to the size of files, a quota
 Arrays = dict[str, np.ndarray]
 
 
@@ -45,42 +40,6 @@ def files_ending(folder: Path, endings: tuple[str, ...], paths: Iterable[str | P
         counts = ", ".join(f"{count} {ending}" for ending, count in Counter(others).most_common(6))
         warn("%s: left out by their endings: %s (taken are %s)", folder, counts, " ".join(endings))
     return taken
-
-
-# ---- files that are written whole or not at all ----------------------------------------------------------------------
-
-
-@contextmanager
-def whole(path: Path, kind: str = "") -> Iterator[Path]:
-    """A private path to write to, whose file replaces `path` at the end; kind: the suffix of that file's name.
-
-    Links are followed and the mode of an older file is kept. Raises OSError, naming `path`, where it cannot be written
-    or is no regular file: nothing is left of the new file, and what was there stays.
-    """
-    target = Path(os.path.realpath(path))
-    try:
-        if os.path.lexists(target) and not target.is_file():
-            raise OSError("expected a regular file; choose another name")
-        with TemporaryDirectory(dir=target.parent, prefix=".", suffix=".tmp") as folder:
-            part = Path(folder, f"new{kind}")
-            yield part
-            if target.exists():
-                shutil.copymode(target, part)
-            os.replace(part, target)
-    except OSError as error:
-        raise type(error)(f"{path} cannot be written: {reason(error)}") from None
-
-
-def reason(error: OSError) -> str:
-    """What the system says, and of a full disk what to do."""
-    said = str(error.strerror or error)
-    return f"{said}; free space and start again, with resume=auto in a run" if error.errno in FULL else said
-
-
-def write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """A csv file, as `whole` writes it."""
-    with whole(path) as part, open(part, "w", newline="") as file:
-        csv.writer(file).writerows(rows)
 
 
 # ---- arrays that are made once and mapped from a cache folder --------------------------------------------------------

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from crt_exp.data.files import IMAGES, files_ending, hidden, whole
+from crt_exp.atomic_write import whole
+from crt_exp.data.files import IMAGES, files_ending, hidden
 from crt_exp.data import DataError, warn
 from crt_exp.data.sources import SOURCES, task_folder
 

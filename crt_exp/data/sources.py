@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from crt_exp.data import DataError, warn
-from crt_exp.data.files import whole
+from crt_exp.atomic_write import whole
 
 
 @dataclass(frozen=True)

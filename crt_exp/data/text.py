@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.data.files import cached, key_of, whole
+from crt_exp.atomic_write import whole
+from crt_exp.data.files import cached, key_of
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, from_hub, missing, text_folder
 

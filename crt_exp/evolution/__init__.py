@@ -33,7 +33,7 @@ from crt_exp.measure.kernel import generator
 from crt_exp.runner import checkpoint
 from crt_exp.runner.exit_handling import Stopped
 from crt_exp.samplers import orthogonal
-from crt_exp.measure.times import threads, without_interrupts
+from crt_exp.times import threads, without_interrupts
 
 CHECKPOINTS = "checkpoints"                              # within the run directory
 SPLITS = {"train": 0, "validation": 1, "test": 2}        # no rollout of one is one of another

@@ -15,7 +15,7 @@ from crt_exp.evolution.environments import SteppingStones, Sweeping
 from crt_exp.options import Count, Positive, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.data.files import whole
+from crt_exp.atomic_write import whole
 
 PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
 Looks = Literal["attention", "average", "random"]

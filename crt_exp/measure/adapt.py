@@ -26,7 +26,7 @@ from crt_exp.runner.trainer_config import Adapters
 from crt_exp.swap.calibration import learns
 from crt_exp.tasks.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
 from crt_exp.tasks.mlm import following
-from crt_exp.measure.times import PROCESSOR, milliseconds, threads
+from crt_exp.times import PROCESSOR, milliseconds, threads
 from crt_exp.measure.variance import mnist_file
 
 SYMBOLS, LENGTH = 16, 64                            # different symbols; tokens of a row

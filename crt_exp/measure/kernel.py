@@ -26,7 +26,7 @@ from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
 from crt_exp.measure import Measurement, Series, check_estimates
-from crt_exp.measure.times import PROCESSOR, in_turns, milliseconds, threads
+from crt_exp.times import PROCESSOR, in_turns, milliseconds, threads
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import column_sums
 from crt_exp.options import Count, NotNegative, Positive, Several, checked

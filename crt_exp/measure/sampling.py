@@ -26,7 +26,7 @@ from crt_exp.features import OPRF, FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
 from crt_exp.measure import Measurement
-from crt_exp.measure.times import LONG, again, in_turns
+from crt_exp.times import LONG, again, in_turns
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.options import Count, Positive, Several, checked, join_words, split_words

@@ -22,7 +22,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers import orthogonal
 from crt_exp.measure import Measurement
-from crt_exp.measure.times import Call, Update, added, in_turns, milliseconds
+from crt_exp.times import Call, Update, added, in_turns, milliseconds
 
 CAUSAL = " causal"          # at the end of a method's name
 CHUNKED, PEER = f"chunked{CAUSAL}", "performer-pytorch"

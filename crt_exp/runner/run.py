@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
-from crt_exp.data.files import whole
+from crt_exp.atomic_write import whole
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.data import world_size
 from crt_exp.runner.configuration import overrides

@@ -70,7 +70,7 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
 
 def table(runs: "DataFrame") -> str:
     """One line a setting, with mean and interval over its seeds; the best of each data set comes first."""
-    from crt_exp.measure.times import interval
+    from crt_exp.times import interval
 
     keys, rows = [key for key in runs if key not in ("run", "seed", *RECORD)], []
     for place, group in runs.groupby(["metric", *keys], sort=False):

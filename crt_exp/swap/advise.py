@@ -19,9 +19,9 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from crt_exp.data.files import whole
+from crt_exp.atomic_write import whole
 from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
-from crt_exp.measure.times import ratio
+from crt_exp.times import ratio
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, predicts
 from crt_exp.swap.calibration import eval_mode, learns

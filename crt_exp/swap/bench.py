@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
 from crt_exp.features.base import NotFinite
-from crt_exp.measure.times import LONG, added, again, give_back, in_turns
+from crt_exp.times import LONG, added, again, give_back, in_turns
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.saved import holders

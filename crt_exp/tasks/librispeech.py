@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.data.files import whole
+from crt_exp.atomic_write import whole
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, speech, warn
 from crt_exp.data.sources import is_on_hub, task_folder

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.data.files import write_rows
+from crt_exp.atomic_write import write_rows
 from crt_exp.config import ConfigError
 from crt_exp.data import corpora, whole
 from crt_exp.data.text import IGNORED

@@ -22,7 +22,7 @@ from crt_exp.config import unknown
 from crt_exp.data import tabular
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.times import interval
+from crt_exp.times import interval
 from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
 from crt_exp.samplers.bias import bias_record, bias_sentence
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crt_exp.measure import times
+from crt_exp import times
 
 
 def arms(calls, names="abc"):
