@@ -116,7 +116,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
         """Whether these are the new keys and values as `update` gave them, and come for the first time."""
-        same = all(a() is b for a, b in zip(self.handed, (key, value)))
+        same = self.handed[0]() is key and self.handed[1]() is value
         if same and self.given is not None:
             return True
         if isinstance(key, NewKeys):
