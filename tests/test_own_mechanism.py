@@ -126,13 +126,12 @@ def test_python_takes_the_class(folder, capsys):
 
 def test_advise_takes_the_class(folder):
     import transformers
-    from mine.baselines import TopK
 
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_positions=64, n_embd=8, n_layer=1,
                                                                  n_head=2))
-    found = advise(model, torch.arange(40).repeat(8), length=32, attentions=[TopK, (TopK, {"k": 2})], samples=2,
-                   calibration=1, rounds=1, progress=lambda line: None)
-    assert [row.attention for row in found.rows] == ["exact", "mine.baselines.TopK", "mine.baselines.TopK k=2"]
+    names = ["mine.baselines.TopK", "mine.baselines.TopK k=2"]
+    found = advise(model, torch.arange(40).repeat(8), length=32, attentions=names, samples=2, calibration=1, rounds=1)
+    assert [row.attention for row in found.rows] == ["exact", *names]
 
 
 @pytest.mark.parametrize("text, said", [

@@ -1,5 +1,6 @@
-"""task=advise: `crt_exp.advise` for a model in a folder, a run or on the hub, and text, images or audio in files.
+"""task=advise: `crt_exp.advise` for a model and data in files.
 
+The model is in a folder, a run or on the hub, its data are text, images or audio.
 `opened`, `rows_of` and `length_in` read language models and their text; task=fidelity uses them too.
 """
 

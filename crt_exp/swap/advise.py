@@ -1,5 +1,6 @@
-"""`crt_exp.advise`: which attention a pretrained model can have instead of its own, from losses, times and memory.
+"""`crt_exp.advise`: which attention a pretrained model can have instead.
 
+Losses, times and memory of a bench decide.
 An attention is close enough where the upper end of its interval lies within `tolerance` nats of the model's own
 attention, and within `REPEATED` nats on repeated passages where the model uses them. It pays from the shortest timed
 length on from which every pass is at least MARGIN times as fast.

@@ -1,4 +1,4 @@
-"""A bench: temporarily swap a model's attention, measure losses, time and memory, then restore it.
+"""Temporarily swap a model's attention, measure it, then restore its own.
 
 `Bench` swaps the attention of any model; `TextBench` adds losses of language models, `BatchBench` those of models of
 images, audio and other input. A piece is what `calibrate_attention` takes. Pieces that attention is fitted to are not

@@ -1,5 +1,4 @@
-"""Decoding of swapped Hugging Face models in constant time:
-a layer of transformers' Cache that keeps the recurrent state.
+"""A layer of transformers' Cache that keeps the recurrent state of decoding.
 
 `install` has `generate`, and calls with use_cache=True, make caches with a `RecurrentLayer` for each swapped causal
 layer. Within the forward pass the attention module hands new keys to `update` and what it gets back to the attention
@@ -8,7 +7,7 @@ attention function finds the state there. The state thus belongs to the cache, h
 does not hold (a module that works on keys after the cache gave them, training, gradients, attention that is not
 causal), the layer keeps all keys and values, as a DynamicLayer does: right, in time linear in the position.
 
-Legend: B batch, H query heads, Hkv key heads, T new tokens, S tokens in all, d, dv.
+Notation: B batch, H query heads, Hkv key heads, T new tokens, S tokens in all, d, dv.
 """
 
 import copy
@@ -116,7 +115,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
         """Whether these are the new keys and values as `update` gave them, and come for the first time."""
-        same = all(a() is b for a, b in zip(self.handed, (key, value)))
+        same = self.handed[0]() is key and self.handed[1]() is value
         if same and self.given is not None:
             return True
         if isinstance(key, NewKeys):

@@ -1,4 +1,4 @@
-"""Calibration and description of swapped layers: statistics, errors, and a table of the layers.
+"""Statistics and errors of swapped layers, and a table of the layers.
 
 Calibration passes fill the statistics of swapped layers and measure their errors. The control is uniform attention, the
 mean of the values that a query may see: an approximation that is no closer to exact attention tells nothing of q and k.

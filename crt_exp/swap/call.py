@@ -1,9 +1,9 @@
-"""One call of a swapped attention layer: which keys count, whether it is causal, dropout,
-and the matrix where it is asked for.
+"""One call of a swapped attention layer: masks, causal order, dropout, its matrix.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. A linear attention knows two masks, key padding
-(B, S) and causal; a mask of pairs is read as one of these, or both, or refused. The mask of the call decides, not the
-class of the module.
+`attend` is the call; the modules of torch and timm that make it follow, transformers' is in `interface`.
+A linear attention knows two masks, key padding (B, S) and causal; a mask of pairs is read as one of these, or both, or
+refused. The mask of the call decides, not the class of the module.
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The attention modules that can be swapped: the table of families, their sizes, and what linear attention refuses.
+"""Attention modules that can be swapped: families, sizes, and what is refused.
 
 torch's MultiheadAttention and timm's Attention change their class in place, so that parameters, hooks and references to
 them stay. Hugging Face modules keep theirs: see `interface`. A linear attention keeps or removes keys, and knows causal

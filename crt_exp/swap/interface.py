@@ -1,4 +1,4 @@
-"""How Hugging Face modules call their attention, and how a call reaches the `swapped` submodule instead.
+"""How calls of Hugging Face modules reach the `swapped` submodule.
 
 The modules stay as they are: a registered attention function looks for the submodule. Importing this module puts the
 function and its mask into transformers' tables; without the second, padding would be lost silently. A pickled model

@@ -1,4 +1,4 @@
-"""A saved model whose attention was swapped, as it was: the reverse of save_pretrained after `swap_attention`."""
+"""Load a saved swapped model: the reverse of save_pretrained."""
 
 from pathlib import Path
 from typing import Any

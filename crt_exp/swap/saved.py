@@ -1,4 +1,4 @@
-"""What a swapped model saves: which attention each layer has, noise and statistics.
+"""What a swapped model saves: attention of each layer, noise, statistics.
 
 `config.crt_exp` is a dictionary of plain values: `version`; `mechanisms`, each as `Mechanism.saved` gives it, with
 `causal` as the swap was given it; `layers`, the path of every attention module -> the number of its mechanism, null for

@@ -1,4 +1,4 @@
-"""Attention transfer: each swapped layer learns to give the exact layer's output on the exact layer's input.
+"""Attention transfer: swapped layers learn the output of exact attention.
 
 While a model is `Transferring` every swapped layer passes on what exact attention gives, so that the next layer's input
 is the exact model's, and keeps how far its own output is from that. No layer's error depends on another layer, and no
