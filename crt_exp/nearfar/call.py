@@ -24,10 +24,10 @@ from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import check_entries, check_inputs, compute_dtype, transformed
 from crt_exp.attention.compiling import end_graph, left_open, outside_graphs
 from crt_exp.attention.padding import Shift, first_kept
-from crt_exp.nearfar.both import Both
+from crt_exp.nearfar.both_directions import Both
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.recall import RecallNearFar, renewals
+from crt_exp.nearfar import native
+from crt_exp.nearfar.causal import RecallNearFar, renewals
 from crt_exp.samplers.noise import transforming
 from crt_exp.samplers.precision import as_given
 

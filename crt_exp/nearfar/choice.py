@@ -15,7 +15,7 @@ from torch import Tensor
 
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, transformed
-from crt_exp.nearfar.engine.constants import AWAY, GROWS, HIDDEN, LEAST, PICKS, RIDGE, SAME, SHARPEST
+from crt_exp.nearfar.constants import AWAY, GROWS, HIDDEN, LEAST, PICKS, RIDGE, SAME, SHARPEST
 
 
 class Sizes(NamedTuple):

@@ -23,7 +23,7 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Whole, checked
 from crt_exp.nearfar.call import by_rows, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
-from crt_exp.nearfar.past import RecallState
+from crt_exp.nearfar.decoding import RecallState
 from crt_exp.samplers.noise import transforming
 
 PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1536),

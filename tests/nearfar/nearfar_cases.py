@@ -4,10 +4,10 @@ from itertools import product
 
 import torch
 
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.constants import WIDEST
+from crt_exp.nearfar import native
+from crt_exp.nearfar.constants import WIDEST
 from crt_exp.nearfar.retrieval import retrieved
-from crt_exp.nearfar.recall import RecallNearFar, kept_of, options_of, renewals
+from crt_exp.nearfar.causal import RecallNearFar, kept_of, options_of, renewals
 
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):

@@ -9,9 +9,9 @@ from torch.autograd import forward_ad
 from crt_exp.attention import softmax_attention, uniform_attention
 from crt_exp.nearfar import NearFar, near_far_attention
 from crt_exp.nearfar import call as nearfar
-from crt_exp.nearfar.both import far_sums
+from crt_exp.nearfar.both_directions import far_sums
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, levels, moments, one_hot, summed, weights
-from crt_exp.nearfar.engine import native
+from crt_exp.nearfar import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,11 +7,11 @@ from native_cases import needs_library
 from nearfar_cases import read_in_c
 
 from crt_exp.attention import exact_attention
-from crt_exp.nearfar import retrieval, near_far_attention, recall
+from crt_exp.nearfar import causal as recall, retrieval, near_far_attention
 from crt_exp.nearfar.choice import Sizes, centres_of, largest
-from crt_exp.nearfar.engine import native
+from crt_exp.nearfar import native
 from crt_exp.nearfar.layer import PRESETS
-from crt_exp.nearfar.past import RecallState
+from crt_exp.nearfar.decoding import RecallState
 from crt_exp.features.nonfinite import NotFinite
 
 S, D = 220, 16

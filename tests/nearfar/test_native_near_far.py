@@ -8,9 +8,9 @@ import torch
 from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
 from crt_exp.nearfar import near_far_attention
-from crt_exp.nearfar.both import Both, ChosenSets
+from crt_exp.nearfar.both_directions import Both, ChosenSets
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root
-from crt_exp.nearfar.engine import native as near_far
+from crt_exp.nearfar import native as near_far
 from crt_exp.features.nonfinite import NotFinite
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),

@@ -8,12 +8,12 @@ from nearfar_cases import as_integers, same
 from scipy.special import log_ndtr
 
 from crt_exp.attention import exact_attention, uniform_attention
-from crt_exp.nearfar import retrieval, near_far_attention, past, recall
+from crt_exp.nearfar import causal as recall, decoding as past, retrieval, near_far_attention
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.engine import native
+from crt_exp.nearfar import native
 from crt_exp.nearfar.layer import NearFar
-from crt_exp.nearfar.past import RecallState
-from crt_exp.nearfar.engine.constants import DRAWN, RIDGE
+from crt_exp.nearfar.decoding import RecallState
+from crt_exp.nearfar.constants import DRAWN, RIDGE
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330

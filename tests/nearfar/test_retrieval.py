@@ -8,8 +8,8 @@ from nearfar_cases import as_integers, choices
 
 from crt_exp.nearfar import retrieval
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.past import RecallState
-from crt_exp.nearfar.recall import RecallNearFar
+from crt_exp.nearfar.decoding import RecallState
+from crt_exp.nearfar.causal import RecallNearFar
 
 
 @pytest.mark.parametrize("d", [1, 5, 16, 33, 64, 80, 96, 128])

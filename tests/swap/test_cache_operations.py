@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
 from native_cases import needs_library  # noqa: E402
 
-from crt_exp.nearfar.past import KeptInC  # noqa: E402
+from crt_exp.nearfar.decoding import KeptInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),

@@ -42,8 +42,8 @@ from crt_exp.nearfar.choice import (
     ungrouped,
     without,
 )
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
+from crt_exp.nearfar import native
+from crt_exp.nearfar.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
 from crt_exp.nearfar.retrieval import retrieved
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read

@@ -17,7 +17,7 @@ from crt_exp.attention.engines import native
 from crt_exp.attention.engines.constants import NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native import View
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes
-from crt_exp.nearfar.engine.constants import WIDEST
+from crt_exp.nearfar.constants import WIDEST
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use

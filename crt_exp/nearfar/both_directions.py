@@ -32,8 +32,8 @@ from crt_exp.nearfar.choice import (
     weights,
     without,
 )
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.constants import HIDDEN, LEAST
+from crt_exp.nearfar import native
+from crt_exp.nearfar.constants import HIDDEN, LEAST
 
 LAG = 2    # blocks from one on that are far
 

@@ -17,8 +17,8 @@ from crt_exp.attention.baselines import Buffer
 from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries
 from crt_exp.attention.padding import first_kept
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly, one_hot
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.recall import (
+from crt_exp.nearfar import native
+from crt_exp.nearfar.causal import (
     Epoch,
     RecallNearFar,
     Seen,
