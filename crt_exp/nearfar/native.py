@@ -25,7 +25,7 @@ SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "first_order"
          "room", "bytes", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
 PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
-         "spread", "slope", "logsum", "share", "gaps", "gaps_at", "kept")
+         "spread", "slope", "logsum", "gaps", "gaps_at", "kept")
 
 
 class Call(ctypes.Structure):
@@ -73,7 +73,7 @@ def attend(x: Tensor, y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, s
     key is near. Differentiable in x, y and v."""
     (Z, G, L, d), S, (n, K), new = x.shape, y.shape[1], (choice.heavy.shape[1], choice.centres.shape[1]), y.new_empty
     kept = {"u": new(Z, S), "square": new(Z, S), "level": new(Z, K), "sums": new(Z, K, d + 2), "spread": new(Z, K),
-            "slope": new(Z, v.shape[-1] if sizes.first_order else 0, d), "logsum": new(Z, G, L), "share": new(Z, G, L)}
+            "slope": new(Z, v.shape[-1] if sizes.first_order else 0, d), "logsum": new(Z, G, L)}
     numbers = {"block": min(sizes.block, S), "heavy": n, "cells": K, "first_order": sizes.first_order, "cross": cross,
                "factor": factor}
     return _InC.apply("near_far", _sets(metric, choice) | kept, numbers, x, y, v)

@@ -26,7 +26,7 @@ typedef struct {
     uint8_t *there, *pool;             /* (Z, n), (Z, S) */
     float *u, *square;                 /* (Z, S): |z - centre|^2 */
     float *level, *sums, *spread, *slope;  /* (Z, K), (Z, K, d + 2), (Z, K), (Z, dv, d) */
-    float *logsum, *share;             /* (Z, G, L): base 2; the weight of the cells */
+    float *logsum;                     /* (Z, G, L): base 2 */
     uint8_t *gaps;                     /* (Z, bytes): between the keys that are retrieved, see put_gaps; null: not kept */
     int64_t *gaps_at;                  /* (Z, G, L): where those of a query begin */
     float *kept;                       /* (Z, near_far_recall_size): of decoding, for at most `room` tokens; or null */
@@ -48,8 +48,86 @@ INLINE void put_row(float *to, float factor, const float *from, int n) {
     for (; p < n; p++) to[p] = factor * from[p];
 }
 
+enum { QUERIES = 64, SEGMENT = 256 };  /* of a piece; tokens of a segment, unless one block has more */
+
+/* A head in both directions or across. R queries of a piece, `most` at most; M = n + K shared keys: heavy hitters, then
+   the means mu of cells. A state (K, lv) holds sums [V, N] of u [v, 1] over the keys of some blocks; segments have T
+   blocks. Logs and logits are in base 2. */
+typedef struct {
+    const NearFar *c;
+    int64_t z, N, T, segments;
+    int d, dp, dv, lv, b, n, K, M, most;
+    const uint8_t *pool;
+    const int64_t *cell;
+    const float *shift;
+    float *u, *square, *sums;          /* (S), (S), (K, d + 2) */
+    float *tilt, *root, *rootT, *moments;  /* (dp), (d, dp): root, its transpose, their product */
+    float *centres, *off, *spread;     /* (K, dp) twice: centres, and means as z less these; (K) */
+    float *keys, *values;              /* (M, dp), (M, lv): of shared keys; the values of cells are those for a block */
+    float *bias, *high, *mass;         /* (M): of logits; powers of two above N; N */
+    float *total, *before, *after;     /* states of all blocks; of those before a block that are far from it; (T, K, lv):
+                                          of those behind each block of a segment */
+    float *marks;                      /* (segments, K, lv): states behind the last block of each */
+    float *y, *zs, *work;              /* (CHUNK, dp) twice, (K or CHUNK, dp or lv): keys of a chunk */
+    float *slope, *slopeT, *weight;    /* (dv, dp), (d, lv), (K): C and e^(level - the highest) */
+    float *doubles;                    /* (K, d + 2), of doubles */
+    float *Y, *V, *hidden;             /* (3 b, dp or lv), (3 b): keys of the window, 0 outside the pool, [v, 1] */
+    float *A, *B;                      /* (3 b + M, most): weights, and gradients to logits */
+    float *Q, *X, *Qt, *O, *P;         /* (most, dp): queries, these less the tilt; (d, most); (most, dp or lv) twice */
+    float *top, *scale, *part;         /* (most): log-sums; 1 / sums; shares of the cells */
+    int64_t group[QUERIES], token[QUERIES];  /* of the queries of a piece */
+    float *G, *Gt, *Gs;                /* (most, lv), (dv + 1, most), (most, lv) */
+    float *dY, *dV, *dkeys, *dvalues;  /* gradients: as Y, V; (M, dp); (n, lv) */
+    float *dstates, *dwhole;           /* to states: (T, K, lv) of a segment's blocks, (segments, K, lv) of segments, */
+    float *dbefore, *dafter, *gain;    /* (K, lv) sums over earlier blocks and later segments; (S): to log weights */
+    float *dbias, *dsums;              /* (K); (K, dp + PAD): the mean |z - centre|^2 in column dp, N in dp + 1 */
+    float *back;                       /* (K, dp): off root^T */
+    float *dslope, *dslopeT;           /* as slope, slopeT */
+    float *to_y, *to_v;                /* (CHUNK, dp or lv) */
+    float dslope_slope;                /* their inner product, over the mass */
+} Head;
+
+/* A block of queries, which sees `near` keys of the window. */
+typedef struct {
+    int64_t t;
+    int tokens, near;
+} Block;
+
+INLINE int in_block(const Head *e, int64_t s) { return (int)least_of(e->c->S - s * e->b, e->b); }
+INLINE float *key_of(const Head *e, View view, int64_t j) { return of(view, e->z, 0) + j * view.token; }
+
 /* Centres (K, dp) of cells, as z, of the keys of one head (Z = 1) whose measure is given, with weights (S); `cell` is
    written, and the scratch memory of the thread. Returns 0 where memory ended. */
 #pragma GCC visibility push(hidden)
 int centres_of(const NearFar *c, const float *weight, float *centres);
+
+/* The next functions are those of forward.c that backward.c needs too. */
+
+/* Runs `body` for each head, with its scratch memory; for the backward pass more of it. */
+int each_near_far_head(const NearFar *c, int backward, void (*body)(Head *e));
+
+/* Means, biases and states of the clusters, from their sums. */
+void cells_as_keys(Head *e);
+
+/* V (K, lv) of all keys of the cells, by how their weights compare, in `work`; returns the sum of these weights. */
+float weighted_values(Head *e);
+void load_slope(Head *e);
+
+/* Values of keys [start, start + n), times u and the weights of their cells, in `work`. */
+void weigh_values(Head *e, int64_t start, int n);
+
+/* Block t, with its window and the states that it sees. */
+Block next_block(Head *e, int64_t t);
+
+/* Queries [i, i + R) of a block, those of one query head after the other, and the logits of their keys, less biases. */
+void load_queries(Head *e, const Block *at, int i, int R);
+
+/* Logits become e^(logit - top), in binary units; their sums in `scale`, those of cells in `part`. */
+void exponentiate(Head *e, const Block *at, int ld);
 #pragma GCC visibility pop
+
+INLINE float *query_of(const Head *e, View view, int r) {
+    return of(view, e->z, e->group[r]) + e->token[r] * view.token;
+}
+
+INLINE int64_t number_of(const Head *e, int r) { return (e->z * e->c->G + e->group[r]) * e->c->L + e->token[r]; }
