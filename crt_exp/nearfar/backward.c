@@ -1,4 +1,7 @@
-/* The gradients of forward.c, by the same blocks; the notation is there. */
+/* The gradients of forward.c, by the same blocks.
+
+   With G = [g, -g.out] the gradient to a logit of the window is e^logit G.[v, 1], of a set e^logit G.[V, N]; with
+   values to first order, out = o + share C (x - tilt), G of the clusters has g.C (x - tilt) more in its last column. */
 
 #include "near_far.h"
 
@@ -20,8 +23,8 @@ static void load_gradients(Head *e, int R) {
     for (int r = 0; r < R; r++) e->scale[r] = dot(e->P + r * e->dp, e->X + r * e->dp, e->d);
 }
 
-/* The last column of G for the cells. */
-static void turn_to_cells(Head *e, int R) {
+/* The last column of G for the clusters. */
+static void add_slope_gradient(Head *e, int R) {
     const int ld = up(R);
     for (int r = 0; r < R && e->c->first_order; r++) {
         e->G[r * e->lv + e->dv] += e->scale[r];
@@ -43,20 +46,20 @@ static void logits_backward(Head *e, const Block *at, int ld) {
 
 static void attend_backward(Head *e, const Block *at, int i, int R) {
     const int ld = up(R), lv = e->lv, dv = e->dv, dp = e->dp, d = e->d, near = at->near;
-    float *A = e->A + near * ld, *B = e->B + near * ld, *cells_A = A + e->n * ld, *cells_B = B + e->n * ld;
+    float *A = e->A + near * ld, *B = e->B + near * ld, *clusters_A = A + e->n * ld, *clusters_B = B + e->n * ld;
     load_queries(e, at, i, R);
     for (int r = 0; r < ld; r++) e->top[r] = r < R ? e->c->logsum[number_of(e, r)] : 0;
     exponentiate(e, at, ld);
     load_gradients(e, R);
     product(ALL, near, ld, dv + 1, e->V, lv, 1, e->Gt, ld, e->B, ld, 0);
     product(ALL, e->n, ld, dv + 1, e->values, lv, 1, e->Gt, ld, B, ld, 0);
-    turn_to_cells(e, R);
-    product(ALL, e->K, ld, dv + 1, e->values + e->n * lv, lv, 1, e->Gt, ld, cells_B, ld, 0);
+    add_slope_gradient(e, R);
+    product(ALL, e->K, ld, dv + 1, e->values + e->n * lv, lv, 1, e->Gt, ld, clusters_B, ld, 0);
     logits_backward(e, at, ld);
 
     product(ALL, near, dv, R, e->A, ld, 1, e->G, lv, e->dV, lv, 1);
     product(ALL, e->n, dv, R, A, ld, 1, e->G, lv, e->dvalues, lv, 1);
-    product(ALL, e->K, dv + 1, R, cells_A, ld, 1, e->G, lv, e->dstates + at->t % e->T * e->K * lv, lv, i > 0);
+    product(ALL, e->K, dv + 1, R, clusters_A, ld, 1, e->G, lv, e->dstates + at->t % e->T * e->K * lv, lv, i > 0);
     product(ALL, near, d, R, e->B, ld, 1, e->Q, dp, e->dY, dp, 1);
     float *dx = e->O;
     if (e->c->first_order) {
@@ -78,7 +81,7 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
 static void give_block(Head *e, int64_t s, const float *dstate) {
     for (int64_t j = s * e->b, stop = j + in_block(e, s); j < stop; j++) {
         if (!(e->u[j] > 0)) continue;
-        const float *from = dstate + e->cell[j] * e->lv;
+        const float *from = dstate + e->cluster[j] * e->lv;
         e->gain[j] += dot(from, key_of(e, e->c->v, j), e->dv) + from[e->dv];
         add_row(key_of(e, e->c->dvalues, j), e->u[j], from, e->dv);
     }
@@ -152,7 +155,7 @@ static void sums_backward(Head *e) {
 
 /* What the log weight of key j, the i-th of a chunk, gains; and what its value does by the values to first order. */
 static float weight_backward(Head *e, int64_t j, int i) {
-    const int64_t k = e->cell[j];
+    const int64_t k = e->cluster[j];
     const float *sums = e->dsums + k * (e->dp + PAD), *slope = e->to_v + i * e->lv, g = e->weight[k], u = e->u[j];
     float gain = e->gain[j] + dot(sums, e->y + i * e->dp, e->dp) + sums[e->dp] * e->square[j] + sums[e->dp + 1];
     if (!e->c->first_order) return u * gain;
@@ -161,19 +164,19 @@ static float weight_backward(Head *e, int64_t j, int i) {
     return u * gain;
 }
 
-/* Adds to the gradients to n keys of one block what their weights and the sums over cells give. z - centre = (y - mu)
-   root + off; with values to first order to_v = (y - mu) D^T for the gradient D to C. */
+/* Adds to the gradients to n keys of one block what their weights and the sums over clusters give. z - centre = (y -
+   mu) root + off; with values to first order to_v = (y - mu) D^T for the gradient D to C. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const int dp = e->dp, lv = e->lv, slope = e->c->first_order;
     const float *mu = e->keys + e->n * dp;
     load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, dp);
     for (int i = 0; i < n; i++)
         for (int p = 0; p < dp; p += LANES)
-            AT(e->work + i * dp + p) = AT(e->y + i * dp + p) - AT(mu + e->cell[start + i] * dp + p);
+            AT(e->work + i * dp + p) = AT(e->y + i * dp + p) - AT(mu + e->cluster[start + i] * dp + p);
     product(ALL, n, e->d, e->d, e->work, dp, 1, e->moments, dp, e->to_y, dp, 0);
     if (slope) product(ALL, n, e->dv, e->d, e->work, dp, 1, e->dslopeT, lv, e->to_v, lv, 0);
     for (int i = 0; i < n; i++) {
-        const int64_t j = start + i, k = e->cell[j];
+        const int64_t j = start + i, k = e->cluster[j];
         const float u = e->u[j], *sums = e->dsums + k * (dp + PAD), twice = 2 * u * sums[dp];
         const float gain = u > 0 ? weight_backward(e, j, i) : 0;
         for (int p = 0; p < dp; p += LANES) {
@@ -208,14 +211,14 @@ static void clear_gradients(Head *e) {
 static void backward_head(Head *e) {
     const NearFar *c = e->c;
     const int64_t state = e->K * e->lv;
-    cells_as_keys(e);
+    clusters_as_keys(e);
     if (c->first_order) load_slope(e);
     clear_gradients(e);
     for (int64_t t = 0; t < e->N; t++) {
         if (t >= 2) unload_block(e, t - 2);
         const Block at = next_block(e, t);
-        const int all = at.tokens * c->G;
-        for (int i = 0; i < all; i += QUERIES) attend_backward(e, &at, i, least_of(all - i, QUERIES));
+        for (int i = 0, all = at.tokens * c->G; i < all; i += QUERIES)
+            attend_backward(e, &at, i, least_of(all - i, QUERIES));
         if (c->cross) give_block(e, 0, e->dstates);
         else states_backward(e, t);
     }
@@ -229,7 +232,7 @@ static void backward_head(Head *e) {
     }
     for (int i = 0, k = 0; i < c->heavy; i++) {
         if (!c->there[e->z * c->heavy + i]) continue;
-        const int64_t j = c->places[e->z * c->heavy + i];
+        const int64_t j = c->positions[e->z * c->heavy + i];
         put_row(key_of(e, c->dy, j), c->factor, e->dkeys + k * e->dp, e->d);
         memcpy(key_of(e, c->dvalues, j), e->dvalues + k++ * e->lv, sizeof(float) * e->dv);
     }

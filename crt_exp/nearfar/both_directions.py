@@ -33,7 +33,7 @@ from crt_exp.nearfar.choice import (
     without,
 )
 from crt_exp.nearfar import native
-from crt_exp.nearfar.constants import HIDDEN, LEAST
+from crt_exp.nearfar.choice import HIDDEN, LEAST
 
 LAG = 2    # blocks from one on that are far
 

@@ -43,7 +43,7 @@ from crt_exp.nearfar.choice import (
     without,
 )
 from crt_exp.nearfar import native
-from crt_exp.nearfar.constants import DRAWN, HIDDEN, MIXED, PART, RENEWED
+from crt_exp.nearfar.choice import DRAWN, HIDDEN, MIXED, PART, RENEWED
 from crt_exp.nearfar.retrieval import retrieved
 
 NUMBERS = 2**24            # of the keys that the queries of a chunk read
@@ -65,7 +65,7 @@ def _whole(tokens: int, block: int) -> int:
 
 def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """What the C engine is given for at most so many keys, which are more than a block."""
-    most = {"heavy": sizes.heavy, "cells": sizes.cells, "open": sizes.opens(keys), "least": sizes.open}
+    most = {"heavy": sizes.heavy, "clusters": sizes.cells, "open": sizes.opens(keys), "least": sizes.open}
     return {name: min(number, keys) for name, number in most.items()} | {
         "block": sizes.block, "until": renewals(sizes, 0)[0]}
 

@@ -7,6 +7,7 @@ chosen here carries no gradient; all sums do. Derived here.
 """
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, transformed
-from crt_exp.nearfar.constants import AWAY, GROWS, HIDDEN, LEAST, PICKS, RIDGE, SAME, SHARPEST
+from crt_exp.attention.engines.constants import numbers
+
+_NUMBERS = numbers(Path(__file__).with_name("near_far.h"))        # which the C sources share
+PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS, WIDEST = (
+    int(_NUMBERS[name])
+    for name in ("PICKS", "RENEWED", "PART", "GROWS", "DRAWN", "MIXED", "TURNED", "SIGNS", "WIDEST"))
+RIDGE, LEAST, HIDDEN, AWAY, SAME, SHARPEST = (
+    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "SAME", "SHARPEST"))
 
 
 class Sizes(NamedTuple):

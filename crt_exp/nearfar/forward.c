@@ -1,25 +1,23 @@
-/* Near-far attention of a sequence to itself in both directions, or to another one, for sets that have been chosen:
-   the C version of Both.attend in nearfar/both.py, whose formulas and names these are. See near_far.h.
+/* Near-far attention in both directions, or to another sequence, for sets that have been chosen: the C version of
+   Both.attend in nearfar/both_directions.py, whose formulas and names these are. Notation: see near_far.h.
 
    One thread takes one head, block by block. Logits have keys as rows and the queries of a block as columns, so that
    keys and values are read as they lie and a softmax goes down the columns. In the sets N e^logit is the weight of a
-   key and V e^logit what it adds. With G = [g, -g.out] the gradient to a logit of the window is e^logit G.[v, 1], of
-   a set e^logit G.[V, N]; with values to first order, out = o + share C (x - tilt), G of the cells has g.C (x -
-   tilt) more in its last column. */
+   key and V e^logit what it adds. */
 
 #include "near_far.h"
 
 /* Scratch memory, constants and keys of head z. Returns 0 where memory ended. */
 static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
-    *e = (Head){.c = c, .z = z, .b = c->cross ? c->S : c->block, .K = c->cells};
+    *e = (Head){.c = c, .z = z, .b = c->cross ? c->S : c->block, .K = c->clusters};
     e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->lv = up(c->dv + 1);
     for (int i = 0; i < c->heavy; i++) e->n += c->there[z * c->heavy + i];
     e->N = (c->S + e->b - 1) / e->b, e->M = e->n + e->K;
     e->T = least_of(e->b < SEGMENT ? SEGMENT / e->b : 1, e->N), e->segments = (e->N + e->T - 1) / e->T;
     e->most = least_of(up(c->G * (c->cross ? c->L : e->b)), QUERIES);
-    e->pool = c->pool + z * c->S, e->cell = c->cell + z * c->S, e->shift = c->shift + z * c->d;
+    e->pool = c->pool + z * c->S, e->cluster = c->cluster + z * c->S, e->shift = c->shift + z * c->d;
     e->u = c->u + z * c->S, e->square = c->square + z * c->S;
-    e->sums = c->sums + z * c->cells * (c->d + 2);
+    e->sums = c->sums + z * c->clusters * (c->d + 2);
     const size_t d = e->d, dp = e->dp, dv = e->dv, lv = e->lv, K = e->K, M = e->M, most = e->most, state = K * lv,
                  wide = lv > dp ? lv : dp, near = c->cross ? 0 : 3 * e->b, seen = near + M, back = backward,
                  slope = c->first_order;
@@ -33,22 +31,21 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
         {&e->Q, most * dp}, {&e->X, most * dp}, {&e->Qt, d * most}, {&e->O, most * wide}, {&e->P, most * wide},
         {&e->top, most}, {&e->scale, most}, {&e->part, most},
         {&e->B, back * seen * most}, {&e->G, back * most * lv}, {&e->Gt, back * lv * most}, {&e->Gs, back * most * lv},
-        {&e->dY, back * near * dp}, {&e->dV, back * near * lv}, {&e->dkeys, back * M * dp}, {&e->dvalues, back * e->n * lv},
-        {&e->dstates, back * e->T * state}, {&e->dwhole, back * e->segments * state}, {&e->dbefore, back * state},
-        {&e->dafter, back * state}, {&e->gain, back * c->S}, {&e->dbias, back * K},
-        {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
+        {&e->dY, back * near * dp}, {&e->dV, back * near * lv}, {&e->dkeys, back * M * dp},
+        {&e->dvalues, back * e->n * lv}, {&e->dstates, back * e->T * state},
+        {&e->dwhole, back * e->segments * state}, {&e->dbefore, back * state}, {&e->dafter, back * state},
+        {&e->gain, back * c->S}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
         {&e->moments, back * d * dp}, {&e->dslope, back * slope * dv * dp}, {&e->dslopeT, back * slope * d * lv},
         {&e->to_y, back * CHUNK * dp}, {&e->to_v, back * CHUNK * lv}};
     if (!take_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
-    const View root = {c->root + z * d * d, 0, 0, d}, centres = {c->centres + z * K * d, 0, 0, d};
     load_rows((View){c->tilt + z * d, 0, 0, d}, 0, 0, 0, 1, d, 1, NULL, NULL, e->tilt, dp);
-    load_rows(root, 0, 0, 0, d, d, 1, NULL, NULL, e->root, dp);
-    load_rows(centres, 0, 0, 0, K, d, 1, NULL, NULL, e->centres, dp);
+    load_rows((View){c->root + z * d * d, 0, 0, d}, 0, 0, 0, d, d, 1, NULL, NULL, e->root, dp);
+    load_rows((View){c->centres + z * K * d, 0, 0, d}, 0, 0, 0, K, d, 1, NULL, NULL, e->centres, dp);
     memset(e->rootT, 0, sizeof(float) * d * dp);
     transpose(d, d, e->root, dp, e->rootT, dp);
     for (int i = 0, k = 0; i < c->heavy; i++) {
         if (!c->there[z * c->heavy + i]) continue;
-        const int64_t j = c->places[z * c->heavy + i];
+        const int64_t j = c->positions[z * c->heavy + i];
         load_rows(c->y, z, 0, j, 1, d, c->factor, e->shift, NULL, e->keys + k * dp, dp);
         load_rows(c->v, z, 0, j, 1, dv, 1, NULL, NULL, e->values + k * lv, lv);
         e->values[k * lv + dv] = e->mass[k] = 1, e->bias[k] = e->high[k] = 0;
@@ -63,7 +60,7 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
 static void add_block(const Head *e, int64_t s, float *state) {
     for (int64_t j = s * e->b, stop = j + in_block(e, s); j < stop; j++) {
         if (!(e->u[j] > 0)) continue;
-        float *to = state + e->cell[j] * e->lv;
+        float *to = state + e->cluster[j] * e->lv;
         add_row(to, e->u[j], key_of(e, e->c->v, j), e->dv);
         to[e->dv] += e->u[j];
     }
@@ -92,7 +89,8 @@ static void states_of_segment(Head *e, int64_t g) {
     }
 }
 
-/* What the cells weigh for block t, from the keys that are far from it: the masses N and the powers of two above them. */
+/* What the clusters weigh for block t, from the keys that are far from it: the masses N and the powers of two above
+   them. */
 static void load_states(Head *e, int64_t t) {
     const int64_t state = e->K * e->lv;
     float *to = e->values + e->n * e->lv;
@@ -106,14 +104,14 @@ static void load_states(Head *e, int64_t t) {
     }
 }
 
-/* ---- Sums over the keys of a cell ---- */
+/* ---- Sums over the keys of a cluster ---- */
 
-/* Keys [start, start + n) as y, 0 outside the pool, and as z less the centres of their cells. */
+/* Keys [start, start + n) as y, 0 outside the pool, and as z less the centres of their clusters. */
 static void measure_keys(Head *e, int64_t start, int n) {
     load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
     product(ALL, n, e->d, e->d, e->y, e->dp, 1, e->root, e->dp, e->zs, e->dp, 0);
     for (int i = 0; i < n; i++) {
-        const float *centre = e->centres + e->cell[start + i] * e->dp;
+        const float *centre = e->centres + e->cluster[start + i] * e->dp;
         float *z = e->zs + i * e->dp;
         for (int p = 0; p < e->dp; p += LANES) AT(z + p) -= AT(centre + p);
         for (int p = e->d; p < e->dp; p++) z[p] = 0;
@@ -126,7 +124,7 @@ static void find_levels(Head *e, float *level) {
         const int n = least_of(e->c->S - t, CHUNK);
         load_rows(e->c->y, e->z, 0, t, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
         for (int i = 0; i < n; i++) {
-            float w = e->u[t + i] = dot(e->y + i * e->dp, e->tilt, e->dp), *top = level + e->cell[t + i];
+            float w = e->u[t + i] = dot(e->y + i * e->dp, e->tilt, e->dp), *top = level + e->cluster[t + i];
             if (e->pool[t + i] && w > *top) *top = w;
         }
     }
@@ -134,19 +132,18 @@ static void find_levels(Head *e, float *level) {
         if (level[k] == -INFINITY) level[k] = 0;
 }
 
-/* e^(level - the highest of a cell that has keys), by which the weights u of cells compare. */
+/* e^(level - the highest of a cluster that has keys), by which the weights u of clusters compare. */
 static void find_weights(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float highest = -INFINITY;
-    for (int k = 0; k < e->K; k++)
-        if (e->sums[k * (e->d + 2) + e->d + 1] > LEAST) highest = fmaxf(highest, level[k]);
     for (int k = 0; k < e->K; k++) {
-        const int there = e->sums[k * (e->d + 2) + e->d + 1] > LEAST;
-        e->weight[k] = there ? expf(level[k] - highest) : 0;
+        e->weight[k] = e->sums[k * (e->d + 2) + e->d + 1] > LEAST ? level[k] : -INFINITY;
+        highest = fmaxf(highest, e->weight[k]);
     }
+    for (int k = 0; k < e->K; k++) e->weight[k] = e->weight[k] > -INFINITY ? expf(e->weight[k] - highest) : 0;
 }
 
-static void sum_cells(Head *e) {
+static void sum_clusters(Head *e) {
     const int d = e->d;
     float *level = e->c->level + e->z * e->K;
     double *sums = (double *)e->doubles;
@@ -158,7 +155,7 @@ static void sum_cells(Head *e) {
         measure_keys(e, t, n);
         for (int i = 0; i < CHUNK; i++) {
             const int there = i < n && e->pool[t + i];
-            u[i] = there ? (e->u[t + i] - level[e->cell[t + i]]) * LOG2E : -INFINITY;
+            u[i] = there ? (e->u[t + i] - level[e->cluster[t + i]]) * LOG2E : -INFINITY;
         }
         for (int i = 0; i < CHUNK; i += LANES) AT(u + i) = exp2_of(AT(u + i));
         memcpy(e->u + t, u, sizeof(float) * n);
@@ -166,7 +163,7 @@ static void sum_cells(Head *e) {
             e->square[t + i] = dot(e->zs + i * e->dp, e->zs + i * e->dp, e->dp);
             if (!(u[i] > 0)) continue;
             const float *y = e->y + i * e->dp;
-            double *to = sums + e->cell[t + i] * (d + 2);
+            double *to = sums + e->cluster[t + i] * (d + 2);
             for (int p = 0; p < d; p++) to[p] += u[i] * y[p];
             to[d] += u[i] * e->square[t + i];
             to[d + 1] += u[i];
@@ -175,9 +172,9 @@ static void sum_cells(Head *e) {
     for (int i = 0; i < e->K * (d + 2); i++) e->sums[i] = (float)sums[i];
 }
 
-/* ---- Cells as keys ---- */
+/* ---- Clusters as keys ---- */
 
-void cells_as_keys(Head *e) {
+void clusters_as_keys(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float *mu = e->keys + e->n * e->dp, *spread = e->c->spread + e->z * e->K;
     for (int k = 0; k < e->K; k++) {
@@ -207,15 +204,14 @@ float weighted_values(Head *e) {
 }
 
 void load_slope(Head *e) {
-    const float *from = e->c->slope + e->z * e->dv * e->d;
-    load_rows((View){(float *)from, 0, 0, e->d}, 0, 0, 0, e->dv, e->d, 1, NULL, NULL, e->slope, e->dp);
+    load_rows((View){e->c->slope + e->z * e->dv * e->d, 0, 0, e->d}, 0, 0, 0, e->dv, e->d, 1, NULL, NULL, e->slope, e->dp);
     transpose(e->dv, e->d, e->slope, e->dp, e->slopeT, e->lv);
 }
 
 void weigh_values(Head *e, int64_t start, int n) {
     load_rows(e->c->v, e->z, 0, start, n, e->dv, 1, NULL, e->pool, e->work, e->lv);
     for (int i = 0; i < n; i++)
-        put_row(e->work + i * e->lv, e->u[start + i] * e->weight[e->cell[start + i]], e->work + i * e->lv, e->lv);
+        put_row(e->work + i * e->lv, e->u[start + i] * e->weight[e->cluster[start + i]], e->work + i * e->lv, e->lv);
 }
 
 static void find_slope(Head *e) {
@@ -236,7 +232,7 @@ static void find_slope(Head *e) {
 
 /* ---- Queries ---- */
 
-/* Puts block s, where there is one, into its place of the window, in place of block s - 3. */
+/* Puts block s, where there is one, into its position of the window, in position of block s - 3. */
 static void load_block(Head *e, int64_t s) {
     const NearFar *c = e->c;
     const int64_t row = (s + 3) % 3 * e->b, start = s * e->b;
@@ -277,17 +273,6 @@ void load_queries(Head *e, const Block *at, int i, int R) {
     product(ALL, e->M, ld, e->d, e->keys, e->dp, 1, e->Qt, ld, e->A + at->near * ld, ld, 0);
 }
 
-/* Of column j of the logits: no term of a sum of exponentials is larger. What is left in cells lies below what is
-   read. */
-INLINE vec highest(const Head *e, const Block *at, int ld, int j) {
-    const float *hidden = e->hidden, *A = e->A + j;
-    vec top = {0};
-    top += HIDDEN;
-    for (int i = 0; i < at->near; i++, A += ld) top = maximum(top, AT(A) + hidden[i]);
-    for (int i = 0; i < e->M; i++, A += ld) top = maximum(top, AT(A) + (e->bias[i] + e->high[i]));
-    return top;
-}
-
 void exponentiate(Head *e, const Block *at, int ld) {
     const vec most = (vec){0} + 126.0f;
     for (int j = 0; j < ld; j += LANES) {
@@ -308,7 +293,13 @@ void exponentiate(Head *e, const Block *at, int ld) {
 static void attend(Head *e, const Block *at, int i, int R) {
     const int ld = up(R), lv = e->lv, dv = e->dv;
     load_queries(e, at, i, R);
-    for (int j = 0; j < ld; j += LANES) AT(e->top + j) = highest(e, at, ld, j);
+    for (int j = 0; j < ld; j += LANES) {        /* no term of a sum of exponentials is larger than e^top */
+        const float *A = e->A + j;
+        vec top = (vec){0} + HIDDEN;
+        for (int k = 0; k < at->near; k++, A += ld) top = maximum(top, AT(A) + e->hidden[k]);
+        for (int k = 0; k < e->M; k++, A += ld) top = maximum(top, AT(A) + (e->bias[k] + e->high[k]));
+        AT(e->top + j) = top;
+    }
     exponentiate(e, at, ld);
     product(ALL, R, dv, at->near, e->A, 1, ld, e->V, lv, e->O, lv, 0);
     product(ALL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, at->near > 0);
@@ -328,13 +319,12 @@ static void attend(Head *e, const Block *at, int i, int R) {
 }
 
 static void forward_head(Head *e) {
-    sum_cells(e);
-    cells_as_keys(e);
+    sum_clusters(e);
+    clusters_as_keys(e);
     if (e->c->first_order) find_slope(e);
     for (int64_t t = 0; t < e->N; t++) {
         const Block at = next_block(e, t);
-        const int all = at.tokens * e->c->G;
-        for (int i = 0; i < all; i += QUERIES) attend(e, &at, i, least_of(all - i, QUERIES));
+        for (int i = 0, all = at.tokens * e->c->G; i < all; i += QUERIES) attend(e, &at, i, least_of(all - i, QUERIES));
     }
 }
 

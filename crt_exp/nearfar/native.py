@@ -17,14 +17,14 @@ from crt_exp.attention.engines import native
 from crt_exp.attention.engines.constants import NO_MEMORY, NOT_FINITE
 from crt_exp.attention.engines.native import View
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes
-from crt_exp.nearfar.constants import WIDEST
+from crt_exp.nearfar.choice import WIDEST
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
-SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "first_order", "cross", "open", "least", "until",
+SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "clusters", "first_order", "cross", "open", "least", "until",
          "room", "bytes", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
-PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
+PLAIN = ("keep", "shift", "tilt", "root", "centres", "positions", "cluster", "there", "pool", "u", "square", "level", "sums",
          "spread", "slope", "logsum", "gaps", "gaps_at", "kept")
 
 
@@ -63,7 +63,7 @@ def choose(x: Tensor, y: Tensor, sizes: Sizes, keep: Tensor | None, factor: floa
     choice = Choice(new(Z, n, dtype=torch.long), new(Z, n, dtype=torch.bool), new(Z, S, dtype=torch.bool),
                     new(Z, S, dtype=torch.long), new(Z, K, d))
     _call("near_far_choose", {"x": x, "y": y.unsqueeze(1)}, _sets(metric, choice) | {"keep": keep},
-          {"heavy": n, "cells": K, "factor": factor, "cross": cross})
+          {"heavy": n, "clusters": K, "factor": factor, "cross": cross})
     return metric, choice
 
 
@@ -74,7 +74,7 @@ def attend(x: Tensor, y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, s
     (Z, G, L, d), S, (n, K), new = x.shape, y.shape[1], (choice.heavy.shape[1], choice.centres.shape[1]), y.new_empty
     kept = {"u": new(Z, S), "square": new(Z, S), "level": new(Z, K), "sums": new(Z, K, d + 2), "spread": new(Z, K),
             "slope": new(Z, v.shape[-1] if sizes.first_order else 0, d), "logsum": new(Z, G, L)}
-    numbers = {"block": min(sizes.block, S), "heavy": n, "cells": K, "first_order": sizes.first_order, "cross": cross,
+    numbers = {"block": min(sizes.block, S), "heavy": n, "clusters": K, "first_order": sizes.first_order, "cross": cross,
                "factor": factor}
     return _InC.apply("near_far", _sets(metric, choice) | kept, numbers, x, y, v)
 
@@ -82,7 +82,7 @@ def attend(x: Tensor, y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, s
 def recall(x: Tensor, y: Tensor, v: Tensor, given: Given) -> Tensor:
     """What causal queries x (Z, G, L, d), the last ones of keys y (Z, S, d), v (Z, S, dv), gather, all behind the first
     renewal. Differentiable in x, y and v."""
-    return _InC.apply("near_far_recall", *recall_memory(x, y, v, given), x, y, v)
+    return _InC.apply("near_far_causal", *recall_memory(x, y, v, given), x, y, v)
 
 
 @torch.no_grad()
@@ -93,13 +93,13 @@ def recall_step(x: Tensor, y: Tensor, v: Tensor, given: Given, room: int, kept: 
     plain, numbers = recall_memory(x, y, v, given)
     if plain["logsum"].numel() <= FEW:     # threads would wait for each other, and for a core where others have them
         numbers["threads"] = 1
-    return _InC.apply("near_far_recall", plain | {"kept": kept}, numbers | {"room": room}, x, y, v)
+    return _InC.apply("near_far_causal", plain | {"kept": kept}, numbers | {"room": room}, x, y, v)
 
 
 def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Tensor:
     """(Z, numbers): what `recall_step` knows before its first call, for keys y (Z, S, d) of which there will be at most
     so many."""
-    size = native.library().near_far_recall_size
+    size = native.library().near_far_causal_size
     size.restype = ctypes.c_int64
     kept = y.new_empty(len(y), size(ctypes.byref(Call(d=y.shape[-1], dv=dv, room=room, **options))))
     kept[:, :2] = 0
@@ -145,7 +145,7 @@ class _InC(torch.autograd.Function):
 
 def _sets(metric: KeyMetric, choice: Choice) -> dict[str, Tensor]:
     sets = metric._asdict() | choice._asdict()
-    return {"places": sets.pop("heavy"), **sets}
+    return {"positions": sets.pop("heavy"), "cluster": sets.pop("cell"), **sets}
 
 
 def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], numbers: dict[str, float]) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.nearfar.choice import largest
-from crt_exp.nearfar.constants import HIDDEN, LEAST, SIGNS, TURNED
+from crt_exp.nearfar.choice import HIDDEN, LEAST, SIGNS, TURNED
 
 WHOLE = 127            # the largest integer
 EXACT = 2**24          # float32 holds the integers up to it

@@ -5,7 +5,7 @@ from itertools import product
 import torch
 
 from crt_exp.nearfar import native
-from crt_exp.nearfar.constants import WIDEST
+from crt_exp.nearfar.choice import WIDEST
 from crt_exp.nearfar.retrieval import retrieved
 from crt_exp.nearfar.causal import RecallNearFar, kept_of, options_of, renewals
 
@@ -49,7 +49,7 @@ def as_integers(t):
 def read_in_c(x, y, v, given):
     """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, by the gaps between them."""
     plain, numbers = native.recall_memory(x.detach().requires_grad_(), y, v, given)
-    native._InC.apply("near_far_recall", plain, numbers, x.detach(), y, v)
+    native._InC.apply("near_far_causal", plain, numbers, x.detach(), y, v)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):
         gaps = plain["gaps"][z, plain["gaps_at"][z, g, i]:].numpy()

@@ -13,7 +13,7 @@ from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar import native
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.nearfar.decoding import RecallState
-from crt_exp.nearfar.constants import DRAWN, RIDGE
+from crt_exp.nearfar.choice import DRAWN, RIDGE
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
