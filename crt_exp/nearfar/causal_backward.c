@@ -8,7 +8,7 @@
 
    Per cluster, for keys j of it: mu and V are means and sums over them, so that dy_j = dmu / N and dv_j = dV. */
 
-#include "past.h"
+#include "near_far.h"
 
 enum { SUMS = 3 };                                     /* of the clusters */
 

@@ -4,7 +4,7 @@
    clusters weigh what is left in them. Logits are in base 2; dense ones have keys as rows and the queries of a piece as
    columns, as in forward.c, those of retrieved keys lie side by side. Notation: see near_far.h. */
 
-#include "past.h"
+#include "near_far.h"
 
 /* ---- What is left in clusters after queries have retrieved the keys of the largest logits ----
 

@@ -179,7 +179,7 @@ typedef struct {
     int count;
     float value[PICKS];
     int64_t key[PICKS];
-} Best;
+} Farthest;
 
 /* Whether two keys are the same. */
 static int alike(const Pick *e, int64_t i, int64_t j) {
@@ -189,7 +189,7 @@ static int alike(const Pick *e, int64_t i, int64_t j) {
     return apart <= SAME * e->square[j];
 }
 
-static void consider(const Pick *e, Best *best, int most, float value, int64_t key) {
+static void consider(const Pick *e, Farthest *best, int most, float value, int64_t key) {
     if (!(value > -INFINITY) || (best->count == most && !(value > best->value[most - 1]))) return;
     for (int i = 0; i < best->count; i++)
         if (alike(e, best->key[i], key)) return;
@@ -204,8 +204,8 @@ static void consider(const Pick *e, Best *best, int most, float value, int64_t k
 
 /* Lowers the squared distances D to those from centres [first, first + m), or begins them, and finds the keys with the
    largest u D, of equal ones the first. */
-static Best farthest(Pick *e, int first, int m, int begin, int most) {
-    Best best = {0};
+static Farthest farthest(Pick *e, int first, int m, int begin, int most) {
+    Farthest best = {0};
     offsets(e, first, m);
     for (int64_t t = 0; t < e->chunks * CHUNK; t += CHUNK) {
         product(ALL, m, CHUNK, e->d, e->centres + first * e->dp, e->dp, 1, e->Z + t * e->dp, CHUNK, e->dots, CHUNK, 0);
@@ -228,7 +228,7 @@ static void find_picks(Pick *e) {
     take_mean(e);
     for (int count = 0, first = 0, m = 1; count < e->K;) {
         const int most = e->K - count < PICKS ? e->K - count : PICKS;
-        Best best = farthest(e, first, m, count == 0, most);
+        Farthest best = farthest(e, first, m, count == 0, most);
         for (int i = 0; i < most; i++) {  /* fewer different keys than clusters: no key is near to the rest */
             float *centre = e->centres + (count + i) * e->dp;
             if (i >= best.count) {

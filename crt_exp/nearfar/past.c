@@ -4,7 +4,7 @@
    Keys are measured where they become far, and join clusters between two renewals. A key that is a heavy hitter, masked
    or near has no cluster, -1. Notation: see near_far.h. */
 
-#include "past.h"
+#include "near_far.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>

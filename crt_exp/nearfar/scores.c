@@ -6,7 +6,7 @@
    they get more. What a query sees of a part of the keys sets the first one, at which it will most likely keep enough;
    where it does not, it scores all of them again. Of equal scores the first keys are taken. */
 
-#include "past.h"
+#include "near_far.h"
 
 /* ---- Heavy hitters, in both directions ---- */
 

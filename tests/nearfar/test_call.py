@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 from crt_exp.attention import softmax_attention, uniform_attention
 from crt_exp.nearfar import NearFar, near_far_attention
 from crt_exp.nearfar import call as nearfar
-from crt_exp.nearfar.both_directions import far_sums
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, levels, moments, one_hot, summed, weights
+from crt_exp.nearfar.both_directions import far_sums, levels, weights
+from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, moments, one_hot, summed
 from crt_exp.nearfar import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,9 +107,9 @@ def cells_of(y, keep=None, K=4):
     y = y - metric.shift
     choice = Choice.of(y, metric, 0, K, keep)
     level = levels(y, metric, choice)
-    u = weights(y, metric, choice.pool, choice.cell, level)
-    members = one_hot(choice.cell, choice.centres.shape[1], y.dtype)
-    sums = (members.mT @ moments(y, u, metric, choice.cell, choice.centres)).unsqueeze(1)
+    u = weights(y, metric, choice.pool, choice.cluster, level)
+    members = one_hot(choice.cluster, choice.centres.shape[1], y.dtype)
+    sums = (members.mT @ moments(y, u, metric, choice.cluster, choice.centres)).unsqueeze(1)
     return y, metric, choice, sums, level
 
 
@@ -121,7 +121,7 @@ def test_a_mean_key_weighs_less_than_its_keys():
     x = torch.randn(200, 4).double()
     ours = x @ cells.mu[0, 0].T + cells.bias[0, 0] + sums[0, 0, :, -1].log()          # (200, K)
     for k in range(4):
-        exact = (x @ y[0, choice.cell[0] == k].T).logsumexp(-1)
+        exact = (x @ y[0, choice.cluster[0] == k].T).logsumexp(-1)
         assert (ours[:, k] <= exact + 1e-9).all() and (exact - ours[:, k]).max() > 0.01
 
 

@@ -7,7 +7,7 @@ from native_cases import needs_library
 from nearfar_cases import read_in_c
 
 from crt_exp.attention import exact_attention
-from crt_exp.nearfar import causal as recall, retrieval, near_far_attention
+from crt_exp.nearfar import causal as recall, near_far_attention, retrieval
 from crt_exp.nearfar.choice import Sizes, centres_of, largest
 from crt_exp.nearfar import native
 from crt_exp.nearfar.layer import PRESETS

@@ -100,7 +100,7 @@ def test_chooses_what_float64_does(name):
         assert len(set(choice.heavy[z].tolist())) == choice.heavy.shape[1]
     z = (y.double() - exact.shift) @ exact.root
     distances = torch.cdist(z, choice.centres.double())
-    ours = distances.gather(2, choice.cell.unsqueeze(-1)).squeeze(-1)
+    ours = distances.gather(2, choice.cluster.unsqueeze(-1)).squeeze(-1)
     assert (ours <= distances.amin(-1) + 1e-4)[choice.pool].all()
 
 
