@@ -1,4 +1,4 @@
-"""Near-far attention: near keys and heavy hitters exactly, all other keys by clusters, in one softmax.
+"""Near-far attention: few keys exactly, all others by clusters, in one softmax.
 
 What one query q in block t attends to; each key is in exactly one of these sets:
 

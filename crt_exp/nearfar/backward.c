@@ -87,9 +87,8 @@ static void give_block(Head *e, int64_t s, const float *dstate) {
     }
 }
 
-/* The gradients to the states of block t. Keys two blocks later and more get them at once, by a running sum. Behind the
-   last block of a segment, earlier keys get them from there back to the last block before the segment; all those before
-   it get one sum, dwhole, in backward_head. */
+/* The gradients to the states of block t. Later keys get them at once, by a running sum, earlier ones behind the last
+   block of the segment; all keys before the segment but its neighbour get one sum, dwhole, in backward_head. */
 static void states_backward(Head *e, int64_t t) {
     const int64_t state = e->K * e->lv, first = t / e->T * e->T;
     add_row(e->dbefore, 1, e->dstates + (t - first) * state, state);

@@ -1,4 +1,4 @@
-"""Near-far attention of a sequence to itself in both directions, or to another one, in torch's own operators.
+"""Near-far attention in both directions, or to another sequence, in PyTorch.
 
 Notation as in call.py; the C version is forward.c, which is faster in float32 on CPUs. With logits q.k + bias, a set
 of weighted keys adds N e^logit to the weights of a query and V e^logit to what it gathers: a plain key has N = 1 and
@@ -16,18 +16,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.nearfar.choice import (
-    HIDDEN,
-    LEAST,
-    Choice,
-    KeyMetric,
-    Sizes,
-    blocks,
-    grouped,
-    moments,
-    one_hot,
-    rows_at,
-    summed,
-    ungrouped,
+    HIDDEN, LEAST, Choice, KeyMetric, Sizes, blocks, grouped, moments, one_hot, rows_at, summed, ungrouped,
 )
 from crt_exp.nearfar import native
 

@@ -1,4 +1,4 @@
-"""Causal near-far attention: each query retrieves keys of its past and sees the rest by clusters.
+"""Causal near-far attention: retrieved keys exactly, the others by clusters.
 
 Notation: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy
 hitters, K clusters. Queries before the position `exact_until` see all earlier keys exactly. After that, queries of
@@ -11,7 +11,8 @@ subtracted.
 What keys are measured by is of those before the first renewal, about the means of their blocks; heavy hitters and
 centres of clusters are of the keys before the last one. Renewals lie where the sequence has grown by a half or so, at
 positions that no sequence decides: outputs depend on positions and past alone. Keys that come between two of them go to
-the nearest clusters. Derived here. """
+the nearest clusters. Derived here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,28 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.nearfar.choice import (
-    DRAWN,
-    HIDDEN,
-    MIXED,
-    PART,
-    RENEWED,
-    Clusters,
-    KeyMetric,
-    Sizes,
-    blocks,
-    centres_of,
-    exactly,
-    grouped,
-    largest,
-    mean_of,
-    moments,
-    nearest,
-    one_hot,
-    rows_at,
-    scores,
-    summed,
-    ungrouped,
-    without,
+    DRAWN, HIDDEN, MIXED, PART, RENEWED, Clusters, KeyMetric, Sizes, blocks, centres_of, exactly, grouped, largest,
+    mean_of, moments, nearest, one_hot, rows_at, scores, summed, ungrouped, without,
 )
 from crt_exp.nearfar import native
 from crt_exp.nearfar.retrieval import left_in_clusters, retrieved

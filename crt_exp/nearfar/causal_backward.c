@@ -1,12 +1,9 @@
 /* The gradients of causal_forward.c, for keys that were retrieved and log-sums that are known.
 
    First the past goes by once more. The clusters at the end of each renewal are kept, and tau at each block, which
-   would lose its digits in a subtraction. Then blocks are taken from the last to the first, and the keys that had
-   joined are taken off the sums of their clusters again. What a key gives to its cluster it gives to all later blocks
-   of the renewal: gradients to the sums of clusters are added up until the block at which the key joined. With G = [g,
-   -g.out] the gradient to a logit is its weight times G.[v, 1].
-
-   Per cluster, for keys j of it: mu and V are means and sums over them, so that dy_j = dmu / N and dv_j = dV. */
+   would lose its digits in a subtraction. Then blocks are taken from the last to the first: keys leave their clusters
+   again, and get the gradients to means and sums of these, dy_j = dmu / N and dv_j = dV, of all later blocks. With G =
+   [g, -g.out] the gradient to a logit is its weight times G.[v, 1]. */
 
 #include "near_far.h"
 

@@ -1,20 +1,18 @@
 /* Causal near-far attention of the queries of one call: the C version of attend_epoch in nearfar/causal.py.
 
-   One thread takes one head of keys, block by block. A query retrieves the keys of the largest 8-bit scores (scores.c);
-   clusters weigh what is left in them. Logits are in base 2; dense ones have keys as rows and the queries of a piece as
-   columns, as in forward.c, those of retrieved keys lie side by side. Notation: see near_far.h. */
+   One thread takes one head of keys, block by block. Logits are in base 2; dense ones have keys as rows and the queries
+   of a piece as columns, as in forward.c, those of retrieved keys (scores.c) lie side by side. */
 
 #include "near_far.h"
 
-/* ---- What is left in clusters after queries have retrieved the keys of the largest logits ----
+/* ---- What is left in clusters after retrieval ----
 
-   The logits of a cluster are taken as normal, with the mean's logit mu and deviation sd; what is left lies below
-   `threshold`.
-   With t = (threshold - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs
+   Logits of a cluster are normal with the mean's logit mu and deviation sd; what is left lies below `threshold`. With
+   t = (threshold - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs
 
-       e^threshold mills(-a) / mills(-t)                  where t <= 0,
-       e^(threshold - t^2 / 2) mills(-a) / Phi(t)         where a < 0 < t,
-       e^(mu + sd^2 / 2) Phi(a) / Phi(t)            else,
+       e^threshold mills(-a) / mills(-t)               where t <= 0,
+       e^(threshold - t^2 / 2) mills(-a) / Phi(t)      where a < 0 < t,
+       e^(mu + sd^2 / 2) Phi(a) / Phi(t)               else,
 
    in which no large numbers cancel and none exceeds e^threshold but for rounding. */
 

@@ -1,10 +1,10 @@
-"""Which keys of a sequence are heavy hitters, which clusters hold the rest, and
-what the keys of a cluster amount to.
+"""Heavy hitters, clusters of the other keys, and what a cluster amounts to.
 
 Notation: Z = batch x key heads, S keys y, d, dv, K clusters. Queries have mean b and second moments Sigma_x about it;
 keys are taken as y - c. z = (y - c) root with root root^T = Sigma_x, so that |z_j - z_l|^2 is the mean over queries of
 the squared difference of the logits of two keys, and w_j = b.(y_j - c) what the mean query gives a key. Everything that
-is chosen here carries no gradient; all sums do. Derived here. """
+is chosen here carries no gradient; all sums do. Derived here.
+"""
 
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
-/* What keys are measured by, and the clusters that hold all but heavy hitters: the C version of KeyMetric.of and
-   Choice.of in nearfar/choice.py.
+/* What keys are measured by, and clusters of all but heavy hitters: KeyMetric.of, Choice.of of nearfar/choice.py in C.
 
-   The measured keys z are kept by chunks of 64 tokens, transposed, so that distances to centres are products of few
-   rows, and what follows is done for a vector of tokens at a time. */
+   Measured keys z are kept by chunks of 64 tokens, transposed: distances to centres are products of few rows. */
 
 #include "near_far.h"
 

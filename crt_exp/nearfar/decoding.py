@@ -1,7 +1,8 @@
-"""Near-far attention with recall token by token: all keys are kept, and what is known of those before a renewal.
+"""Causal near-far attention token by token: all keys, and the state of the past.
 
 Each row of a batch counts its tokens from its first real one. Notation: B batch, Hkv key heads, G query heads of a
-group, Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv. """
+group, Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
+"""
 
 import copy
 from collections.abc import Hashable, Iterator
@@ -18,14 +19,7 @@ from crt_exp.attention.padding import first_kept
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
 from crt_exp.nearfar import native
 from crt_exp.nearfar.causal import (
-    Epoch,
-    attend_epochs,
-    attend_in_c,
-    epochs_of,
-    joined,
-    metric_of,
-    options_of,
-    renewals,
+    Epoch, attend_epochs, attend_in_c, epochs_of, joined, metric_of, options_of, renewals,
 )
 
 WHOLE = 16             # columns of buffers are filled up with zeros to a multiple of it, as the C engine reads them

@@ -1,9 +1,7 @@
-/* Near-far attention in both directions, or to another sequence, for sets that have been chosen: the C version of
-   Both.attend in nearfar/both_directions.py, whose formulas and names these are. Notation: see near_far.h.
+/* Near-far attention in both directions, or to another sequence: Both.attend of nearfar/both_directions.py in C.
 
-   One thread takes one head, block by block. Logits have keys as rows and the queries of a block as columns, so that
-   keys and values are read as they lie and a softmax goes down the columns. In the sets N e^logit is the weight of a
-   key and V e^logit what it adds. */
+   Logits have keys as rows and the queries of a block as columns, so that keys and values are read as they lie and a
+   softmax goes down the columns. In the sets N e^logit is the weight of a key and V e^logit what it adds. */
 
 #include "near_far.h"
 
@@ -204,7 +202,8 @@ float weighted_values(Head *e) {
 }
 
 void load_slope(Head *e) {
-    load_rows((View){e->c->slope + e->z * e->dv * e->d, 0, 0, e->d}, 0, 0, 0, e->dv, e->d, 1, NULL, NULL, e->slope, e->dp);
+    const View slope = {e->c->slope + e->z * e->dv * e->d, 0, 0, e->d};
+    load_rows(slope, 0, 0, 0, e->dv, e->d, 1, NULL, NULL, e->slope, e->dp);
     transpose(e->dv, e->d, e->slope, e->dp, e->slopeT, e->lv);
 }
 

@@ -1,9 +1,11 @@
-"""Near-far attention on CPUs in float32, in C: in both directions and to another sequence (clusters.c, forward.c,
-backward.c), and causal (scores.c, past.c, causal_forward.c, causal_backward.c). The same as choice.py,
-both_directions.py and causal.py.
+"""Near-far attention on CPUs in float32, in C.
+
+In both directions and to another sequence: clusters.c, forward.c and backward.c; causal: scores.c, past.c,
+causal_forward.c and causal_backward.c. The same as choice.py, both_directions.py, causal.py and retrieval.py.
 
 Notation as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy hitters,
-K clusters. """
+K clusters.
+"""
 
 import ctypes
 from typing import NamedTuple

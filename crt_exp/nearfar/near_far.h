@@ -144,8 +144,6 @@ void find_nearest(int K, int d, const float *centres, const float *squares, cons
    `cluster` is written, and the scratch memory of the thread. Returns 0 where memory ended. */
 int centres_of(const NearFar *c, const float *weight, float *centres);
 
-/* The next functions are those of forward.c that backward.c needs too. */
-
 /* Runs `body` for each head, with its scratch memory; for the backward pass more of it. */
 int each_near_far_head(const NearFar *c, int backward, void (*body)(Head *e));
 
@@ -272,7 +270,7 @@ int advance(Past *h, int64_t t);
 /* Rows, values and mass of the heavy hitters at these positions, -1 for none. */
 void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values, float *mass);
 
-/* Gives each piece its position from `at` on, where that is not null; returns how many numbers they take. */
+/* Gives each piece its place from `at` on, where that is not null; returns how many numbers they take. */
 size_t place_pieces(const Piece *pieces, size_t number, float *at);
 
 /* Means, tau and powers of two above N of the clusters, from their sums. */

@@ -1,8 +1,6 @@
-/* The past of a head in causal near-far attention: heavy hitters and clusters of the keys that are far, from block to
-   block, and from step to step where tokens come one by one (the C version of Epoch in nearfar/causal.py).
+/* The state of the past of a head, from block to block and from step to step: Epoch of nearfar/causal.py in C.
 
-   Keys are measured where they become far, and join clusters between two renewals. A key that is a heavy hitter, masked
-   or near has no cluster, -1. Notation: see near_far.h. */
+   Heavy hitters, masked and near keys have no cluster, -1. */
 
 #include "near_far.h"
 

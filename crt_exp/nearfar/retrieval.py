@@ -1,4 +1,4 @@
-"""Which keys of the past each query retrieves, those of the largest 8-bit scores, and what is left in the clusters.
+"""Which keys each query retrieves, by 8-bit scores, and what its clusters keep.
 
 Queries and keys (..., d) are turned alike by random signs and Hadamard matrices, which flattens what sticks out, and
 become integers of at most 127 in magnitude, each vector by a step of its own. Sums of products of integers are exact in
@@ -105,7 +105,7 @@ def left_in_clusters(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, clus
 
     What is left lies below the least logit that is retrieved: each counts as the mean of e^l over those of a normal
     distribution that do. What that adds to mu carries no gradient: the keys that are left are fixed, and move with the
-    mean. """
+    mean."""
     with torch.no_grad():
         left = number - torch.zeros_like(mu).scatter_add(-1, cluster, exact.isfinite().to(mu.dtype))
         more = log_mean_below(mu, sd, exact.amin(-1, keepdim=True)) - mu

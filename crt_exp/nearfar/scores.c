@@ -1,10 +1,7 @@
-/* Scores of keys, and which keys have the largest: heavy hitters of a sequence, and the keys of its past that each
-   causal query retrieves, by 8-bit scores (the C version of retrieval in nearfar/causal.py).
+/* Which keys have the largest scores: heavy hitters of a sequence, and retrieved keys (nearfar/retrieval.py).
 
-   8-bit scores are sums of integers: exact, so the same in vectors and in PyTorch. Keys are scored by many queries at a
-   time, so that they come from memory once for all of these. Each keeps those above its threshold, which is raised as
-   they get more. What a query sees of a part of the keys sets the first one, at which it will most likely keep enough;
-   where it does not, it scores all of them again. Of equal scores the first keys are taken. */
+   Many queries score a key at a time, so that it comes from memory once. Each keeps the keys above its threshold, which
+   rises as they get more. A part of the keys sets the first one; a query that keeps too few scores all again. */
 
 #include "near_far.h"
 
