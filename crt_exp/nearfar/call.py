@@ -1,4 +1,4 @@
-"""The call of near-far attention: checks, preparation, and the method behind it.
+"""The call of near-far attention: checks, preparation and the method behind it.
 
 Notation: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v (., S, dv);
 N blocks of b tokens, n heavy hitters, K clusters. A query of block t sees

@@ -1,4 +1,4 @@
-"""Causal near-far attention token by token: all keys, and the state of the past.
+"""Causal near-far attention token by token: all keys and the state of the past.
 
 Each row of a batch counts its tokens from its first real one. Notation: B batch, Hkv key heads, G query heads of a
 group, Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
