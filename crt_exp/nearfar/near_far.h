@@ -16,11 +16,11 @@
 
 /* Numbers that Python shares: choice.py reads them from here. */
 #define DRAWN 16        /* keys for each cluster, or up to twice as many, of which centres are made */
-#define MIXED 40507     /* of positions: what decides which of some keys is number */
+#define MIXED 40507     /* of positions: what decides which of some keys is sampled */
 #define AWAY 1e15f      /* where centres lie for which there is no key */
 #define RENEWED 128     /* tokens between renewals at least, */
 #define PART 2          /* and as a part of the sequence so far: a half */
-#define GROWS 2304      /* tokens from which on queries read more keys, as the root of the position of the renewal */
+#define GROWS 2304      /* tokens from which on queries retrieve more keys, as the root of the position of the renewal */
 #define PICKS 8         /* centres that are chosen at a time */
 #define RIDGE 1e-4      /* of the mean square of queries, added to their second moments: above what float32 rounds away
                            where they lie in few directions */
@@ -179,7 +179,7 @@ enum { PIECE = 48, AT_ONCE = 32, AHEAD = 256 };    /* queries of a piece; that a
 enum { PANEL = 16, FOUR = 64, SCORED = 128 };          /* keys of a panel, of four, and that are scored at once */
 enum { NEARBY = 1 << 17 };                             /* numbers of the retrieved keys before those behind them */
 
-/* How many keys queries behind a renewal at this position read, at most `open`: `Sizes.opens` of choice.py. */
+/* How many keys queries behind a renewal at this position retrieve, at most `open`: `Sizes.opens` of choice.py. */
 INLINE int64_t opens_at(const NearFar *c, int64_t position) {
     const int64_t square = c->least * c->least * (position > GROWS ? position : GROWS) / GROWS;
     int64_t root = (int64_t)sqrt((double)square);
@@ -215,7 +215,7 @@ typedef struct {
     int32_t *positions, *count, *from;       /* (AHEAD, open), of retrieved keys, rising; (AHEAD) twice */
     float *Qt, *A;                           /* of a piece: (d, PIECE), (2 b + n + K, PIECE) */
     float *number, *threshold, *along, *turned;/* of a piece, what is left in the clusters: (K, PIECE) keys; (PIECE):
-                                                the least logit that was read, in base 2, and what logits
+                                                the least logit that was retrieved, in base 2, and what logits
                                                 deviate by where tau is 1; (PIECE, dp) */
 } Work;
 
