@@ -26,7 +26,7 @@ from crt_exp.options import parameters
 from crt_exp.report import __main__ as report_command, pages
 from crt_exp.runner.command_line import check_command_line
 
-LANGUAGES = {"python", "bash", "yaml", "make", "sbatch"}
+LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "mermaid"}
 # of add-your-own.md by the recipes' tests below
 EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name != "add-your-own.md"
             and block.page.parent.name != "gallery"]

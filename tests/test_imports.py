@@ -8,7 +8,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "crt_exp"
 PICTURE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
-BOXES = {room: box for box, rooms in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M) for room in rooms.split(", ")}
+BOXES = {room: box for box, rooms in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M)
+         for room in rooms.split(", ")}
 ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
 COMMANDS = ("__main__", "infer", "predict", "transcribe", "sample")
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms

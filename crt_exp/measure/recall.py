@@ -29,8 +29,7 @@ from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention
-from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.recall import rows_at
+from crt_exp.nearfar.choice import Sizes, rows_at
 from crt_exp.tasks.mlm import repeated
 from crt_exp.tasks.sequences import drawn
 

@@ -1,19 +1,18 @@
-"""Near-far attention: near and heavy keys exactly, all others by cells, in one softmax; what that takes: __init__.py.
+"""The call of near-far attention: checks, preparation and the method behind it.
 
 Notation: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v (., S, dv);
-N blocks of b tokens, n heavy keys, K cells. A query of block t sees
+N blocks of b tokens, n heavy hitters, K clusters. A query of block t sees
 
 - the keys of blocks t - 1, t and t + 1 (causal: those of t - 1, and of its own up to itself) exactly: near;
-- the heavy keys, whose score is largest, exactly: causal, those among the blocks up to t - 2;
+- the heavy hitters, whose score is largest, exactly: causal, those among the blocks up to t - 2;
 - causal, `sizes.open` others exactly, those of the largest logits, each query its own: retrieved;
-- a cell's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
+- a cluster's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
 
 Each unmasked key is in exactly one of these sets of each query. The choice of the sets, and what keys are measured
 by (choice.py), carry no gradient, all sums do. Derived here.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import (Shift, check_entries, check_inputs, compute_dtype, end_graph, first_kept,
                                       left_open, outside_graphs, transformed)
-from crt_exp.nearfar.both import Both
+from crt_exp.nearfar.both_directions import Both
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.recall import RecallNearFar, renewals
+from crt_exp.nearfar import native
+from crt_exp.nearfar.causal import Causal, renewals
 from crt_exp.samplers.noise import as_given, transforming
 
 PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
@@ -39,14 +38,14 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated; of
     factor x and factor y, where a factor is given. Returns (B,H,L,dv).
 
-    Exact where no more than `sizes.exact_until` keys count. Else, in both directions: measure, heavy keys and cells of
-    the sequence itself. `cross`: queries are of another sequence, so that none is near: heavy keys and cells alone,
-    with the moments of earlier queries in `metric` (B Hkv, ...), or without one as if queries were as large as the
-    keys. causal: query i stands at i + S - L; what is known comes from the sequence's own past (recall.py), of which
-    each query retrieves `sizes.open` keys. key_mask (B, S), True = keep; a query that sees no key gets 0. No more heavy
-    keys and cells than keys are taken, and a length that the block does not divide is padded; blocks are counted from
-    the first real token of each row. Also exact where block >= S, heavy >= S, or every key is the only one of its cell.
-    Differentiable in x, y and v, sets and measure constant.
+    Exact where no more than `sizes.exact_until` keys count. Else, in both directions: measure, heavy hitters and
+    clusters of the sequence itself. `cross`: queries are of another sequence, so that none is near: heavy hitters and
+    clusters alone, with the moments of earlier queries in `metric` (B Hkv, ...), or without one as if queries were as
+    large as the keys. causal: query i stands at i + S - L; what is known comes from the sequence's own past
+    (causal.py), of which each query retrieves `sizes.open` keys. key_mask (B, S), True = keep; a query that sees no key
+    gets 0. No more heavy hitters and clusters than keys are taken, and a length that the block does not divide is
+    padded; blocks are counted from the first real token of each row. Also exact where block >= S, heavy >= S, or every
+    key is the only one of its cluster. Differentiable in x, y and v, sets and measure constant.
 
     Time O(L (b + n + K) (d + dv)), causal also O(L S d) in products of 8 bits; memory
     O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time: nothing of size L x S. Raises
@@ -56,6 +55,9 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     _check(x, y, sizes, causal, cross)
     if key_mask is not None and not cross and x.shape[2] == y.shape[2]:     # padding may hold NaN
         x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
+    in_c = native.applies(x, y, v) and torch.get_num_threads() <= native.THREADS * y.shape[0] * y.shape[1]
+    if not in_c and factor != 1:
+        x, y, factor = x * factor, y * factor, 1.0
     until = renewals(sizes, 0)[0] if causal else sizes.exact_until
     exact = partial(_exactly, causal=causal, factor=factor)
     if y.shape[2] <= until:
@@ -63,10 +65,12 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     if causal and left_open(x, y):      # blocks and renewals are unrolled: a graph takes minutes for each length
         end_graph("attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True")
         return _outside(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
-    if causal:
-        return _by_first_token(RecallNearFar(sizes), x, y, v, key_mask, factor)
-    rest = partial(_from_first_token, Both(sizes, cross, metric), factor=factor)
-    if key_mask is None or not until:
+    method = Causal(sizes, factor, in_c) if causal else Both(sizes, cross, metric, factor, in_c)
+    if key_mask is None:
+        return _by_heads(method, x, y, v, None)
+    y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
+    rest = partial(_from_first_renewal if causal else _from_first_block, method)
+    if causal or not until:
         return rest(x, y, v, key_mask)
     return by_rows(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
 
@@ -105,30 +109,26 @@ def _together(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
-def _from_first_token(call: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
-                      factor: float) -> Tensor:
+def _from_first_block(method: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
     """Blocks are counted from the first real token of each row."""
-    shift = None if call.cross else Shift.of(key_mask, call.sizes.block)
+    shift = None if method.cross else Shift.of(key_mask, method.sizes.block)
     if shift is None:
-        return _by_heads(call, x, y, v, key_mask, factor)
-    return shift.back(_by_heads(call, *map(shift.there, (x, y, v)), shift.mask(key_mask), factor))
+        return _by_heads(method, x, y, v, key_mask)
+    return shift.back(_by_heads(method, *map(shift.there, (x, y, v)), shift.mask(key_mask)))
 
 
-def _by_first_token(call: RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
-                    factor: float) -> Tensor:
-    """Rows of a batch by the place of their first real token, from which renewals are counted."""
-    if key_mask is None:
-        return _by_heads(call, x, y, v, None, factor)
+def _from_first_renewal(method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
+    """Rows of a batch by the position of their first real token, from which renewals are counted."""
     if torch.compiler.is_compiling() or transforming():
-        raise ValueError("causal near-far attention counts its renewals from the first real token of each row, which "
+        raise ValueError("key_mask: causal near-far attention starts at the first real token of each row, which "
                          "torch.compile, torch.export and torch.func cannot follow: leave the mask out, or take "
                          "favorpp")
     firsts, before, parts = first_kept(key_mask), y.shape[2] - x.shape[2], []
     if not bool(firsts.any()):
-        return _by_heads(call, x, y, v, key_mask, factor)
+        return _by_heads(method, x, y, v, key_mask)
     for first in firsts.unique().tolist():
         rows, lead = (firsts == first).nonzero().squeeze(1), max(0, first - before)
-        out = _by_heads(call, x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:], key_mask[rows, first:], factor)
+        out = _by_heads(method, x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:], key_mask[rows, first:])
         parts.append((rows, torch.cat([v.new_zeros(len(rows), x.shape[1], lead, v.shape[3]), out], 2)))
     return _together(parts)
 
@@ -137,16 +137,17 @@ def _by_first_token(call: RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_ma
 
 
 def _heads(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries (Z, G, L, d), keys and values (Z, S, .), all in float64 where one is, and the mask (Z, S)."""
+    """Queries (Z, G, L, d), keys and values (Z, S, .), and the mask (Z, S)."""
     Hkv = y.shape[1]
-    tensors = [t.flatten(0, 1) for t in (x.unflatten(1, (Hkv, x.shape[1] // Hkv)), y, v)]
-    if compute_dtype(*tensors) == torch.float64:
-        tensors = [t.double() for t in tensors]
+    tensors = (t.flatten(0, 1) for t in (x.unflatten(1, (Hkv, x.shape[1] // Hkv)), y, v))
     return *tensors, None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
 
 
 def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float) -> Tensor:
-    out = exactly(*_heads(x, y, v, key_mask), factor**2, causal)
+    *tensors, keep = _heads(x, y, v, key_mask)
+    if compute_dtype(x, y, v) == torch.float64:
+        tensors = [t.double() for t in tensors]
+    out = exactly(*tensors, keep, factor**2, causal)
     if not transformed(x, y, v):
         check_entries(out)
         if y.shape[2] < VECTOR:      # torch's kernel for few keys hides NaN
@@ -154,33 +155,24 @@ def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: b
     return out.unflatten(0, y.shape[:2]).flatten(1, 2)
 
 
-def _by_heads(call: Both | RecallNearFar, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None,
-              factor: float) -> Tensor:
+def _by_heads(method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The method in the precision that it needs, a part of the heads at a time; of many keys, each part is computed
+    again in the backward pass."""
     *tensors, keep = _heads(x, y, v, key_mask)
-    if native.applies(*tensors) and torch.get_num_threads() <= native.THREADS * len(tensors[1]):
-        call = replace(call, factor=factor, native=True)
-    elif factor != 1:
-        tensors = [tensors[0] * factor, tensors[1] * factor, tensors[2]]
-    with as_given(x):
-        out = _in_parts(call, *tensors, keep).unflatten(0, y.shape[:2]).flatten(1, 2)
-    if key_mask is not None:  # a query without keys gathered nothing that has a meaning
-        causal = isinstance(call, RecallNearFar)
-        seen = key_mask.cumsum(-1)[:, None, y.shape[2] - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
-        out = torch.where((seen > 0).unsqueeze(-1), out, 0.0)
-    return out
-
-
-def _in_parts(call: Both | RecallNearFar, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    """A part of the heads at a time; of many keys, each part is computed again in the backward pass."""
-    (Z, S), size = y.shape[:2], max(1, PART // y.shape[1])
-    if call.native or torch.compiler.is_compiling() or transformed(x, y, v):
-        size = Z
+    (Z, S), dtype = tensors[1].shape[:2], compute_dtype(x, y, v)
+    whole = method.native or torch.compiler.is_compiling() or transformed(x, y, v)
+    size, parts = Z if whole else max(1, PART // S), []
     again = size < Z and Z * S > KEPT and torch.is_grad_enabled()
-    results = []
-    for start in range(0, max(Z, 1), max(size, 1)):
-        rows = slice(start, start + size)
-        part, own = (x[rows], y[rows], v[rows]), None if keep is None else keep[rows]
-        chosen = call.choose(*part[:2], own, rows)
-        results.append(checkpoint(call.attend, *part, own, chosen, use_reentrant=False, preserve_rng_state=False)
-                       if again else call.attend(*part, own, chosen))
-    return (results[0] if len(results) == 1 else torch.cat(results)).to(v.dtype)
+    with as_given(x):
+        for start in range(0, max(Z, 1), max(size, 1)):
+            rows = slice(start, start + size)
+            part, own = [t[rows].to(dtype) for t in tensors], None if keep is None else keep[rows]
+            chosen = method.choose(*part[:2], own, rows)
+            parts.append(checkpoint(method.attend, *part, own, chosen, use_reentrant=False, preserve_rng_state=False)
+                         if again else method.attend(*part, own, chosen))
+        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(v.dtype).unflatten(0, y.shape[:2]).flatten(1, 2)
+    if key_mask is None:
+        return out
+    causal = isinstance(method, Causal)  # a query without keys gathered nothing that has a meaning
+    seen = key_mask.cumsum(-1)[:, None, S - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
+    return torch.where((seen > 0).unsqueeze(-1), out, 0.0)

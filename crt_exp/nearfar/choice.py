@@ -1,12 +1,13 @@
-"""Which keys of a sequence are heavy and which cells hold the rest, and what the keys of a cell amount to.
+"""Heavy hitters, clusters of the other keys, and what a cluster amounts to.
 
-Legend: Z = batch x key heads, S keys y, d, dv, K cells. Queries have mean b and second moments Sigma_x about it; keys
-are taken as y - c. z = (y - c) root with root root^T = Sigma_x, so that |z_j - z_l|^2 is the mean over queries of the
-squared difference of the logits of two keys, and w_j = b.(y_j - c) what the mean query gives a key. Everything that is
-chosen here carries no gradient; all sums do. Derived here.
+Notation: Z = batch x key heads, S keys y, d, dv, K clusters. Queries have mean b and second moments Sigma_x about it;
+keys are taken as y - c. z = (y - c) root with root root^T = Sigma_x, so that |z_j - z_l|^2 is the mean over queries of
+the squared difference of the logits of two keys, and w_j = b.(y_j - c) what the mean query gives a key. Everything that
+is chosen here carries no gradient; all sums do. Derived here.
 """
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,14 +16,21 @@ from torch import Tensor
 
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, transformed
-from crt_exp.nearfar.engine.constants import AWAY, GROWS, HIDDEN, LEAST, PICKS, RIDGE, SAME, SHARPEST
+from crt_exp.attention.engines import numbers
+
+_NUMBERS = numbers(Path(__file__).with_name("near_far.h"))        # which the C sources share
+PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS, WIDEST = (
+    int(_NUMBERS[name])
+    for name in ("PICKS", "RENEWED", "PART", "GROWS", "DRAWN", "MIXED", "TURNED", "SIGNS", "WIDEST"))
+RIDGE, LEAST, HIDDEN, AWAY, SAME, SHARPEST = (
+    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "SAME", "SHARPEST"))
 
 
 class Sizes(NamedTuple):
-    """block: b, tokens; heavy: n, keys; cells: K; first_order: values of a cell to first order in the query, if not
-    causal; open: keys of cells that each causal query reads exactly, and `opens` of a long past, at least 1;
-    exact_until: the place up to which causal queries see all keys exactly, and the number of keys up to which other
-    ones do."""
+    """block: b, tokens; heavy: n, keys; cells: K, clusters; first_order: values of a cluster to first order in the
+    query, if not causal; open: keys of clusters that each causal query retrieves, and `opens` of a long past, at least
+    1; exact_until: the position up to which causal queries see all keys exactly, and the number of keys up to which
+    other ones do."""
 
     block: int = 32
     heavy: int = 16
@@ -31,10 +39,10 @@ class Sizes(NamedTuple):
     open: int = 0
     exact_until: int = 0
 
-    def opens(self, place: int) -> int:
-        """Keys that causal queries behind a renewal at this place read: what a fixed number of them leaves out grows
-        with the past, and as the root of it they keep up at a cost that does not double with it."""
-        return math.isqrt(self.open**2 * max(place, GROWS) // GROWS)
+    def opens(self, position: int) -> int:
+        """Keys that causal queries behind a renewal at this position retrieve: what a fixed number of them leaves out
+        grows with the past, and as the root of it they keep up at a cost that does not double with it."""
+        return math.isqrt(self.open**2 * max(position, GROWS) // GROWS)
 
 
 class KeyMetric(NamedTuple):
@@ -94,16 +102,16 @@ def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
 
 
 def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of (..., n), k <= n, from the largest on, and their places: of equal ones the first, whatever
+    """The k largest of (..., n), k <= n, from the largest on, and their positions: of equal ones the first, whatever
     stands behind them, which topk does not promise."""
-    values, places = t.topk(k)
+    values, positions = t.topk(k)
     if not k:
-        return values, places
+        return values, positions
     least, slot = values[..., -1:], torch.arange(k, device=t.device)
     above = (values > least).sum(-1, keepdim=True)
-    place = torch.arange(t.shape[-1], device=t.device)
-    ties = torch.where(t == least, place, t.shape[-1]).topk(k, largest=False).values
-    return values, torch.where(slot < above, places, ties.gather(-1, (slot - above).clamp(min=0)))
+    position = torch.arange(t.shape[-1], device=t.device)
+    ties = torch.where(t == least, position, t.shape[-1]).topk(k, largest=False).values
+    return values, torch.where(slot < above, positions, ties.gather(-1, (slot - above).clamp(min=0)))
 
 
 def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
@@ -113,26 +121,26 @@ def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> T
     return score if keep is None else score.masked_fill(~keep, -torch.inf)
 
 
-def centres_of(z: Tensor, log_u: Tensor, cells: int) -> Tensor:
-    """Centres (Z, K, d) of cells of the vectors z (Z, S, d) with weights e^log_u (Z, S), -inf for those that do not
-    count; cells <= S. PICKS at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre so
-    far or at first to the mean, of equal vectors one alone; and one pass of Lloyd's algorithm. Where fewer vectors
-    differ than there are cells, the last centres are AWAY."""
+def centres_of(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
+    """Centres (Z, K, d) of clusters of the vectors z (Z, S, d) with weights e^log_u (Z, S), -inf for those that do not
+    count; clusters <= S. PICKS at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre
+    so far or at first to the mean, of equal vectors one alone; and one pass of Lloyd's algorithm. Where fewer vectors
+    differ than there are clusters, the last centres are AWAY."""
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
     D, picked = _to_nearest(z, squares, mean).clamp(min=LEAST), []     # a key that is the mean comes last
     log_u = log_u.masked_fill(_seen_before(z, squares, log_u > -torch.inf), -torch.inf)
-    while (left := cells - PICKS * len(picked)) > 0:
+    while (left := clusters - PICKS * len(picked)) > 0:
         values, chosen = largest(log_u + D.log(), min(PICKS, left))                             # (Z, PICKS)
-        new = values > -torch.inf                   # fewer different keys than cells: no key is near to the rest
+        new = values > -torch.inf                   # fewer different keys than clusters: no key is near to the rest
         here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
         picked.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
         if len(picked) == 1:
             picked[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
         D = torch.minimum(D, _to_nearest(z, squares, picked[-1])).scatter(1, chosen, 0.0)
     centres = torch.cat(picked, 1)
-    members = u * one_hot(nearest(z, centres), cells, u.dtype)
+    members = u * one_hot(nearest(z, centres), clusters, u.dtype)
     N = members.sum(1).unsqueeze(-1)
     return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)
 
@@ -168,108 +176,54 @@ def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
 class Choice(NamedTuple):
     """The sets of the keys of a sequence, besides those near to each query."""
 
-    heavy: Tensor     # (Z, n): their places
+    heavy: Tensor     # (Z, n): their positions
     there: Tensor     # (Z, n): whether there are as many
-    pool: Tensor      # (Z, S): which keys are in cells
-    cell: Tensor      # (Z, S): in which
+    pool: Tensor      # (Z, S): which keys are in clusters
+    cluster: Tensor      # (Z, S): in which
     centres: Tensor   # (Z, K, d), as z
 
     @classmethod
     @torch.no_grad()
-    def of(cls, y: Tensor, metric: KeyMetric, heavy: int, cells: int, keep: Tensor | None) -> "Choice":
-        """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy keys and cells than keys are taken. Raises
-        NotFinite where squared norms overflow (CPU)."""
+    def of(cls, y: Tensor, metric: KeyMetric, heavy: int, clusters: int, keep: Tensor | None) -> "Choice":
+        """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy hitters and clusters than keys are taken.
+        Raises NotFinite where squared norms overflow (CPU)."""
         z, w = y @ metric.root, metric.log_weights(y)
         check_result(z.square().sum((1, 2)) + w.square().sum(1))
-        score, places = largest(scores(y, metric.root, w, keep), min(heavy, y.shape[1]))
-        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, places, False)
-        centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(cells, y.shape[1]))
-        return cls(places, score > -torch.inf, pool, nearest(z, centres), centres)
+        score, positions = largest(scores(y, metric.root, w, keep), min(heavy, y.shape[1]))
+        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, positions, False)
+        centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(clusters, y.shape[1]))
+        return cls(positions, score > -torch.inf, pool, nearest(z, centres), centres)
 
 
 # ---- what they amount to ---------------------------------------------------------------------------------------------
 
 
-class Cells(NamedTuple):
-    """Keys that stand for cells: mean mu (Z, ., K, d), logit x.mu + bias (Z, ., K), to be weighted by the u of the keys
-    that are summed; spread = tau (Z, ., K)."""
+class Clusters(NamedTuple):
+    """Keys that stand for clusters: mean mu (Z, ., K, d), logit x.mu + bias (Z, ., K), to be weighted by the u of the
+    keys that are summed; spread = tau (Z, ., K)."""
 
     mu: Tensor
     bias: Tensor
     spread: Tensor
 
 
-@torch.no_grad()
-def log_mean_below(mu: Tensor, sd: Tensor, bar: Tensor) -> Tensor:
-    """Log of the mean of e^l over l < bar, where l is normal with that mean and deviation: at most `bar`, and mu where
-    sd is 0 and bar above it. No gradient.
-
-    With t = (bar - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). Where Phi's arguments are negative the
-    squares, which would cancel, are taken out: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
-    """
-    sd = sd.clamp(min=SHARPEST)
-    t = (bar - mu) / sd
-    whole = torch.where(t >= sd, mu + sd.square() / 2, torch.where(t > 0, bar - t.square() / 2, bar))
-    return whole + _log_phi(t - sd) - _log_phi(t)
-
-
-def _log_phi(u: Tensor) -> Tensor:
-    """log Phi(u), without -u^2 / 2 where u is negative."""
-    below = torch.special.erfcx(u.clamp(max=0) / -(2**0.5)).div(2)
-    return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
-
-
-def left_in_cells(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the `number` keys of each cell are left where queries have read those of logits `exact` (..., o), inf
-    for none, in these cells; and the log of what each of them weighs, -inf where none is left, both (..., K). mu: the
-    logits of the means of cells; sd: what those of their keys deviate by.
-
-    What is left lies below the least logit that is read: each counts as the mean of e^l over those of a normal law that
-    do. What that adds to mu carries no gradient: the keys that are left are fixed, and move with the mean.
-    """
-    with torch.no_grad():
-        left = number - torch.zeros_like(mu).scatter_add(-1, cell, exact.isfinite().to(mu.dtype))
-        more = log_mean_below(mu, sd, exact.amin(-1, keepdim=True)) - mu
-    return left, torch.where(left > 0, mu + more, -torch.inf)
-
-
-def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cell: Tensor, level: Tensor) -> Tensor:
-    """u_j = exp(w_j - level of its cell) (Z, S), 0 outside the pool. level (Z, K)."""
-    return (metric.log_weights(y) - level.gather(1, cell)).masked_fill(~pool, -torch.inf).exp()
-
-
-@torch.no_grad()
-def levels(y: Tensor, metric: KeyMetric, choice: Choice) -> Tensor:
-    """The largest w of the keys of each cell (Z, K); 0 where it is empty."""
-    w = metric.log_weights(y).masked_fill(~choice.pool, -torch.inf)
-    highest = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(1, choice.cell, w, "amax")
-    return torch.where(highest.isinf(), 0.0, highest)
-
-
-def moments(y: Tensor, u: Tensor, metric: KeyMetric, cell: Tensor, centres: Tensor) -> Tensor:
-    """Of each key [u y, u |z - centre|^2, u] (Z, S, d + 2): what the sums over a cell are taken of."""
-    apart = y @ metric.root - centres.gather(1, cell.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+def moments(y: Tensor, u: Tensor, metric: KeyMetric, cluster: Tensor, centres: Tensor) -> Tensor:
+    """Of each key [u y, u |z - centre|^2, u] (Z, S, d + 2): what the sums over a cluster are taken of."""
+    apart = y @ metric.root - centres.gather(1, cluster.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
     u = u.unsqueeze(-1)
     return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
 
 
-def summed(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True) -> Cells:
-    """Cells of sums (Z, n, K, d + 2) of `moments`. `mass`: with the factor 1 + tau / 2, which makes up to second order
-    for e^(x.mu) being less than the mean of e^(x.y)."""
+def summed(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True) -> Clusters:
+    """Clusters of sums (Z, n, K, d + 2) of `moments`. `mass`: with the factor 1 + tau / 2, which makes up to second
+    order for e^(x.mu) being less than the mean of e^(x.y)."""
     N = sums[..., -1]
     mean = sums[..., :-1] / N.clamp(min=LEAST).unsqueeze(-1)
     mu = mean[..., :-1]
     off = (mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)).square().sum(-1)
     spread = torch.where(N > LEAST, (mean[..., -1] - off).clamp(min=0), 0.0)
     bias = level.unsqueeze(1) - (mu * metric.tilt.unsqueeze(1)).sum(-1)
-    return Cells(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
-
-
-def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tensor:
-    """C (Z, dv, d), the mean of v_j (y_j - mu of its cell)^T with weights g (Z, S): what values gain from a query to
-    first order is C (x - b). mu (Z, K, d)."""
-    v = v * g.unsqueeze(-1)
-    return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=LEAST)[:, None, None]
+    return Clusters(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -301,9 +255,10 @@ def ungrouped(t: Tensor, heads: int, length: int) -> Tensor:
 # ---- rows
 
 
-def one_hot(cell: Tensor, cells: int, dtype: torch.dtype) -> Tensor:
-    """(..., cells): 1 at the cell of each row."""
-    return torch.zeros(*cell.shape, cells, dtype=dtype, device=cell.device).scatter(-1, cell.unsqueeze(-1), 1.0)
+def one_hot(cluster: Tensor, clusters: int, dtype: torch.dtype) -> Tensor:
+    """(..., clusters): 1 at the cluster of each row."""
+    zeros = torch.zeros(*cluster.shape, clusters, dtype=dtype, device=cluster.device)
+    return zeros.scatter(-1, cluster.unsqueeze(-1), 1.0)
 
 
 def rows_at(t: Tensor, index: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """`NearFar`: near-far attention with its state, as a module.
 
-Legend: B batch, H query heads, Hkv key heads, L queries, S keys, d, K cells. q, k, v are unscaled; x = scale q and
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, K clusters. q, k, v are unscaled; x = scale q and
 y = scale k. The state changes in one place and at one moment, as that of `RandomFeatureAttention`: at the start of a
 forward pass in training.
 """
@@ -22,7 +22,7 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Whole, checked
 from crt_exp.nearfar.call import by_rows, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
-from crt_exp.nearfar.past import RecallState
+from crt_exp.nearfar.decoding import RecallState
 from crt_exp.samplers.noise import transforming
 
 PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1536),
@@ -35,19 +35,19 @@ LONG = 1000          # keys from which on values are taken to first order, where
 
 @checked("attention")
 class NearFar(LinearAttention):
-    """Exact attention to near and heavy keys and cells for the rest, for any pretrained model.
+    """Exact attention to near keys and heavy hitters, clusters for the rest, for any pretrained model.
 
-    preset: sizes; block (tokens), heavy (keys), cells and first_order (values of a cell to first order in the query; by
-    default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A query sees
-    the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy keys; all
-    others by cells. open: keys of cells that each causal query reads exactly, those of the largest logits of its past,
-    and more from 2304 tokens on, as the root of it (`Sizes.opens`); other queries read none. exact_until: the place up
-    to which causal queries see all keys exactly (1536), and the number of keys up to which attention that is not causal
-    is exact (512).
+    preset: sizes; block (tokens), heavy (keys), cells (clusters) and first_order (values of a cluster to first order in
+    the query; by default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A
+    query sees the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy
+    hitters; all others by clusters. open: keys of clusters that each causal query retrieves, those of the largest
+    logits of its past, and more from 2304 tokens on, as the root of it (`Sizes.opens`); other queries retrieve none.
+    exact_until: the position up to which causal queries see all keys exactly (1536), and the number of keys up to which
+    attention that is not causal is exact (512).
 
     What the sets are chosen by, so that a query never sees a later one:
     - bidirectional attention of a sequence to itself: its own queries and keys;
-    - causal: the keys before it, at renewals (recall.py): nothing is fitted or calibrated;
+    - causal: the keys before it, at renewals (causal.py): nothing is fitted or calibrated;
     - cross-attention (`cross`, and every call that is not causal with other numbers of queries and keys): no key is
       near; the keys of the call, and where `cross` the moments of earlier queries: those of each `fit_steps` training
       passes or of a calibration.
@@ -104,21 +104,20 @@ class NearFar(LinearAttention):
                 and not torch.compiler.is_compiling() and not transformed(q, k, v))
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        if self.first_order is not None or self.preset == "quality" or self.causal or k.shape[2] < LONG:
-            return self._with_sizes(self.sizes, q, k, v, key_mask)
-        plain = partial(self._with_sizes, self.sizes)
-        long = partial(self._with_sizes, self.sizes._replace(first_order=True))
-        if key_mask is None:
-            return long(q, k, v, None)
-        return by_rows(key_mask.sum(1) >= LONG, long, plain, q, k, v, key_mask)
-
-    def _with_sizes(self, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        metric, cross = None, self.cross or q.shape[2] != k.shape[2]
-        sizes = sizes if self.causal else sizes._replace(exact_until=self.exact_until)
+        metric, sizes = None, self.sizes if self.causal else self.sizes._replace(exact_until=self.exact_until)
         if self._uses_moments(q, k) and self.clusters.done:
             metric = KeyMetric(*(t.repeat(len(q), 1, 1) for t in self.clusters.params()))
-        return near_far_attention(self.normalized(q), self.normalized(k), v, sizes, causal=self.causal, cross=cross,
-                                  metric=metric, key_mask=key_mask, factor=self.scale)
+        attend = partial(near_far_attention, causal=self.causal, cross=self.cross or q.shape[2] != k.shape[2],
+                         metric=metric, factor=self.scale)
+        x, y = self.normalized(q), self.normalized(k)
+        if self.first_order is not None or self.preset == "quality" or self.causal or k.shape[2] < LONG:
+            return attend(x, y, v, sizes, key_mask=key_mask)
+        long = sizes._replace(first_order=True)
+        if key_mask is None:
+            return attend(x, y, v, long)
+        plain, to_first_order = (lambda x, y, v, mask, own=own: attend(x, y, v, own, key_mask=mask)
+                                 for own in (sizes, long))
+        return by_rows(key_mask.sum(1) >= LONG, to_first_order, plain, x, y, v, key_mask)
 
     # ---- what is learned, and decoding
 

@@ -24,7 +24,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import changes
 from crt_exp.attention.base import LinearAttention
-from crt_exp.nearfar.past import RecallState
+from crt_exp.nearfar.decoding import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
 from crt_exp.swap.families import is_cross, names_in_forward
 

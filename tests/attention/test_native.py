@@ -13,9 +13,8 @@ from nearfar_cases import choices
 
 from crt_exp.attention.engines import Form, native
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
-from crt_exp.nearfar import near_far_attention
+from crt_exp.nearfar import native as near_far, near_far_attention
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.engine import native as near_far
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
 SHAPES = {

@@ -4,10 +4,10 @@ from itertools import product
 
 import torch
 
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.constants import WIDEST
+from crt_exp.nearfar import native
+from crt_exp.nearfar.choice import WIDEST
 from crt_exp.nearfar.retrieval import retrieved
-from crt_exp.nearfar.recall import RecallNearFar, kept_of, options_of, renewals
+from crt_exp.nearfar.causal import Causal, kept_of, options_of, renewals
 
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
@@ -48,8 +48,8 @@ def as_integers(t):
 @torch.enable_grad()
 def read_in_c(x, y, v, given):
     """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, by the gaps between them."""
-    plain, numbers = native.recall_memory(x.detach().requires_grad_(), y, v, given)
-    native._InC.apply("near_far_recall", plain, numbers, x.detach(), y, v)
+    plain, numbers = native.causal_memory(x.detach().requires_grad_(), y, v, given)
+    native._InC.apply("near_far_causal", plain, numbers, x.detach(), y, v)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):
         gaps = plain["gaps"][z, plain["gaps_at"][z, g, i]:].numpy()
@@ -64,7 +64,7 @@ def choices(x, y, v, sizes, keep=None):
     """The places (Z, G, L, open) of keys that queries behind the first renewal read, sorted: by the C engine, and by
     PyTorch."""
     Z, S = y.shape[:2]
-    call = RecallNearFar(sizes)
+    call = Causal(sizes)
     metric, epochs = call.choose(x, y, keep, slice(None))
     start = renewals(sizes, 0)[0]
     given = native.Given(keep, metric.shift, metric.root, options_of(sizes, S))
@@ -73,7 +73,7 @@ def choices(x, y, v, sizes, keep=None):
     for i in range(start, S):
         epoch = next(e for e in epochs if e.start <= i < e.stop)
         far = (i // sizes.block - 1) * sizes.block
-        member = torch.cat([epoch.pool, kept[:, epoch.pool.shape[1]:far]], 1)
+        member = torch.cat([epoch.member, kept[:, epoch.member.shape[1]:far]], 1)
         read = retrieved(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
         theirs[:, :, i - start, :read.shape[-1]] = read
     return ours.sort(-1).values, theirs.sort(-1).values

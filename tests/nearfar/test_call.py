@@ -7,10 +7,9 @@ from nearfar_cases import same, tensors
 from torch.autograd import forward_ad
 
 from crt_exp.attention import softmax_attention, uniform_attention
-from crt_exp.nearfar import NearFar, call as nearfar, near_far_attention
-from crt_exp.nearfar.both import far_sums
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, levels, moments, one_hot, summed, weights
-from crt_exp.nearfar.engine import native
+from crt_exp.nearfar import NearFar, call as nearfar, native, near_far_attention
+from crt_exp.nearfar.both_directions import far_sums, levels, weights
+from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, moments, one_hot, summed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,9 +105,9 @@ def cells_of(y, keep=None, K=4):
     y = y - metric.shift
     choice = Choice.of(y, metric, 0, K, keep)
     level = levels(y, metric, choice)
-    u = weights(y, metric, choice.pool, choice.cell, level)
-    members = one_hot(choice.cell, choice.centres.shape[1], y.dtype)
-    sums = (members.mT @ moments(y, u, metric, choice.cell, choice.centres)).unsqueeze(1)
+    u = weights(y, metric, choice.pool, choice.cluster, level)
+    members = one_hot(choice.cluster, choice.centres.shape[1], y.dtype)
+    sums = (members.mT @ moments(y, u, metric, choice.cluster, choice.centres)).unsqueeze(1)
     return y, metric, choice, sums, level
 
 
@@ -120,7 +119,7 @@ def test_a_mean_key_weighs_less_than_its_keys():
     x = torch.randn(200, 4).double()
     ours = x @ cells.mu[0, 0].T + cells.bias[0, 0] + sums[0, 0, :, -1].log()          # (200, K)
     for k in range(4):
-        exact = (x @ y[0, choice.cell[0] == k].T).logsumexp(-1)
+        exact = (x @ y[0, choice.cluster[0] == k].T).logsumexp(-1)
         assert (ours[:, k] <= exact + 1e-9).all() and (exact - ours[:, k]).max() > 0.01
 
 

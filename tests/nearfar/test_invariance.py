@@ -7,11 +7,10 @@ from native_cases import needs_library
 from nearfar_cases import read_in_c
 
 from crt_exp.attention import exact_attention
-from crt_exp.nearfar import retrieval, near_far_attention, recall
+from crt_exp.nearfar import causal as recall, native, near_far_attention, retrieval
 from crt_exp.nearfar.choice import Sizes, centres_of, largest
-from crt_exp.nearfar.engine import native
 from crt_exp.nearfar.layer import PRESETS
-from crt_exp.nearfar.past import RecallState
+from crt_exp.nearfar.decoding import RecallState
 from crt_exp.features.base import NotFinite
 
 S, D = 220, 16

@@ -7,10 +7,9 @@ import torch
 
 from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
-from crt_exp.nearfar import near_far_attention
-from crt_exp.nearfar.both import Both, ChosenSets
+from crt_exp.nearfar import native as near_far, near_far_attention
+from crt_exp.nearfar.both_directions import Both, ChosenSets
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root
-from crt_exp.nearfar.engine import native as near_far
 from crt_exp.features.base import NotFinite
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
@@ -100,7 +99,7 @@ def test_chooses_what_float64_does(name):
         assert len(set(choice.heavy[z].tolist())) == choice.heavy.shape[1]
     z = (y.double() - exact.shift) @ exact.root
     distances = torch.cdist(z, choice.centres.double())
-    ours = distances.gather(2, choice.cell.unsqueeze(-1)).squeeze(-1)
+    ours = distances.gather(2, choice.cluster.unsqueeze(-1)).squeeze(-1)
     assert (ours <= distances.amin(-1) + 1e-4)[choice.pool].all()
 
 

@@ -8,12 +8,10 @@ from nearfar_cases import as_integers, same
 from scipy.special import log_ndtr
 
 from crt_exp.attention import exact_attention, uniform_attention
-from crt_exp.nearfar import retrieval, near_far_attention, past, recall
-from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.engine import native
+from crt_exp.nearfar import causal as recall, decoding as past, native, near_far_attention, retrieval
+from crt_exp.nearfar.choice import DRAWN, RIDGE, Sizes
 from crt_exp.nearfar.layer import NearFar
-from crt_exp.nearfar.past import RecallState
-from crt_exp.nearfar.engine.constants import DRAWN, RIDGE
+from crt_exp.nearfar.decoding import RecallState
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
@@ -45,7 +43,7 @@ def dense(x, y, v, sizes, keep):
     those that were chosen."""
     S, b, out = len(x), sizes.block, []
     places = recall.renewals(sizes, S)
-    _, epochs = recall.RecallNearFar(sizes).choose(x[None, None], y[None], keep[None], slice(None))
+    _, epochs = recall.Causal(sizes).choose(x[None, None], y[None], keep[None], slice(None))
     for i in range(S):
         past = keep & (torch.arange(S) <= i)
         if i < places[0]:
@@ -218,14 +216,14 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     out = first.step(*(t[:, :, :150] for t in (x, y, v)), keep[:, :150])                       # a prompt
     torch.testing.assert_close(out, whole[:, :, :150], **close)
     if in_c:                                                        # what is known after it serves the next tokens
-        assert all(known.blocks == 149 // 8 - 1 for known in first.known.values())
+        assert all(int(known.state.kept[0, :2].view(torch.int64)) == 149 // 8 for known in first.known.values())
     first.take(y[:, :, 150:200], v[:, :, 150:200], keep[:, 150:200])
     first.step(*(token(t, 200) for t in (x, y, v)))
     other = first.copy()
     other.step(*(token(t, 5) for t in (x, y, v)))                   # another token, in the same buffer
     out = first.step(*(token(t, 201) for t in (x, y, v)))
     torch.testing.assert_close(out, whole[:, :, 201:202], **close)
-    assert all(isinstance(known, past.KeptInC) == in_c for known in first.known.values())
+    assert all(isinstance(known, past.KnownInC) == in_c for known in first.known.values())
     rows = torch.tensor([2, 1, 1])
     first.select(rows)
     for i in range(202, 230):
@@ -291,7 +289,7 @@ def test_one_key_of_many_is_found():
 def test_centres_are_of_keys_from_everywhere():
     """However many there are, and whatever small period they have."""
     for keys in (5, 63, 64, 200, 1024, 4096, 5000):
-        places = recall.drawn(keys, DRAWN * 4, torch.device("cpu"))
+        places = recall.sample(keys, DRAWN * 4, torch.device("cpu"))
         assert len(places.unique()) == len(places) >= min(keys, DRAWN * 4)
         assert places.min() >= 0 and places.max() < keys and len(places) < 2 * DRAWN * 4
         if len(places) > 3:

@@ -8,8 +8,8 @@ from nearfar_cases import as_integers, choices
 
 from crt_exp.nearfar import retrieval
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.past import RecallState
-from crt_exp.nearfar.recall import RecallNearFar
+from crt_exp.nearfar.decoding import RecallState
+from crt_exp.nearfar.causal import Causal
 
 
 @pytest.mark.parametrize("d", [1, 5, 16, 33, 64, 80, 96, 128])
@@ -77,7 +77,7 @@ def test_more_keys_are_read_of_a_longer_past():
     x, y, v = vectors("normal", 1, 1, 2960, 8, seed=0)
     ours, theirs = choices(x, y, v, sizes)
     assert torch.equal(ours, theirs) and ours.shape[-1] == 56 and (ours >= 0).all()
-    call, state = RecallNearFar(sizes, native=True), RecallState(sizes, 1)
+    call, state = Causal(sizes, native=True), RecallState(sizes, 1)
     whole = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
     parts = [state.step(x[:, :, at], y[:, None, at], v[:, None, at])
              for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960)))]
@@ -109,6 +109,6 @@ def test_keys_of_equal_looks_are_read_from_the_first_on():
 
 def test_what_is_chosen_carries_no_gradient():
     x, y, v = (t.requires_grad_() for t in vectors("normal", 1, 1, 200, 8, seed=0))
-    call = RecallNearFar(Sizes(8, 0, 3, open=4, exact_until=32))
+    call = Causal(Sizes(8, 0, 3, open=4, exact_until=32))
     out = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
     assert all(torch.autograd.grad(out.sum(), t, retain_graph=True)[0].isfinite().all() for t in (x, y, v))

@@ -13,7 +13,7 @@ SCRIPT = """
 import torch
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
-from crt_exp.nearfar.past import RecallState
+from crt_exp.nearfar.decoding import RecallState
 from crt_exp.attention.engines import native
 
 assert native.library() is not None

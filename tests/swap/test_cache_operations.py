@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
 from native_cases import needs_library  # noqa: E402
 
-from crt_exp.nearfar.past import KeptInC  # noqa: E402
+from crt_exp.nearfar.decoding import KnownInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
@@ -48,7 +48,7 @@ def check_kind(cache, state, dtype):
     known = [known for layer in cache.layers if state not in CONTROLS
              for known in getattr(layer.state, "known", {}).values()]
     assert bool(known) == ("beyond" in state)
-    assert all(isinstance(each, KeptInC) == (dtype == torch.float32) for each in known)
+    assert all(isinstance(each, KnownInC) == (dtype == torch.float32) for each in known)
 
 
 def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):

@@ -31,7 +31,7 @@ from crt_exp.features.base import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass keeps
 ENGINES = Path(__file__).parent
-NEAR_FAR = ENGINES.parents[1] / "nearfar" / "engine"
+NEAR_FAR = ENGINES.parents[1] / "nearfar"
 SOURCES = tuple(sorted(file for folder in (ENGINES, NEAR_FAR) for file in folder.glob("*.[ch]")))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 

@@ -1,22 +1,19 @@
-/* The gradients of recall.c, for keys that were read and log-sums that are known.
+/* The gradients of causal_forward.c, for keys that were retrieved and log-sums that are known.
 
-   First the past goes by once more. The cells at the end of each renewal are kept, and tau at each block, which
-   would lose its digits in a subtraction. Then blocks are taken from the last to the first, and the keys that had
-   joined are taken off the sums of their cells again. What a key gives to its cell it gives to all later blocks of
-   the renewal: gradients to the sums of cells are added up until the block at which the key joined. With G = [g,
-   -g.out] the gradient to a logit is its weight times G.[v, 1].
+   First the past goes by once more. The clusters at the end of each renewal are kept, and tau at each block, which
+   would lose its digits in a subtraction. Then blocks are taken from the last to the first: keys leave their clusters
+   again, and get the gradients to means and sums of these, dy_j = dmu / N and dv_j = dV, of all later blocks. With G =
+   [g, -g.out] the gradient to a logit is its weight times G.[v, 1]. */
 
-   Per cell, for keys j of it: mu and V are means and sums over them, so that dy_j = dmu / N and dv_j = dV. */
+#include "near_far.h"
 
-#include "past.h"
-
-enum { SUMS = 3 };                                     /* of the cells */
+enum { SUMS = 3 };                                     /* of the clusters */
 
 /* What is known at the end of a renewal. */
 typedef struct {
-    int32_t *cell, *heavy;                             /* (S), (n): of each key its cell; places, -1 for none */
-    float *sums;                                       /* ysum, values, mass of the cells */
-    int64_t start;                                     /* its place */
+    int32_t *cluster, *heavy;                            /* (S), (n): of each key its cluster; positions, -1 for none */
+    float *sums;                                       /* ysum, values, mass of the clusters */
+    int64_t start;                                     /* its position */
     int K;
 } End;
 
@@ -28,12 +25,12 @@ typedef struct {
     float *memory, *tau, *dY, *dV;                     /* (blocks, K); (S, dp), (S, lv) */
     float *sum, *dvalue, *dmu, *dfar;                  /* (K, dp), (K, lv): over blocks; (M, dp), (M, lv) */
     float *A, *B, *Q, *Qt, *G, *Gt, *O;                /* (2 b + M, PIECE) twice, of a piece */
-    float top[PIECE], bar[PIECE];                      /* log-sums; g.out */
+    float top[PIECE], threshold[PIECE];                      /* log-sums; g.out */
 } Back;
 
 static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + 64); }
 
-/* The sums of the cells, each with its numbers. */
+/* The sums of the clusters, each with its numbers. */
 static void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
     const size_t dp = h->dp, lv = h->lv, n = h->n;
     float *each[SUMS] = {h->ysum, h->values + n * lv, h->mass + n};
@@ -50,8 +47,8 @@ static int keep_end(Back *e) {
     for (int i = 0; i < SUMS; i++) all += sizes[i];
     *end = (End){all_of(sizeof(int32_t) * h->c->S), all_of(sizeof(int32_t) * h->n), all_of(sizeof(float) * all),
                  h->start, h->K};
-    if (!end->cell || !end->heavy || !end->sums) return 0;
-    memcpy(end->cell, h->cell, sizeof(int32_t) * h->c->S);
+    if (!end->cluster || !end->heavy || !end->sums) return 0;
+    memcpy(end->cluster, h->cluster, sizeof(int32_t) * h->c->S);
     memcpy(end->heavy, h->heavy, sizeof(int32_t) * h->n);
     float *to = end->sums;
     for (int i = 0; i < SUMS; to += sizes[i++]) memcpy(to, sums[i], sizeof(float) * sizes[i]);
@@ -68,12 +65,12 @@ static void load_end(Back *e, const End *end) {
     for (int i = 0; i < SUMS; from += sizes[i++]) memcpy(sums[i], from, sizeof(float) * sizes[i]);
 }
 
-/* Takes the keys of block t off the cells that they joined. */
-static void take_off(Back *e, const int32_t *cell, int64_t t) {
+/* Takes the keys of block t off the clusters that they joined. */
+static void take_off(Back *e, const int32_t *cluster, int64_t t) {
     Past *h = &e->h;
     const int dp = h->dp, lv = h->lv, n = h->n;
     for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j++) {
-        const int k = cell[j];
+        const int k = cluster[j];
         if (k < 0) continue;
         add_row(h->ysum + k * dp, -1, key(h, j), dp);
         add_row(h->values + (n + k) * lv, -1, h->V + j * lv, lv);
@@ -87,49 +84,49 @@ static int go_by(Back *e) {
     const NearFar *c = h->c;
     for (int64_t i = 0; i < e->count; i++) {
         if (!advance(h, e->first + i)) return 0;
-        place_cells_of(h);
-        memcpy(e->tau + i * c->cells, h->tau, sizeof(float) * c->cells);
+        summarize_clusters(h);
+        memcpy(e->tau + i * c->clusters, h->tau, sizeof(float) * c->clusters);
         const int ends = i + 1 == e->count || (e->first + i + 1) * c->block == following(h->start, c->block);
         if (ends && !keep_end(e)) return 0;
     }
     return 1;
 }
 
-/* Gradients to the keys [j, stop) of cells from those to the sums. */
-static void give_keys(Back *e, const int32_t *cell, int64_t j, int64_t stop) {
+/* Gradients to the keys [j, stop) of clusters from those to the sums. */
+static void give_keys(Back *e, const int32_t *cluster, int64_t j, int64_t stop) {
     const int d = e->h.d, dp = e->h.dp, lv = e->h.lv;
     for (; j < stop; j++) {
-        const int k = cell[j];
+        const int k = cluster[j];
         if (k < 0) continue;
         add_row(e->dY + j * dp, 1, e->sum + k * dp, d);
         add_row(e->dV + j * lv, 1, e->dvalue + k * lv, lv);
     }
 }
 
-/* What R queries have read, their logits in h.k.read, and what is left in the cells, in base 2 and relative to top
-   (ld), from the logits of these (K, ld). */
-static void read_again(Back *e, const int32_t *cell, const int32_t *places, int R, int ld, float *logits) {
+/* What R queries have retrieved, their logits in h.k.retrieved, and what is left in the clusters, in base 2 and
+   relative to top (ld), from the logits of these (K, ld). */
+static void retrieve_again(Back *e, const int32_t *cluster, const int32_t *positions, int R, int ld, float *logits) {
     Past *h = &e->h;
     const NearFar *c = h->c;
     const int dp = h->dp;
     begin_left(h, R, ld, e->Q, 1);
     for (int r = 0; r < R; r++) {
-        const int32_t *own = places + r * c->open;
-        float *read = h->k.read + r * room_to_read(h);
+        const int32_t *own = positions + r * c->open;
+        float *retrieved = h->k.retrieved + r * room_for_retrieved(h);
         const int n = h->k.count[r];
-        for (int i = 0; i < n; i++) read[i] = LOG2E * dot(e->Q + r * dp, key(h, own[i]), dp);
-        leave(h, r, ld, own, read, n, cell);
+        for (int i = 0; i < n; i++) retrieved[i] = LOG2E * dot(e->Q + r * dp, key(h, own[i]), dp);
+        leave(h, r, ld, own, retrieved, n, cluster);
     }
     weigh_left(h, e->top, ld, logits);
 }
 
-/* The gradients of queries [i, i + R) of block t; cell (S): of keys that are read. */
-static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, int R) {
+/* The gradients of queries [i, i + R) of block t; cluster (S): of retrieved keys. */
+static void piece_backward(Back *e, const int32_t *cluster, int64_t t, int64_t i, int R) {
     Past *h = &e->h;
     const NearFar *c = h->c;
     const int d = h->d, dp = h->dp, dv = h->dv, lv = h->lv, n = h->n, M = n + h->K, ld = up(R);
     const int64_t first = c->S - c->L, b = c->block, from = t > 0 ? (t - 1) * b : 0;
-    int32_t *places = h->k.places;
+    int32_t *positions = h->k.positions;
     const int64_t start = t * b > first ? t * b : first, stop = least_of((t + 1) * b, c->S), tokens = stop - start;
     const int near = (int)(stop - from);
     float *A = e->A, *B = e->B, *shared = A + near * ld, *dshared = B + near * ld;
@@ -140,48 +137,48 @@ static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, i
         const float *grad = of(c->grad, h->z, g) + (j - first) * c->grad.token;
         put_row(e->Q + r * dp, (float)c->factor, of(c->x, h->z, g) + (j - first) * c->x.token, d);
         memcpy(e->G + r * lv, grad, sizeof(float) * dv);
-        e->bar[r] = dot(grad, of(c->out, h->z, g) + (j - first) * c->out.token, dv);
+        e->threshold[r] = dot(grad, of(c->out, h->z, g) + (j - first) * c->out.token, dv);
         e->top[r] = c->logsum[at];
-        h->k.count[r] = get_gaps(c->gaps + h->z * c->bytes + c->gaps_at[at], places + r * c->open);
+        h->k.count[r] = get_gaps(c->gaps + h->z * c->bytes + c->gaps_at[at], positions + r * c->open);
     }
     transpose(ld, d, e->Q, dp, e->Qt, ld);
     for (int p = 0; p < d * ld; p += LANES) AT(e->Qt + p) *= LOG2E;
     transpose(ld, dv, e->G, lv, e->Gt, ld);
-    for (int r = R; r < ld; r++) e->top[r] = e->bar[r] = 0;
+    for (int r = R; r < ld; r++) e->top[r] = e->threshold[r] = 0;
     product(ALL, near, ld, d, h->Y + from * dp, dp, 1, e->Qt, ld, A, ld, 0);
     product(ALL, M, ld, d, h->shared, dp, 1, e->Qt, ld, shared, ld, 0);
     product(ALL, near, ld, dv, h->V + from * lv, lv, 1, e->Gt, ld, B, ld, 0);
     product(ALL, M, ld, dv, h->values, lv, 1, e->Gt, ld, dshared, ld, 0);
     for (int j = 0; j < near; j++)
         for (int r = 0; r < R; r++) {
-            const int64_t place = start + (i + r) % tokens;
-            if (from + j > place || !there(h, from + j)) A[j * ld + r] = HIDDEN;
+            const int64_t position = start + (i + r) % tokens;
+            if (from + j > position || !there(h, from + j)) A[j * ld + r] = HIDDEN;
         }
     const vec most = (vec){0} + 126.0f;
-    read_again(e, cell, places, R, ld, shared + n * ld);
+    retrieve_again(e, cluster, positions, R, ld, shared + n * ld);
     for (int j = 0; j < near; j++)
         for (int r = 0; r < ld; r += LANES) {
             const vec weight = AT(A + j * ld + r) = exp2_of(AT(A + j * ld + r) - AT(e->top + r));
-            AT(B + j * ld + r) = weight * (AT(B + j * ld + r) - AT(e->bar + r));
+            AT(B + j * ld + r) = weight * (AT(B + j * ld + r) - AT(e->threshold + r));
         }
     for (int j = 0; j < M; j++)
         for (int r = 0; r < ld; r += LANES) {
             float *a = shared + j * ld + r, *g = dshared + j * ld + r;
             const float mass = h->mass[j];
             if (j < n) AT(a) = mass > 0 ? exp2_of(minimum(AT(a) - AT(e->top + r), most)) : (vec){0};
-            AT(g) = AT(a) * (AT(g) - mass * AT(e->bar + r));
+            AT(g) = AT(a) * (AT(g) - mass * AT(e->threshold + r));
         }
     memset(e->O, 0, sizeof(float) * ld * dp);
-    for (int r = 0; r < R; r++) {                       /* keys that are read */
-        const float *q = e->Q + r * dp, *grad = e->G + r * lv, *read = h->k.read + r * room_to_read(h);
+    for (int r = 0; r < R; r++) {                       /* retrieved keys */
+        const float *q = e->Q + r * dp, *grad = e->G + r * lv, *retrieved = h->k.retrieved + r * room_for_retrieved(h);
         for (int o = 0; o < h->k.count[r]; o++) {
-            const int64_t place = places[r * c->open + o];
-            const float *y = key(h, place), *v = h->V + place * lv;
-            const int k = n + cell[place];
-            const float weight = exp2f(read[o] - e->top[r]), less = shared[k * ld + r];
-            const float gain = dot(grad, v, lv) - e->bar[r];
-            add_row(e->dV + place * lv, weight - less, grad, lv);
-            add_row(e->dY + place * dp, weight * gain, q, dp);
+            const int64_t position = positions[r * c->open + o];
+            const float *y = key(h, position), *v = h->V + position * lv;
+            const int k = n + cluster[position];
+            const float weight = exp2f(retrieved[o] - e->top[r]), less = shared[k * ld + r];
+            const float gain = dot(grad, v, lv) - e->threshold[r];
+            add_row(e->dV + position * lv, weight - less, grad, lv);
+            add_row(e->dY + position * dp, weight * gain, q, dp);
             add_row(e->O + r * dp, weight * gain, y, dp);
             dshared[k * ld + r] -= less * gain;
         }
@@ -198,7 +195,7 @@ static void piece_backward(Back *e, const int32_t *cell, int64_t t, int64_t i, i
     }
 }
 
-/* From the gradients of a block to means and values of cells: those to their sums. */
+/* From the gradients of a block to means and values of clusters: those to their sums. */
 static void add_sums(Back *e) {
     Past *h = &e->h;
     const int d = h->d, dp = h->dp, lv = h->lv, n = h->n;
@@ -212,7 +209,7 @@ static void add_sums(Back *e) {
 static int go_back(Back *e) {
     Past *h = &e->h;
     const NearFar *c = h->c;
-    const int dp = h->dp, lv = h->lv, n = h->n, K = (int)c->cells;
+    const int dp = h->dp, lv = h->lv, n = h->n, K = (int)c->clusters;
     const int64_t b = c->block;
     if (!go_by(e)) return 0;
     const End *end = e->ends + e->renewals - 1;
@@ -222,12 +219,12 @@ static int go_back(Back *e) {
     for (int64_t t = e->first + e->count - 1; t >= e->first; t--) {
         const int64_t tokens = least_of((t + 1) * b, c->S) - (t * b > c->S - c->L ? t * b : c->S - c->L);
         load_heavy(h, end->heavy, h->shared, h->values, h->mass);
-        place_cells_of(h);
+        summarize_clusters(h);
         memcpy(h->tau, e->tau + (t - e->first) * K, sizeof(float) * K);
         memset(e->dmu, 0, sizeof(float) * (n + K) * dp);
         memset(e->dfar, 0, sizeof(float) * (n + K) * lv);
         for (int64_t i = 0; i < tokens * c->G; i += PIECE)
-            piece_backward(e, end->cell, t, i, (int)least_of(PIECE, tokens * c->G - i));
+            piece_backward(e, end->cluster, t, i, (int)least_of(PIECE, tokens * c->G - i));
         for (int i = 0; i < n; i++) {
             if (end->heavy[i] < 0) continue;
             add_row(e->dY + end->heavy[i] * dp, 1, e->dmu + i * dp, dp);
@@ -235,11 +232,11 @@ static int go_back(Back *e) {
         }
         add_sums(e);
         if (t * b != end->start && t > e->first) {
-            give_keys(e, end->cell, (t - 2) * b, (t - 1) * b);
-            take_off(e, end->cell, t - 2);
+            give_keys(e, end->cluster, (t - 2) * b, (t - 1) * b);
+            take_off(e, end->cluster, t - 2);
             continue;
         }
-        give_keys(e, end->cell, 0, (t - 1) * b);
+        give_keys(e, end->cluster, 0, (t - 1) * b);
         memset(e->sum, 0, sizeof(float) * K * dp);
         memset(e->dvalue, 0, sizeof(float) * K * lv);
         if (t > e->first) load_end(e, --end);
@@ -257,7 +254,7 @@ static void write_gradients(const Back *e) {
 
 /* What this takes is given back by close_back, also where it returns 0. */
 static int open_back(Back *e, const NearFar *c, int64_t z, float *memory) {
-    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->cells, M = c->heavy + K;
+    const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->clusters, M = c->heavy + K;
     const size_t wide = (2 * c->block + M) * PIECE;
     *e = (Back){.first = (c->S - c->L) / c->block};
     e->count = (c->S - 1) / c->block - e->first + 1;
@@ -278,14 +275,16 @@ static int open_back(Back *e, const NearFar *c, int64_t z, float *memory) {
 
 static void close_back(Back *e) {
     for (int64_t i = 0; e->ends && i < e->renewals; i++)
-        free(e->ends[i].cell), free(e->ends[i].heavy), free(e->ends[i].sums);
+        free(e->ends[i].cluster), free(e->ends[i].heavy), free(e->ends[i].sums);
     free(e->ends), free(e->memory);
 }
 
-int recall_backward_head(const NearFar *c, int64_t z, float *memory) {
+static int backward_past(const NearFar *c, int64_t z, float *memory) {
     Back e;
     const int done = open_back(&e, c, z, memory) && go_back(&e);
     if (done) write_gradients(&e);
     close_back(&e);
     return done;
 }
+
+int near_far_causal_backward(const NearFar *c) { return each_past_head(c, backward_past); }

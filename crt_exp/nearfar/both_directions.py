@@ -1,8 +1,8 @@
-"""Near-far attention of a sequence to itself in both directions, or to another one, in torch's own operators.
+"""Near-far attention in both directions, or to another sequence, in PyTorch.
 
-Notation as in call.py; the C version is near_far.c, which is faster in float32 on CPUs. With logits q.k + bias, a set
+Notation as in call.py; the C version is forward.c, which is faster in float32 on CPUs. With logits q.k + bias, a set
 of weighted keys adds N e^logit to the weights of a query and V e^logit to what it gathers: a plain key has N = 1 and
-V = v, a cell sums over its keys. So
+V = v, a cluster sums over its keys. So
 
     out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
 
@@ -15,25 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import compute_dtype
 from crt_exp.nearfar.choice import (
-    Choice,
-    KeyMetric,
-    Sizes,
-    blocks,
-    grouped,
-    levels,
-    moments,
-    one_hot,
-    rows_at,
-    slopes,
-    summed,
-    ungrouped,
-    weights,
-    without,
+    HIDDEN, LEAST, Choice, KeyMetric, Sizes, blocks, grouped, moments, one_hot, rows_at, summed, ungrouped,
 )
-from crt_exp.nearfar.engine import native
-from crt_exp.nearfar.engine.constants import HIDDEN, LEAST
+from crt_exp.nearfar import native
 
 LAG = 2    # blocks from one on that are far
 
@@ -58,18 +43,14 @@ class Both:
         """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
         metric = self._across(y, keep, rows) if self.cross else None
         if self.native:
-            return ChosenSets(*native.choose(x.float(), y.float(), self.sizes, keep, self.factor, metric))
-        y = y.to(compute_dtype(x, y))
+            return ChosenSets(*native.choose(x, y, self.sizes, keep, self.factor, metric))
         if metric is None:
-            queries = None if keep is None else keep.repeat(1, x.shape[1])
-            metric = KeyMetric.of(x.flatten(1, 2).to(y.dtype), y, queries, keep)
-        y = without(y - metric.shift, keep)
-        return ChosenSets(metric, Choice.of(y, metric, self.sizes.heavy, self.sizes.cells, keep))
+            metric = KeyMetric.of(x.flatten(1, 2), y, None if keep is None else keep.repeat(1, x.shape[1]), keep)
+        return ChosenSets(metric, Choice.of(y - metric.shift, metric, self.sizes.heavy, self.sizes.cells, keep))
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Of keys factor y (Z, S, d) of another sequence than the queries, which earlier ones stand for. Without these
         queries are taken to be as large as keys: those at hand may lie in the future of each other."""
-        y = y.to(compute_dtype(y))
         metric = KeyMetric.of(None, y if self.factor == 1 else y * self.factor, None, keep)
         if self.metric is not None:
             metric = KeyMetric(metric.shift, *(t[rows].to(y.dtype) for t in self.metric[1:]))
@@ -77,40 +58,61 @@ class Both:
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets) -> Tensor:
         """(Z, G, L, dv)."""
-        (metric, choice), dtype = chosen, compute_dtype(x, y, v)
+        (metric, choice), dtype = chosen, x.dtype
         if self.native:
-            return native.attend(x.float(), y.float(), v.float(), *chosen, self.sizes, self.factor, self.cross)
-        x, y, v = x.to(dtype), without(y.to(dtype) - metric.shift, keep), without(v, keep).to(dtype)
+            return native.attend(x, y, v, *chosen, self.sizes, self.factor, self.cross)
+        y = y - metric.shift
         b, K = x.shape[2] if self.cross else self.sizes.block, choice.centres.shape[1]
-        level, members = levels(y.detach(), metric, choice), one_hot(choice.cell, K, dtype)
-        u = weights(y, metric, choice.pool, choice.cell, level)
-        sums = members.mT @ moments(y, u, metric, choice.cell, choice.centres)
-        cells = summed(sums.unsqueeze(1), metric, choice.centres, level)
+        level, members = levels(y.detach(), metric, choice), one_hot(choice.cluster, K, dtype)
+        u = weights(y, metric, choice.pool, choice.cluster, level)
+        sums = members.mT @ moments(y, u, metric, choice.cluster, choice.centres)
+        clusters = summed(sums.unsqueeze(1), metric, choice.centres, level)
         rows = torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)                           # [u v, u]
         far = (members.mT @ rows).unsqueeze(1) if self.cross else far_sums(blocks(members, b).mT @ blocks(rows, b))
         q = grouped(x, b)                                                                      # (Z, N, G b, d)
         keys, values = (rows_at(t, choice.heavy) for t in (y, v))
-        logits = _of_all_blocks(q, torch.cat([keys, cells.mu.squeeze(1)], 1).mT)               # heavy keys, then cells
+        shared = torch.cat([keys, clusters.mu.squeeze(1)], 1)                             # heavy hitters, then clusters
+        logits = _of_all_blocks(q, shared.mT)
         plain = torch.where(choice.there, 0.0, HIDDEN).to(dtype).unsqueeze(1).expand(-1, far.shape[1], -1)
         N, V = far[..., -1:], far[..., :-1]
         weight = torch.where(N > LEAST, N.clamp(min=LEAST).log(), HIDDEN).squeeze(-1)
-        logits = [logits + torch.cat([plain, cells.bias + weight], -1).unsqueeze(2)]
+        logits = [logits + torch.cat([plain, clusters.bias + weight], -1).unsqueeze(2)]
         if not self.cross:
             near = torch.ones_like(choice.pool) if keep is None else keep
             hidden = torch.where(blocks(near.scatter(1, choice.heavy, False), b), 0.0, HIDDEN).to(dtype)
             logits.append(q @ _windows(blocks(y, b)).mT + _windows(hidden.unsqueeze(-1), HIDDEN).mT)
-        of_heavy, of_cells, *of_near = torch.cat(logits, -1).softmax(-1).split(
+        of_heavy, of_clusters, *of_near = torch.cat(logits, -1).softmax(-1).split(
             [keys.shape[1], K, *(t.shape[-1] for t in logits[1:])], -1)
-        out = _of_all_blocks(of_heavy, values) + of_cells @ torch.where(N > LEAST, V / N.clamp(min=LEAST), 0.0)
+        out = _of_all_blocks(of_heavy, values) + of_clusters @ torch.where(N > LEAST, V / N.clamp(min=LEAST), 0.0)
         if of_near:
             out = out + of_near[0] @ _windows(blocks(v, b))
         out = ungrouped(out, *x.shape[1:3])
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
-            slope = slopes(y, v, g, members, cells.mu.squeeze(1)).unsqueeze(1)
-            share = ungrouped(of_cells.sum(-1, keepdim=True), *x.shape[1:3])
+            slope = slopes(y, v, g, members, clusters.mu.squeeze(1)).unsqueeze(1)
+            share = ungrouped(of_clusters.sum(-1, keepdim=True), *x.shape[1:3])
             out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
         return out
+
+
+def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cluster: Tensor, level: Tensor) -> Tensor:
+    """u_j = exp(w_j - level of its cluster) (Z, S), 0 outside the pool. level (Z, K)."""
+    return (metric.log_weights(y) - level.gather(1, cluster)).masked_fill(~pool, -torch.inf).exp()
+
+
+@torch.no_grad()
+def levels(y: Tensor, metric: KeyMetric, choice: Choice) -> Tensor:
+    """The largest w of the keys of each cluster (Z, K); 0 where it is empty."""
+    w = metric.log_weights(y).masked_fill(~choice.pool, -torch.inf)
+    highest = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(1, choice.cluster, w, "amax")
+    return torch.where(highest.isinf(), 0.0, highest)
+
+
+def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tensor:
+    """C (Z, dv, d), the mean of v_j (y_j - mu of its cluster)^T with weights g (Z, S): what values gain from a query to
+    first order is C (x - b). mu (Z, K, d)."""
+    v = v * g.unsqueeze(-1)
+    return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=LEAST)[:, None, None]
 
 
 def _of_all_blocks(t: Tensor, shared: Tensor) -> Tensor:

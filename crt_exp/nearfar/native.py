@@ -1,9 +1,10 @@
-"""Near-far attention on CPUs in float32, in C: the choice of the sets (choice.c) and what they give in both directions
-and to another sequence (cells.c, near_far.c), and causal attention (scores.c, retrieved.c, left.c, recall.c,
-recall_backward.c). The same as choice.py, both.py and recall.py.
+"""Near-far attention on CPUs in float32, in C.
 
-Notation as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy keys, K
-cells.
+In both directions and to another sequence: clusters.c, forward.c and backward.c; causal: scores.c, past.c,
+causal_forward.c and causal_backward.c. The same as choice.py, both_directions.py, causal.py and retrieval.py.
+
+Notation as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy hitters,
+K clusters.
 """
 
 import ctypes
@@ -15,16 +16,15 @@ from torch import Tensor
 from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
 from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes
-from crt_exp.nearfar.engine.constants import WIDEST
+from crt_exp.nearfar.choice import WIDEST, Choice, KeyMetric, Sizes
 
 FEW = 16       # queries of a step that one thread takes: some 50 us each
 THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
-SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "cells", "first_order", "cross", "open", "least", "until",
+SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "clusters", "first_order", "cross", "open", "least", "until",
          "room", "bytes", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
-PLAIN = ("keep", "shift", "tilt", "root", "centres", "places", "cell", "there", "pool", "u", "square", "level", "sums",
-         "spread", "slope", "logsum", "share", "gaps", "gaps_at", "kept")
+PLAIN = ("keep", "shift", "tilt", "root", "centres", "positions", "cluster", "there", "pool", "u", "square",
+         "level", "sums", "spread", "slope", "logsum", "gaps", "gaps_at", "kept")
 
 
 class Call(ctypes.Structure):
@@ -33,14 +33,21 @@ class Call(ctypes.Structure):
 
 
 class Given(NamedTuple):
-    """keep (Z, S) or None; the metric; block, heavy, cells, open (of the last queries), least (of the first ones) and
-    until, the first renewal; queries are factor x and keys factor y."""
+    """keep (Z, S) or None; the metric; block, heavy, clusters, open (of the last queries), least (of the first ones)
+    and until, the first renewal; queries are factor x and keys factor y."""
 
     keep: Tensor | None
     shift: Tensor
     root: Tensor
     sizes: dict[str, int]
     factor: float = 1.0
+
+
+class State(NamedTuple):
+    """What is known of the past in decoding, for at most `room` tokens."""
+
+    room: int
+    kept: Tensor      # (Z, numbers), of one state alone
 
 
 def applies(*tensors: Tensor) -> bool:
@@ -62,7 +69,7 @@ def choose(x: Tensor, y: Tensor, sizes: Sizes, keep: Tensor | None, factor: floa
     choice = Choice(new(Z, n, dtype=torch.long), new(Z, n, dtype=torch.bool), new(Z, S, dtype=torch.bool),
                     new(Z, S, dtype=torch.long), new(Z, K, d))
     _call("near_far_choose", {"x": x, "y": y.unsqueeze(1)}, _sets(metric, choice) | {"keep": keep},
-          {"heavy": n, "cells": K, "factor": factor, "cross": cross})
+          {"heavy": n, "clusters": K, "factor": factor, "cross": cross})
     return metric, choice
 
 
@@ -72,43 +79,37 @@ def attend(x: Tensor, y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, s
     key is near. Differentiable in x, y and v."""
     (Z, G, L, d), S, (n, K), new = x.shape, y.shape[1], (choice.heavy.shape[1], choice.centres.shape[1]), y.new_empty
     kept = {"u": new(Z, S), "square": new(Z, S), "level": new(Z, K), "sums": new(Z, K, d + 2), "spread": new(Z, K),
-            "slope": new(Z, v.shape[-1] if sizes.first_order else 0, d), "logsum": new(Z, G, L), "share": new(Z, G, L)}
-    numbers = {"block": min(sizes.block, S), "heavy": n, "cells": K, "first_order": sizes.first_order, "cross": cross,
-               "factor": factor}
+            "slope": new(Z, v.shape[-1] if sizes.first_order else 0, d), "logsum": new(Z, G, L)}
+    numbers = {"block": min(sizes.block, S), "heavy": n, "clusters": K, "first_order": sizes.first_order,
+               "cross": cross, "factor": factor}
     return _InC.apply("near_far", _sets(metric, choice) | kept, numbers, x, y, v)
 
 
-def recall(x: Tensor, y: Tensor, v: Tensor, given: Given) -> Tensor:
+def causal(x: Tensor, y: Tensor, v: Tensor, given: Given, state: State | None = None) -> Tensor:
     """What causal queries x (Z, G, L, d), the last ones of keys y (Z, S, d), v (Z, S, dv), gather, all behind the first
-    renewal. Differentiable in x, y and v."""
-    return _InC.apply("near_far_recall", *recall_memory(x, y, v, given), x, y, v)
+    renewal. Differentiable in x, y and v, but for a decoding state, which is overwritten: rows of keys and values are
+    then as far apart as d and dv rounded up to multiples of 16, with zeros between."""
+    plain, numbers = causal_memory(x, y, v, given)
+    if state is not None:
+        plain["kept"], numbers["room"] = state.kept, state.room
+        if plain["logsum"].numel() <= FEW:     # threads would wait for each other, and for a core in use elsewhere
+            numbers["threads"] = 1
+    return _InC.apply("near_far_causal", plain, numbers, x, y, v)
 
 
-@torch.no_grad()
-def recall_step(x: Tensor, y: Tensor, v: Tensor, given: Given, room: int, kept: Tensor) -> Tensor:
-    """What queries (Z, G, L, d) behind the first renewal, the last ones of the keys, gather, without gradients.
-    kept: what the call before knew, or `room_for_steps`, for as many tokens; it is overwritten. Rows of keys and
-    values are as far apart as d and dv rounded up to multiples of 16, with zeros between."""
-    plain, numbers = recall_memory(x, y, v, given)
-    if plain["logsum"].numel() <= FEW:     # threads would wait for each other, and for a core where others have them
-        numbers["threads"] = 1
-    return _InC.apply("near_far_recall", plain | {"kept": kept}, numbers | {"room": room}, x, y, v)
-
-
-def room_for_steps(y: Tensor, dv: int, options: dict[str, int], room: int) -> Tensor:
-    """(Z, numbers): what `recall_step` knows before its first call, for keys y (Z, S, d) of which there will be at most
-    so many."""
-    size = native.library().near_far_recall_size
+def new_state(y: Tensor, dv: int, options: dict[str, int], room: int) -> State:
+    """That of keys y (Z, S, d), of which nothing is known yet."""
+    size = native.library().near_far_causal_size
     size.restype = ctypes.c_int64
     kept = y.new_empty(len(y), size(ctypes.byref(Call(d=y.shape[-1], dv=dv, room=room, **options))))
     kept[:, :2] = 0
-    return kept
+    return State(room, kept)
 
 
-def recall_memory(x: Tensor, y: Tensor, v: Tensor, given: Given) -> tuple[dict[str, Tensor | None], dict[str, float]]:
+def causal_memory(x: Tensor, y: Tensor, v: Tensor, given: Given) -> tuple[dict[str, Tensor | None], dict[str, float]]:
     """Tensors and numbers of a causal call. Where gradients may be asked for, `gaps` (Z, bytes) keep those between the
-    keys that queries retrieve (put_gaps in past.h), and `gaps_at` (Z, G, L) where those of a query begin. Memory is for
-    the most that there can be: a system gives what is written."""
+    keys that queries retrieve (put_gaps in near_far.h), and `gaps_at` (Z, G, L) where those of a query begin. Memory
+    is for the most that there can be: a system gives what is written."""
     (Z, G, L, _), S = x.shape, y.shape[1]
     numbers = {"room": S, "factor": given.factor} | given.sizes | {"open": min(given.sizes["open"], S)}
     plain = {"keep": given.keep, "shift": given.shift, "root": given.root, "logsum": y.new_empty(Z, G, L)}
@@ -144,7 +145,7 @@ class _InC(torch.autograd.Function):
 
 def _sets(metric: KeyMetric, choice: Choice) -> dict[str, Tensor]:
     sets = metric._asdict() | choice._asdict()
-    return {"places": sets.pop("heavy"), **sets}
+    return {"positions": sets.pop("heavy"), **sets}
 
 
 def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], numbers: dict[str, float]) -> None:

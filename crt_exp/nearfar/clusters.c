@@ -1,7 +1,6 @@
-/* Which keys are heavy and which cells hold the rest: the twin of Metric.of and Choice.of in nearfar/choice.py.
+/* What keys are measured by, and clusters of all but heavy hitters: KeyMetric.of, Choice.of of nearfar/choice.py in C.
 
-   The measured keys z are kept by chunks of 64 tokens, transposed, so that distances to centres are products of few
-   rows, and what follows is done for a vector of tokens at a time. */
+   Measured keys z are kept by chunks of 64 tokens, transposed: distances to centres are products of few rows. */
 
 #include "near_far.h"
 
@@ -20,7 +19,7 @@ typedef struct {
 } Pick;
 
 static int open_pick(Pick *e, const NearFar *c, int64_t z) {
-    const size_t d = c->d, dp = up(c->d), K = c->cells, most = K > PICKS ? K : PICKS;
+    const size_t d = c->d, dp = up(c->d), K = c->clusters, most = K > PICKS ? K : PICKS;
     *e = (Pick){.c = c, .z = z, .chunks = (c->S + CHUNK - 1) / CHUNK, .d = d, .dp = dp, .K = K, .n = c->heavy};
     e->keep = c->keep ? c->keep + z * c->S : NULL;
     const size_t tokens = e->chunks * CHUNK;
@@ -136,56 +135,7 @@ static void measure_keys(Pick *e) {
     }
 }
 
-/* ---- Heavy keys ---- */
-
-INLINE int lower(const float *score, int64_t a, int64_t b) {
-    return score[a] < score[b] || (score[a] == score[b] && a > b);
-}
-
-/* Moves place i of a heap whose lowest score, of equal ones the last, is first down to where it belongs. */
-static void sift(const float *score, int64_t *heap, int n, int i) {
-    for (int child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && lower(score, heap[child + 1], heap[child])) child++;
-        if (!lower(score, heap[child], heap[i])) return;
-        int64_t moved = heap[i];
-        heap[i] = heap[child];
-        heap[child] = moved;
-    }
-}
-
-/* Their places, and the pool of the others. */
-static void find_heavy(Pick *e) {
-    const NearFar *c = e->c;
-    int64_t *heap = c->places + e->z * e->n;
-    uint8_t *there = c->there + e->z * e->n, *pool = c->pool + e->z * c->S;
-    for (int i = 0; i < e->n; i++) heap[i] = i;
-    for (int i = e->n / 2 - 1; i >= 0; i--) sift(e->score, heap, e->n, i);
-    for (int64_t j = e->n; j < c->S && e->n; j++)
-        if (e->score[j] > e->score[heap[0]]) {
-            heap[0] = j;
-            sift(e->score, heap, e->n, 0);
-        }
-    for (int64_t j = 0; j < c->S; j++) pool[j] = !e->keep || e->keep[j];
-    for (int i = 0; i < e->n; i++) {
-        there[i] = e->score[heap[i]] > -INFINITY;
-        pool[heap[i]] = 0;
-    }
-}
-
-/* ---- Cells ---- */
-
-/* log2 to 2e-6, which is enough to choose by; -inf at 0. */
-INLINE vec log2_of(vec t) {
-    ivec exponent = (ivec)((bits)t >> 23) - 127;
-    vec m = (vec)(((bits)t & 0x7fffff) | 0x3f800000) - 1.5f;
-    vec p = -0.0251232033f * m + 0.0439286278f;
-    p = p * m - 0.0705896757f;
-    p = p * m + 0.141718159f;
-    p = p * m - 0.320632333f;
-    p = p * m + 0.961821228f;
-    p = p * m + 0.584962765f;
-    return choose(t > 0.0f, p + __builtin_convertvector(exponent, vec), (vec){0} - INFINITY);
-}
+/* ---- Clusters ---- */
 
 /* Weights u of the keys of the pool, the largest 1, and their logs. */
 static void weigh_keys(Pick *e) {
@@ -227,7 +177,7 @@ typedef struct {
     int count;
     float value[PICKS];
     int64_t key[PICKS];
-} Best;
+} Farthest;
 
 /* Whether two keys are the same. */
 static int alike(const Pick *e, int64_t i, int64_t j) {
@@ -237,7 +187,7 @@ static int alike(const Pick *e, int64_t i, int64_t j) {
     return apart <= SAME * e->square[j];
 }
 
-static void consider(const Pick *e, Best *best, int most, float value, int64_t key) {
+static void consider(const Pick *e, Farthest *best, int most, float value, int64_t key) {
     if (!(value > -INFINITY) || (best->count == most && !(value > best->value[most - 1]))) return;
     for (int i = 0; i < best->count; i++)
         if (alike(e, best->key[i], key)) return;
@@ -252,15 +202,16 @@ static void consider(const Pick *e, Best *best, int most, float value, int64_t k
 
 /* Lowers the squared distances D to those from centres [first, first + m), or begins them, and finds the keys with the
    largest u D, of equal ones the first. */
-static Best farthest(Pick *e, int first, int m, int begin, int most) {
-    Best best = {0};
+static Farthest farthest(Pick *e, int first, int m, int begin, int most) {
+    Farthest best = {0};
     offsets(e, first, m);
     for (int64_t t = 0; t < e->chunks * CHUNK; t += CHUNK) {
         product(ALL, m, CHUNK, e->d, e->centres + first * e->dp, e->dp, 1, e->Z + t * e->dp, CHUNK, e->dots, CHUNK, 0);
         for (int j = 0; j < CHUNK; j += LANES) {
             vec near = e->offset[first] - 2.0f * AT(e->dots + j), zero = {0};
             for (int k = 1; k < m; k++) near = minimum(near, e->offset[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
-            const vec square = AT(e->square + t + j), none = zero + (begin ? LEAST : 0);  /* a key that is the mean comes last */
+            /* at first a key that is the mean comes last */
+            const vec square = AT(e->square + t + j), none = zero + (begin ? LEAST : 0);
             near = choose(near + square > SAME * square, near + square, none);
             vec D = AT(e->D + t + j) = begin ? near : minimum(near, AT(e->D + t + j));
             vec value = AT(e->log_u + t + j) + log2_of(D);
@@ -275,8 +226,8 @@ static void find_picks(Pick *e) {
     take_mean(e);
     for (int count = 0, first = 0, m = 1; count < e->K;) {
         const int most = e->K - count < PICKS ? e->K - count : PICKS;
-        Best best = farthest(e, first, m, count == 0, most);
-        for (int i = 0; i < most; i++) {  /* fewer different keys than cells: no key is near to the rest */
+        Farthest best = farthest(e, first, m, count == 0, most);
+        for (int i = 0; i < most; i++) {  /* fewer different keys than clusters: no key is near to the rest */
             float *centre = e->centres + (count + i) * e->dp;
             if (i >= best.count) {
                 for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = AWAY;  /* the first one is the mean */
@@ -291,31 +242,37 @@ static void find_picks(Pick *e) {
     }
 }
 
+void find_nearest(int K, int d, const float *centres, const float *squares, const float *Zt, int n, float *dots,
+                  int32_t *nearest) {
+    product(ALL, K, CHUNK, d, centres, up(d), 1, Zt, CHUNK, dots, CHUNK, 0);
+    for (int i = 0; i < n; i += LANES) {
+        vec best = AT(dots + i) - 0.5f * squares[0];
+        ivec which = {0};
+        for (int k = 1; k < K; k++) {
+            vec here = AT(dots + k * CHUNK + i) - 0.5f * squares[k];
+            ivec better = here > best;
+            best = choose(better, here, best);
+            which = (better & k) | (~better & which);
+        }
+        memcpy(nearest + i, &which, sizeof which);
+    }
+}
+
 /* The nearest centre of each key. */
 static void nearest_centres(Pick *e) {
-    int64_t *cell = e->c->cell + e->z * e->c->S;
+    int64_t *cluster = e->c->cluster + e->z * e->c->S;
     offsets(e, 0, e->K);
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
-        const int n = in_chunk(e, t);
-        product(ALL, e->K, CHUNK, e->d, e->centres, e->dp, 1, e->Z + t * e->dp, CHUNK, e->dots, CHUNK, 0);
-        for (int j = 0; j < CHUNK; j += LANES) {
-            vec best = AT(e->dots + j) - 0.5f * e->offset[0];
-            ivec which = {0};
-            for (int k = 1; k < e->K; k++) {
-                vec here = AT(e->dots + k * CHUNK + j) - 0.5f * e->offset[k];
-                ivec better = here > best;
-                best = choose(better, here, best);
-                which = (better & k) | (~better & which);
-            }
-            for (int i = 0; i < LANES && j + i < n; i++) cell[t + j + i] = which[i];
-        }
+        int32_t nearest[CHUNK];
+        find_nearest(e->K, e->d, e->centres, e->offset, e->Z + t * e->dp, CHUNK, e->dots, nearest);
+        for (int i = 0, n = in_chunk(e, t); i < n; i++) cluster[t + i] = nearest[i];
     }
 }
 
 /* One pass of Lloyd's algorithm: centres become the weighted means of their keys. */
 static void move_centres(Pick *e) {
     const NearFar *c = e->c;
-    const int64_t *cell = c->cell + e->z * c->S;
+    const int64_t *cluster = c->cluster + e->z * c->S;
     const float *shift = c->shift + e->z * e->d;
     memset(e->sums, 0, sizeof(float) * e->K * e->dp);
     memset(e->mass, 0, sizeof(float) * e->K);
@@ -323,9 +280,9 @@ static void move_centres(Pick *e) {
         if (!(e->u[j] > 0)) continue;
         const float *y = of(c->y, e->z, 0) + j * c->y.token;
         const float u = e->u[j], factor = c->factor;
-        float *to = e->sums + cell[j] * e->dp;
+        float *to = e->sums + cluster[j] * e->dp;
         for (int p = 0; p < e->d; p++) to[p] += u * (factor * y[p] - shift[p]);
-        e->mass[cell[j]] += u;
+        e->mass[cluster[j]] += u;
     }
     for (int k = 0; k < e->K; k++) {
         if (!(e->mass[k] > LEAST)) continue;
@@ -340,7 +297,7 @@ static void choose_head(Pick *e) {
     else fit_measure(e);
     if (e->bad) return;
     measure_keys(e);
-    find_heavy(e);
+    find_heavy(c, e->z, e->score);
     weigh_keys(e);
     find_picks(e);
     nearest_centres(e);

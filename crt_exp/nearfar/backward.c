@@ -1,0 +1,240 @@
+/* The gradients of forward.c, by the same blocks.
+
+   With G = [g, -g.out] the gradient to a logit of the window is e^logit G.[v, 1], of a set e^logit G.[V, N]; with
+   values to first order, out = o + share C (x - tilt), G of the clusters has g.C (x - tilt) more in its last column. */
+
+#include "near_far.h"
+
+/* ---- Queries ---- */
+
+/* G, transposed too; and with values to first order Gs = share g, P = C^T g and in `scale` g.C (x - tilt). */
+static void load_gradients(Head *e, int R) {
+    const int ld = up(R), lv = e->lv, dv = e->dv;
+    for (int r = 0; r < R; r++) {
+        float *g = e->G + r * lv;
+        memcpy(g, query_of(e, e->c->grad, r), sizeof(float) * dv);
+        g[dv] = -dot(g, query_of(e, e->c->out, r), dv);
+        for (int p = 0; p < lv && e->c->first_order; p += LANES) AT(e->Gs + r * lv + p) = e->part[r] * AT(g + p);
+    }
+    memset(e->G + R * lv, 0, sizeof(float) * (ld - R) * lv);
+    transpose(ld, dv + 1, e->G, lv, e->Gt, ld);
+    if (!e->c->first_order) return;
+    product(ALL, R, e->d, dv, e->G, lv, 1, e->slope, e->dp, e->P, e->dp, 0);
+    for (int r = 0; r < R; r++) e->scale[r] = dot(e->P + r * e->dp, e->X + r * e->dp, e->d);
+}
+
+/* The last column of G for the clusters. */
+static void add_slope_gradient(Head *e, int R) {
+    const int ld = up(R);
+    for (int r = 0; r < R && e->c->first_order; r++) {
+        e->G[r * e->lv + e->dv] += e->scale[r];
+        e->Gt[e->dv * ld + r] += e->scale[r];
+    }
+}
+
+/* Gradients B to logits: those to the terms times these. */
+static void logits_backward(Head *e, const Block *at, int ld) {
+    const int rows = at->near + e->M;
+    for (int64_t i = 0; i < (int64_t)rows * ld; i += LANES) AT(e->B + i) *= AT(e->A + i);
+    for (int k = 0; k < e->K; k++) {
+        const float *from = e->B + (at->near + e->n + k) * ld;
+        vec sum = {0};
+        for (int j = 0; j < ld; j += LANES) sum += AT(from + j);
+        e->dbias[k] += total(sum);
+    }
+}
+
+static void attend_backward(Head *e, const Block *at, int i, int R) {
+    const int ld = up(R), lv = e->lv, dv = e->dv, dp = e->dp, d = e->d, near = at->near;
+    float *A = e->A + near * ld, *B = e->B + near * ld, *clusters_A = A + e->n * ld, *clusters_B = B + e->n * ld;
+    load_queries(e, at, i, R);
+    for (int r = 0; r < ld; r++) e->top[r] = r < R ? e->c->logsum[number_of(e, r)] : 0;
+    exponentiate(e, at, ld);
+    load_gradients(e, R);
+    product(ALL, near, ld, dv + 1, e->V, lv, 1, e->Gt, ld, e->B, ld, 0);
+    product(ALL, e->n, ld, dv + 1, e->values, lv, 1, e->Gt, ld, B, ld, 0);
+    add_slope_gradient(e, R);
+    product(ALL, e->K, ld, dv + 1, e->values + e->n * lv, lv, 1, e->Gt, ld, clusters_B, ld, 0);
+    logits_backward(e, at, ld);
+
+    product(ALL, near, dv, R, e->A, ld, 1, e->G, lv, e->dV, lv, 1);
+    product(ALL, e->n, dv, R, A, ld, 1, e->G, lv, e->dvalues, lv, 1);
+    product(ALL, e->K, dv + 1, R, clusters_A, ld, 1, e->G, lv, e->dstates + at->t % e->T * e->K * lv, lv, i > 0);
+    product(ALL, near, d, R, e->B, ld, 1, e->Q, dp, e->dY, dp, 1);
+    float *dx = e->O;
+    if (e->c->first_order) {
+        product(ALL, dv, d, R, e->Gs, 1, lv, e->X, dp, e->dslope, dp, 1);
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < dp; p += LANES) AT(dx + r * dp + p) = e->part[r] * AT(e->P + r * dp + p);
+    }
+    else memset(dx, 0, sizeof(float) * R * dp);
+    product(ALL, R, d, near, e->B, 1, ld, e->Y, dp, dx, dp, 1);
+    product(ALL, e->M, d, R, B, ld, 1, e->Q, dp, e->dkeys, dp, 1);
+    product(ALL, R, d, e->M, B, 1, ld, e->keys, dp, dx, dp, 1);
+    for (int r = 0; r < R; r++) put_row(query_of(e, e->c->dx, r), e->c->factor, dx + r * dp, d);
+}
+
+/* ---- States ---- */
+
+/* What a gradient to the states of queries that are far from block s gives to its keys: to their values, and in `gain`
+   to the logs of their weights. */
+static void give_block(Head *e, int64_t s, const float *dstate) {
+    for (int64_t j = s * e->b, stop = j + in_block(e, s); j < stop; j++) {
+        if (!(e->u[j] > 0)) continue;
+        const float *from = dstate + e->cluster[j] * e->lv;
+        e->gain[j] += dot(from, key_of(e, e->c->v, j), e->dv) + from[e->dv];
+        add_row(key_of(e, e->c->dvalues, j), e->u[j], from, e->dv);
+    }
+}
+
+/* The gradients to the states of block t. Later keys get them at once, by a running sum, earlier ones behind the last
+   block of the segment; all keys before the segment but its neighbour get one sum, dwhole, in backward_head. */
+static void states_backward(Head *e, int64_t t) {
+    const int64_t state = e->K * e->lv, first = t / e->T * e->T;
+    add_row(e->dbefore, 1, e->dstates + (t - first) * state, state);
+    if (t + 2 < e->N) give_block(e, t + 2, e->dbefore);
+    if (t + 1 < e->N && (t + 1) % e->T) return;
+    float *after = e->dwhole + first / e->T * state;
+    memset(after, 0, sizeof(float) * state);
+    for (int64_t s = t - 2; s >= first - 2; s--) {
+        add_row(after, 1, e->dstates + (s + 2 - first) * state, state);
+        if (s > first - 2 && s >= 0) give_block(e, s, after);
+    }
+}
+
+/* Adds the gradients to the near keys of block s, which leaves the window. */
+static void unload_block(Head *e, int64_t s) {
+    const NearFar *c = e->c;
+    float *dY = e->dY + s % 3 * e->b * e->dp, *dV = e->dV + s % 3 * e->b * e->lv;
+    for (int i = 0, n = in_block(e, s); i < n; i++) {
+        add_row(key_of(e, c->dy, s * e->b + i), c->factor, dY + i * e->dp, e->d);
+        add_row(key_of(e, c->dvalues, s * e->b + i), 1, dV + i * e->lv, e->dv);
+    }
+    memset(dY, 0, sizeof(float) * e->b * e->dp);
+    memset(dV, 0, sizeof(float) * e->b * e->lv);
+}
+
+/* ---- Keys ---- */
+
+/* From the gradient to C (dv, d), over the mass, to that to the means; and what the gradients to keys need of it. */
+static void slope_backward(Head *e, float *dmu) {
+    const float mass = weighted_values(e);
+    float inner = 0;
+    for (int q = 0; q < e->dv; q++)
+        for (int p = 0; p < e->d; p++) {
+            float *g = e->dslope + q * e->dp + p;
+            *g /= mass;
+            inner += *g * e->slope[q * e->dp + p];
+        }
+    e->dslope_slope = inner;
+    transpose(e->dv, e->d, e->dslope, e->dp, e->dslopeT, e->lv);
+    for (int i = 0; i < e->K * e->lv; i++) e->work[i] *= -1;
+    product(ALL, e->K, e->d, e->dv, e->work, e->lv, 1, e->dslope, e->dp, dmu, e->dp, 1);
+}
+
+/* Turns the gradients to means, biases and slope into those to sums. */
+static void sums_backward(Head *e) {
+    const int d = e->d, dp = e->dp, width = dp + PAD;
+    float *mu = e->keys + e->n * dp, *dmu = e->dkeys + e->n * dp;
+    if (e->c->first_order) slope_backward(e, dmu);
+    product(ALL, e->K, d, d, e->off, dp, 1, e->rootT, dp, e->back, dp, 0);
+    product(ALL, d, d, d, e->root, dp, 1, e->rootT, dp, e->moments, dp, 0);
+    for (int k = 0; k < e->K; k++) {
+        const float *sums = e->sums + k * (d + 2), N = sums[d + 1], over = N > LEAST ? 1 / N : 0;
+        const float to_spread = e->spread[k] > 0 ? 0.5f * e->dbias[k] / (1 + e->spread[k] / 2) : 0;
+        float *to = e->dsums + k * width, *g = dmu + k * dp;
+        for (int p = 0; p < dp; p++) {
+            g[p] = p < d ? g[p] - e->dbias[k] * e->tilt[p] - 2 * to_spread * e->back[k * dp + p] : 0;
+            to[p] = g[p] * over;
+        }
+        to[dp] = to_spread * over;
+        to[dp + 1] = -(dot(to, mu + k * dp, dp) + to[dp] * sums[d] * over);
+    }
+}
+
+/* What the log weight of key j, the i-th of a chunk, gains; and what its value does by the values to first order. */
+static float weight_backward(Head *e, int64_t j, int i) {
+    const int64_t k = e->cluster[j];
+    const float *sums = e->dsums + k * (e->dp + PAD), *slope = e->to_v + i * e->lv, g = e->weight[k], u = e->u[j];
+    float gain = e->gain[j] + dot(sums, e->y + i * e->dp, e->dp) + sums[e->dp] * e->square[j] + sums[e->dp + 1];
+    if (!e->c->first_order) return u * gain;
+    gain += g * (dot(slope, key_of(e, e->c->v, j), e->dv) - e->dslope_slope);
+    add_row(key_of(e, e->c->dvalues, j), u * g, slope, e->dv);
+    return u * gain;
+}
+
+/* Adds to the gradients to n keys of one block what their weights and the sums over clusters give. z - centre = (y -
+   mu) root + off; with values to first order to_v = (y - mu) D^T for the gradient D to C. */
+static void finish_keys(Head *e, int64_t start, int n) {
+    const int dp = e->dp, lv = e->lv, slope = e->c->first_order;
+    const float *mu = e->keys + e->n * dp;
+    load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, dp);
+    for (int i = 0; i < n; i++)
+        for (int p = 0; p < dp; p += LANES)
+            AT(e->work + i * dp + p) = AT(e->y + i * dp + p) - AT(mu + e->cluster[start + i] * dp + p);
+    product(ALL, n, e->d, e->d, e->work, dp, 1, e->moments, dp, e->to_y, dp, 0);
+    if (slope) product(ALL, n, e->dv, e->d, e->work, dp, 1, e->dslopeT, lv, e->to_v, lv, 0);
+    for (int i = 0; i < n; i++) {
+        const int64_t j = start + i, k = e->cluster[j];
+        const float u = e->u[j], *sums = e->dsums + k * (dp + PAD), twice = 2 * u * sums[dp];
+        const float gain = u > 0 ? weight_backward(e, j, i) : 0;
+        for (int p = 0; p < dp; p += LANES) {
+            const vec step = AT(e->to_y + i * dp + p) + AT(e->back + k * dp + p);
+            AT(e->to_y + i * dp + p) = twice * step + u * AT(sums + p) + gain * AT(e->tilt + p);
+        }
+    }
+    if (slope) {
+        weigh_values(e, start, n);
+        product(ALL, n, e->d, e->dv, e->work, lv, 1, e->dslope, dp, e->to_y, dp, 1);
+    }
+    for (int i = 0; i < n; i++)
+        if (e->u[start + i] > 0) add_row(key_of(e, e->c->dy, start + i), e->c->factor, e->to_y + i * dp, e->d);
+}
+
+static void clear_gradients(Head *e) {
+    const NearFar *c = e->c;
+    const size_t number = sizeof(float), state = number * e->K * e->lv, near = c->cross ? 0 : number * 3 * e->b;
+    memset(key_of(e, c->dy, 0), 0, number * c->S * e->d);
+    memset(key_of(e, c->dvalues, 0), 0, number * c->S * e->dv);
+    memset(e->dY, 0, near * e->dp);
+    memset(e->dV, 0, near * e->lv);
+    memset(e->dkeys, 0, number * e->M * e->dp);
+    memset(e->dvalues, 0, number * e->n * e->lv);
+    memset(e->dbefore, 0, state);
+    memset(e->dafter, 0, state);
+    memset(e->gain, 0, number * c->S);
+    memset(e->dbias, 0, number * e->K);
+    if (c->first_order) memset(e->dslope, 0, number * e->dv * e->dp);
+}
+
+static void backward_head(Head *e) {
+    const NearFar *c = e->c;
+    const int64_t state = e->K * e->lv;
+    clusters_as_keys(e);
+    if (c->first_order) load_slope(e);
+    clear_gradients(e);
+    for (int64_t t = 0; t < e->N; t++) {
+        if (t >= 2) unload_block(e, t - 2);
+        const Block at = next_block(e, t);
+        for (int i = 0, all = at.tokens * c->G; i < all; i += QUERIES)
+            attend_backward(e, &at, i, least_of(all - i, QUERIES));
+        if (c->cross) give_block(e, 0, e->dstates);
+        else states_backward(e, t);
+    }
+    for (int64_t s = e->N > 1 ? e->N - 2 : 0; s < e->N && !c->cross; s++) unload_block(e, s);
+    sums_backward(e);
+    for (int64_t s = e->N - 1; s >= 0; s--) {
+        if ((s + 2) % e->T == 0 && s + 2 < e->N) add_row(e->dafter, 1, e->dwhole + (s + 2) / e->T * state, state);
+        give_block(e, s, e->dafter);
+        for (int i = 0, tokens = in_block(e, s); i < tokens; i += CHUNK)
+            finish_keys(e, s * e->b + i, least_of(tokens - i, CHUNK));
+    }
+    for (int i = 0, k = 0; i < c->heavy; i++) {
+        if (!c->there[e->z * c->heavy + i]) continue;
+        const int64_t j = c->positions[e->z * c->heavy + i];
+        put_row(key_of(e, c->dy, j), c->factor, e->dkeys + k * e->dp, e->d);
+        memcpy(key_of(e, c->dvalues, j), e->dvalues + k++ * e->lv, sizeof(float) * e->dv);
+    }
+}
+
+int near_far_backward(const NearFar *c) { return each_near_far_head(c, 1, backward_head); }

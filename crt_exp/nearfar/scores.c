@@ -1,0 +1,321 @@
+/* Which keys have the largest scores: heavy hitters of a sequence, and retrieved keys (nearfar/retrieval.py).
+
+   Many queries score a key at a time, so that it comes from memory once. Each keeps the keys above its threshold, which
+   rises as they get more. A part of the keys sets the first one; a query that keeps too few scores all again. */
+
+#include "near_far.h"
+
+/* ---- Heavy hitters, in both directions ---- */
+
+INLINE int lower(const float *score, int64_t a, int64_t b) {
+    return score[a] < score[b] || (score[a] == score[b] && a > b);
+}
+
+/* Moves position i of a heap whose lowest score, of equal ones the last, is first down to where it belongs. */
+static void sift(const float *score, int64_t *heap, int n, int i) {
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && lower(score, heap[child + 1], heap[child])) child++;
+        if (!lower(score, heap[child], heap[i])) return;
+        int64_t moved = heap[i];
+        heap[i] = heap[child];
+        heap[child] = moved;
+    }
+}
+
+void find_heavy(const NearFar *c, int64_t z, const float *score) {
+    const int n = (int)c->heavy;
+    int64_t *heap = c->positions + z * n;
+    uint8_t *there = c->there + z * n, *pool = c->pool + z * c->S;
+    for (int i = 0; i < n; i++) heap[i] = i;
+    for (int i = n / 2 - 1; i >= 0; i--) sift(score, heap, n, i);
+    for (int64_t j = n; j < c->S && n; j++)
+        if (score[j] > score[heap[0]]) {
+            heap[0] = j;
+            sift(score, heap, n, 0);
+        }
+    for (int64_t j = 0; j < c->S; j++) pool[j] = !c->keep || c->keep[z * c->S + j];
+    for (int i = 0; i < n; i++) {
+        there[i] = score[heap[i]] > -INFINITY;
+        pool[heap[i]] = 0;
+    }
+}
+
+typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* ---- 8-bit scores: products of queries with all keys of the past, as integers ---- */
+
+/* 0, 1, 2, ... */
+INLINE ivec lane_numbers(void) {
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lane;
+    memcpy(&lane, lanes, sizeof lane);
+    return lane;
+}
+
+/* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by
+   element, in an order that retrieval.py keeps. */
+static void turn(const float *from, int dp, float *x) {
+    const int run = dp & -dp;
+    const ivec lane = lane_numbers();
+    for (int p = 0; p < dp; p += LANES) {
+        vec here = (vec)((bits)AT(from + p) ^ ((bits)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
+        UNROLL for (int half = 1; half < LANES; half *= 2)
+            here = shuffle(here, here, lane ^ half) + choose((lane & half) != 0, -here, here);
+        AT(x + p) = here;
+    }
+    for (int half = LANES; half < run; half *= 2)
+        for (int from = 0; from < dp; from += 2 * half)
+            for (int p = from; p < from + half; p += LANES) {
+                const vec even = AT(x + p), odd = AT(x + p + half);
+                AT(x + p) = even + odd, AT(x + p + half) = even - odd;
+            }
+}
+
+/* Halves are rounded away from 0: twice a number is cut, and nothing is added to a product, which some processors do
+   without rounding between. */
+float integers_of(const float *from, int dp, int8_t *to) {
+    float turned[dp];
+    turn(from, dp, turned);
+    vec most_of = {0};
+    for (int p = 0; p < dp; p += LANES) most_of = maximum(most_of, maximum(AT(turned + p), -AT(turned + p)));
+    const float most = largest(most_of), twice = most > LEAST ? 254 / most : 0;
+    for (int p = 0; p < dp; p++) {
+        const int cut = (int)(turned[p] * twice);
+        to[p] = (int8_t)((cut + (cut > 0) - (cut < 0)) / 2);
+    }
+    return most > LEAST ? most / 127 : 0;
+}
+
+typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define FOURS(p) (*(const stored_bits *)(p))
+
+/* Pairs of the numbers 0 and 2, or 1 and 3, of a query's four, in 16 bits each. */
+INLINE uint32_t pair_of(int32_t low, int32_t high) { return ((uint32_t)low & 0xffff) | (uint32_t)high << 16; }
+
+/* sum + the products of four numbers of keys with four of a query. */
+INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32((int)query));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)keys, _mm256_set1_epi32((int)query));
+#else
+    const bits even = keys & 0x00ff00ffu, odd = keys >> 8 & 0x00ff00ffu;
+    const int32_t q[4] = {(int8_t)query, (int8_t)(query >> 8), (int8_t)(query >> 16), (int8_t)(query >> 24)};
+#if defined(__AVX512BW__)
+    const __m512i a = _mm512_madd_epi16((__m512i)even, _mm512_set1_epi32((int)pair_of(q[0], q[2])));
+    return sum + (ivec)a + (ivec)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32((int)pair_of(q[1], q[3])));
+#elif defined(__AVX2__)
+    const __m256i a = _mm256_madd_epi16((__m256i)even, _mm256_set1_epi32((int)pair_of(q[0], q[2])));
+    return sum + (ivec)a + (ivec)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32((int)pair_of(q[1], q[3])));
+#else
+    const ivec low = (ivec)(even & 0xffffu) * q[0] + (ivec)(odd & 0xffffu) * q[1];
+    return sum + low + (ivec)(even >> 16) * q[2] + (ivec)(odd >> 16) * q[3];
+#endif
+#endif
+}
+
+enum { WIDE = LANES == 16 ? 4 : 2, BESIDE = 4 };        /* vectors of keys and queries at once */
+
+INLINE void score_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
+                            const int32_t *bias, int32_t *to) {
+    ivec sum[BESIDE][WIDE];
+    const uint8_t *at[WIDE];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int e = 0; e < WIDE; e++) sum[i][e] = (ivec){0} + bias[i];
+    UNROLL for (int e = 0; e < WIDE; e++) {
+        const int key = j + e * LANES;
+        at[e] = panels + key / PANEL * step + key % PANEL * 4;
+    }
+    for (int p = 0; p < dp; p += 4) {
+        bits y[WIDE];
+        UNROLL for (int e = 0; e < WIDE; e++) y[e] = FOURS(at[e] + p * PANEL);
+        UNROLL for (int i = 0; i < rows; i++) {
+            uint32_t four;
+            memcpy(&four, queries + i * dp + p, sizeof four);
+            UNROLL for (int e = 0; e < WIDE; e++) sum[i][e] = add_fours(sum[i][e], y[e], four);
+        }
+    }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * SCORED + j + e * LANES) = sum[i][e];
+}
+
+void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
+             int32_t *to) {
+    for (int j = 0; j < n; j += WIDE * LANES) {
+        int i = 0;
+        for (; i + BESIDE <= R; i += BESIDE)
+            score_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
+        for (; i < R; i++) score_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
+    }
+}
+
+/* ---- The largest of many scores ---- */
+
+INLINE int above(const float *value, int n, float threshold) {
+    int count = 0, i = 0;
+#if defined(__AVX512F__)
+    const __m512 least = _mm512_set1_ps(threshold);
+    for (; i + 16 <= n; i += 16)
+        count += __builtin_popcount(_mm512_cmp_ps_mask(_mm512_loadu_ps(value + i), least, _CMP_GT_OQ));
+#endif
+    for (; i < n; i++) count += value[i] > threshold;
+    return count;
+}
+
+/* A little less, also where it is 0 and denormal numbers count as that. */
+INLINE float below(float x) { return x - fabsf(x) * 1e-6f - 1e-37f; }
+
+/* The least and the largest of n numbers, and a guess at what k of them exceed: what as many of a normal distribution
+   would. */
+static float range(const float *value, int n, int k, float *least, float *most) {
+    vec sums = {0}, squares = {0}, low = {0}, high = {0};
+    int i = 0;
+    low += value[0], high += value[0];
+    for (; i + LANES <= n; i += LANES) {
+        const vec here = AT(value + i);
+        sums += here, squares += here * here, low = minimum(low, here), high = maximum(high, here);
+    }
+    *least = -largest(-low), *most = largest(high);
+    const float count = i > 0 ? i : 1, mean = total(sums) / count, moment = total(squares) / count - mean * mean;
+    for (; i < n; i++) *least = value[i] < *least ? value[i] : *least, *most = value[i] > *most ? value[i] : *most;
+    const float part = (float)k / n, t = sqrtf(-2 * logf(part < 0.5f ? part : 1 - part));
+    const float quantile = t - (2.30753f + 0.27061f * t) / (1 + t * (0.99229f + 0.04481f * t));    /* Hastings */
+    return mean + sqrtf(moment > 0 ? moment : 0) * (part < 0.5f ? quantile : -quantile);
+}
+
+/* Of more than k numbers, all finite: a threshold which k to `most` of them exceed; or where equal ones leave none, the
+   largest that fewer exceed and k reach. */
+static float threshold_of(const float *value, int n, int k, int most) {
+    float low, high, threshold = range(value, n, k, &low, &high);
+    low = below(low);
+    for (int step = 0, over = n, under = 0;; step++) {
+        if (!(threshold > low && threshold < high)) threshold = low + (high - low) / 2;
+        if (!(threshold > low && threshold < high)) return high;
+        const int count = above(value, n, threshold);
+        if (count >= k && count <= most) return threshold;
+        if (count > most) low = threshold, over = count;
+        else high = threshold, under = count;
+        const float part = step % 3 == 2 ? 0.5f : (k + 0.5f - under) / (over - under + 1);
+        threshold = high - (high - low) * part;
+    }
+}
+
+/* Keeps those above a threshold, which k of them exceed, or, where they are equal ones, reach: these alone, the first
+   ones. */
+static void keep_above(Best *best, float threshold, int k) {
+    float *value = best->value;
+    int32_t *position = best->position;
+    int equal = k - above(value, best->n, threshold), count = 0, i = 0;
+#if defined(__AVX512F__)
+    for (; equal <= 0 && i + 16 <= best->n; i += 16) {
+        const __m512 here = _mm512_loadu_ps(value + i);
+        const __m512i positions = _mm512_loadu_si512(position + i);
+        const __mmask16 high = _mm512_cmp_ps_mask(here, _mm512_set1_ps(threshold), _CMP_GT_OQ);
+        _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(high, here));
+        _mm512_storeu_si512(position + count, _mm512_maskz_compress_epi32(high, positions));
+        count += __builtin_popcount(high);
+    }
+#endif
+    for (; i < best->n; i++) {
+        const int stays = value[i] > threshold || (value[i] == threshold && equal-- > 0);
+        value[count] = value[i], position[count] = position[i];
+        count += stays;
+    }
+    best->n = count;
+    best->threshold = threshold > best->threshold ? threshold : best->threshold;
+}
+
+/* ---- The keys that each query retrieves ---- */
+
+/* One of SHARE panels sets the first threshold, where they hold as many keys as are retrieved; so many standard
+   deviations more than these are let through. CACHED keys stay in the cache. */
+enum { SHARE = 16, SURELY = 3, CACHED = 32 * SCORED };
+
+/* Where more are kept, the threshold is raised. */
+INLINE int most_kept(int64_t open) { return (int)(4 * open > SCORED ? 4 * open : SCORED); }
+
+size_t room_for_best(int64_t open) { return most_kept(open) + SCORED + 2 * PAD; }
+
+/* Adds those of n keys that lie in clusters and whose logits, over the step of the query, exceed the threshold. The
+   first is at position j, and panels follow each other `share` panels apart. */
+INLINE void add_above(const Past *h, const int32_t *scores, int64_t j, int n, int share, Best *best) {
+    const float *valid_step = h->valid_step + j;
+    float *value = best->value;
+    int32_t *position = best->position;
+    int i = 0, count = best->n;
+#if defined(__AVX512F__)
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 threshold = _mm512_set1_ps(best->threshold);
+    for (; i + PANEL <= n; i += PANEL) {
+        const __m512 step = _mm512_loadu_ps(valid_step + i * share);
+        const __m512 here = _mm512_cvtepi32_ps(_mm512_loadu_si512(scores + i)) * step;
+        const __mmask16 high = _mm512_cmp_ps_mask(here, threshold, _CMP_GT_OQ);
+        const __m512i positions = _mm512_add_epi32(_mm512_set1_epi32((int)j + i * share), first);
+        _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(high, here));
+        _mm512_storeu_si512(position + count, _mm512_maskz_compress_epi32(high, positions));
+        count += __builtin_popcount(high);
+    }
+#endif
+    for (; i < n; i++) {
+        const int64_t at = i / PANEL * PANEL * share + i % PANEL;
+        value[count] = (float)scores[i] * valid_step[at], position[count] = (int32_t)(j + at);
+        count += value[count] > best->threshold;
+    }
+    best->n = count;
+}
+
+/* AT_ONCE queries at most, from the i-th on, score n keys from position j, the first of a panel, or of one of `share`
+   panels, as far as they are far from them; they keep their k best, or more. */
+static void score_part(Past *h, int i, int R, int64_t j, int64_t n, int share, int k) {
+    Work *w = &h->k;
+    const int64_t panel = PANEL * h->dp;
+    for (; n > 0; j += SCORED * share, n -= SCORED) {
+        const int keys = (int)least_of(SCORED, n);
+        const uint8_t *panels = h->panels + j / PANEL * panel;
+        score_keys(w->integers + i * h->dp, w->bias + i, R, h->dp, panels, share * panel, keys, w->scores);
+        for (int e = 0; e < R; e++) {
+            Best *best = &w->best[i + e];
+            const int own = (int)least_of(keys, w->query[i + e].far - j);
+            if (own > 0) add_above(h, w->scores + e * SCORED, j, own, share, best);
+            if (best->n > most_kept(k)) keep_above(best, threshold_of(best->value, best->n, k, k + k / 4), k);
+        }
+    }
+}
+
+/* Queries [r, stop): some keys at a time, which stay in the cache, as does what few queries keep. */
+static void score(Past *h, int r, int stop, int64_t j, int64_t n, int share, int k) {
+    for (; n > 0; j += CACHED * share, n -= CACHED)
+        for (int i = r; i < stop; i += AT_ONCE)
+            score_part(h, i, (int)least_of(AT_ONCE, stop - i), j, least_of(CACHED, n), share, k);
+}
+
+/* The first thresholds: many enough of the keys of some panels exceed them, so that most likely `open` of all do. */
+static void set_thresholds(Past *h, int64_t open) {
+    const float expected = (float)open / SHARE;
+    const int k = (int)(expected + SURELY * sqrtf(expected)) + 1;
+    score(h, 0, h->k.ahead, 0, h->k.query[0].far / (FOUR * SHARE) * FOUR, SHARE, k);
+    for (int r = 0; r < h->k.ahead; r++) {
+        Best *best = &h->k.best[r];
+        if (best->n > k) best->threshold = below(threshold_of(best->value, best->n, k, k + k / 8));  /* ties pass */
+        best->n = 0;
+    }
+}
+
+void retrieve(Past *h, int open) {
+    Work *k = &h->k;
+    const int64_t far = k->query[k->ahead - 1].far;
+    to_panels(h, far);
+    for (int r = 0; r < k->ahead; r++) k->best[r].threshold = HIDDEN, k->best[r].n = 0;
+    if (k->query[0].far >= SHARE * open) set_thresholds(h, open);
+    score(h, 0, k->ahead, 0, far, 1, open);
+    for (int r = 0; r < k->ahead; r++) {
+        Best *best = &k->best[r];
+        if (best->n < open && best->threshold > HIDDEN) {           /* the first threshold was too high */
+            best->n = 0, best->threshold = HIDDEN;
+            score(h, r, r + 1, 0, k->query[r].far, 1, open);
+        }
+        if (best->n > open) keep_above(best, threshold_of(best->value, best->n, open, open), open);
+        k->count[r] = best->n;
+        memcpy(k->positions + r * h->open, best->position, sizeof(int32_t) * best->n);
+    }
+}
