@@ -20,7 +20,7 @@
 #define AWAY 1e15f      /* where centres lie for which there is no key */
 #define RENEWED 128     /* tokens between renewals at least, */
 #define PART 2          /* and as a part of the sequence so far: a half */
-#define GROWS 2304      /* tokens from which on queries retrieve more keys, as the root of the position of the renewal */
+#define GROWS 2304      /* tokens from which on queries retrieve more, as the root of the position of the renewal */
 #define PICKS 8         /* centres that are chosen at a time */
 #define RIDGE 1e-4      /* of the mean square of queries, added to their second moments: above what float32 rounds away
                            where they lie in few directions */
