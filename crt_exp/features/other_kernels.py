@@ -171,16 +171,17 @@ class ArcCosineRF(FeatureMap):
         if self.order == 0:
             return torch.log1p(-theta / math.pi)
         shape = (theta.sin() + (math.pi - theta) * theta.cos()) / math.pi
-        return (x.norm(dim=-1) * y.norm(dim=-1) * shape).log()
+        return (x.norm(dim=-1) * y.norm(dim=-1) * shape.clamp(min=0)).log()
 
     def log_relative_second_moment(self, x, y, params=()):
-        """E Z^2 is twice the kernel of order 2 n."""
-        if self.order == 0:
-            return math.log(2) - self.log_kernel(x, y)
-        x, y = x.double(), y.double()
-        theta = angle(x, y)
-        shape = (3 * theta.sin() * theta.cos() + (math.pi - theta) * (1 + 2 * theta.cos().square())) / math.pi
-        return (2 * shape).log() + 2 * (x.norm(dim=-1) * y.norm(dim=-1)).log() - 2 * self.log_kernel(x, y)
+        """E Z^2 is twice the kernel of order 2 n. Of opposite and of zero vectors Z is 0: no variance."""
+        kernel, x, y = self.log_kernel(x, y), x.double(), y.double()
+        ratio = math.log(2) - kernel
+        if self.order == 1:
+            theta = angle(x, y)
+            shape = (3 * theta.sin() * theta.cos() + (math.pi - theta) * (1 + 2 * theta.cos().square())) / math.pi
+            ratio = ratio - kernel + shape.clamp(min=0).log() + 2 * (x.norm(dim=-1) * y.norm(dim=-1)).log()
+        return torch.where(kernel == -torch.inf, 0.0, ratio.clamp(min=0))
 
 
 @dataclass(frozen=True, init=False)
