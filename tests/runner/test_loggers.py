@@ -1,11 +1,18 @@
 """Weights & Biases, the real one, offline."""
 
+import time
+
 from wandb.proto.wandb_internal_pb2 import MetricRecord, RunRecord
 
 
 def told(directory):
     """What the runs in a folder noted for the server."""
-    return b"".join(path.read_bytes() for path in directory.glob("**/wandb/offline-run-*/*.wandb"))
+    for _ in range(300):  # another process writes the file, up to the record of the run's end
+        noted = b"".join(path.read_bytes() for path in directory.glob("**/wandb/offline-run-*/*.wandb"))
+        if b"test/accuracy" in noted:
+            break
+        time.sleep(0.1)
+    return noted
 
 
 def test_wandb_gets_names_and_the_axis(typed, tmp_path):
