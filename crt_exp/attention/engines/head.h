@@ -27,7 +27,8 @@ typedef struct {
 
 typedef struct {
     const Call *c;
-    int64_t b, h;
+    int64_t b, h, part, parts;              /* of its tokens, which several threads may share */
+    float *shared;                          /* sums of all parts of all heads */
     int d, dp, dv, dvp, lv, M, Mp, ld;      /* the p-sizes are multiples of PAD */
     float *w, *w2, *wt;                     /* rows (M, dp), in natural and binary units; w2 transposed (d, ld) */
     float *bias;                            /* of queries: twice the bias, -inf for the features that fill up (Mp) */
@@ -41,6 +42,16 @@ typedef struct {
     float *pieces;                          /* of the chunks of a segment, in the causal backward pass */
     int bad;
 } Head;
+
+typedef struct {
+    int64_t start, stop;
+} Range;
+
+/* Those of n tokens that are of this part, in whole chunks. */
+static Range part_of(const Head *e, int64_t n) {
+    const int64_t chunks = (n + CHUNK - 1) / CHUNK, stop = chunks * (e->part + 1) / e->parts * CHUNK;
+    return (Range){chunks * e->part / e->parts * CHUNK, stop < n ? stop : n};
+}
 
 INLINE float *row_of(const Head *e, View t, int64_t token) { return of(t, e->b, e->h) + token * t.token; }
 
@@ -247,14 +258,14 @@ static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS,
     }
 }
 
-/* Runs `body` for all heads on the call's threads. Denormal numbers, which are slow, count as 0 in it. */
-static int run(const Call *c, void (*body)(Head *e)) {
+/* Runs `body` for all parts of all heads on the call's threads. Denormal numbers, which are slow, count as 0 in it. */
+static int run(const Call *c, int64_t parts, float *shared, void (*body)(Head *e)) {
     int bad = OK;
 #pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
-    for (int64_t head = 0; head < c->B * c->H; head++) {
+    for (int64_t job = 0; job < c->B * c->H * parts; job++) {
         unsigned mode = without_denormals();
-        Head e;
-        if (open_head(&e, c, head)) {
+        Head e = {.part = job % parts, .parts = parts, .shared = shared};
+        if (open_head(&e, c, job / parts)) {
             body(&e);
             save_learned(&e);
             if (e.bad > bad) bad = e.bad;

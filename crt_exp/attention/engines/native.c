@@ -1,7 +1,7 @@
 /* Attention with positive exponential features on CPUs, in float32: the passes over all tokens of a head (head.h).
 
-   closed_form.py has the formulas and names. One thread takes one head through chunks of 64 tokens: the features of a
-   chunk stay in the second-level cache from the product that makes them to the last that needs them. */
+   closed_form.py has the formulas and names. A thread takes a head, or a part of it, through chunks of 64 tokens: the
+   features of a chunk stay in the second-level cache from the product that makes them to the last that needs them. */
 
 #include "head.h"
 
@@ -32,29 +32,35 @@ static void summarise(Head *e, int64_t start, int64_t stop) {
     }
 }
 
-/* Turns the sums of the state into [U, 1], and writes these and log z. */
+/* Turns the sums of the state into [U, 1], and log z into `ref`; the first part of a head writes both. */
 static void normalise(Head *e) {
-    float *logs = of(e->c->logs, e->b, e->h), *z = e->S + e->dv * e->ld;
-    for (int m = 0; m < e->Mp; m++) e->factor[m] = m < e->M && z[m] > 0 ? 1 / z[m] : 0;
-    for (int m = 0; m < e->M; m++) logs[m] = z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
+    float *logs = of(e->c->logs, e->b, e->h), *to = of(e->c->states, e->b, e->h), *z = e->S + e->dv * e->ld;
+    for (int m = 0; m < e->Mp; m++) {
+        float log = m < e->M && z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
+        e->factor[m] = m < e->M && z[m] > 0 ? 1 / z[m] : 0;
+        e->ref[m] = log * LOG2E;  /* with its rounding, as the backward pass has it */
+        if (!e->part && m < e->M) logs[m] = log;
+    }
     scale_columns(e, e->S, e->factor, e->S);
     for (int m = 0; m < e->M; m++) z[m] = 1;
-    float *to = of(e->c->states, e->b, e->h);
-    for (int i = 0; i <= e->dv; i++) memcpy(to + (int64_t)i * e->M, e->S + i * e->ld, sizeof(float) * e->M);
+    for (int i = 0; i <= e->dv && !e->part; i++) memcpy(to + (int64_t)i * e->M, e->S + i * e->ld, sizeof(float) * e->M);
+}
+
+static void take_logs(Head *e) {
+    const float *logs = of(e->c->logs, e->b, e->h);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
 }
 
 static void query_offsets(Head *e) {
-    const float *logs = of(e->c->logs, e->b, e->h);
-    for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? logs[m] * LOG2E + e->bias[m] : -INFINITY;
+    for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? e->ref[m] + e->bias[m] : -INFINITY;
 }
 
-static void forward_whole(Head *e) {
-    summarise(e, 0, e->c->S);
-    normalise(e);
+static void queries_forward(Head *e) {
+    const Range range = part_of(e, e->c->L);
     transpose(e->dv, e->M, e->S, e->ld, e->St, e->lv);
     query_offsets(e);
-    for (int64_t t = 0; t < e->c->L; t += CHUNK) {
-        int n = e->c->L - t < CHUNK ? e->c->L - t : CHUNK;
+    for (int64_t t = range.start; t < range.stop; t += CHUNK) {
+        int n = range.stop - t < CHUNK ? range.stop - t : CHUNK;
         load_queries(e, t, n);
         query_features(e, n, e->offset, NULL);
         product(ALL, n, e->dvp, e->M, e->Q, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
@@ -68,13 +74,15 @@ static void forward_whole(Head *e) {
     }
 }
 
-static void backward_whole(Head *e) {
-    const float *logs = of(e->c->logs, e->b, e->h);
+/* Leaves the gradient to the state in dS. */
+static void queries_backward(Head *e) {
+    const Range range = part_of(e, e->c->L);
     load_state(e, of(e->c->states, e->b, e->h), e->S);
     memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    take_logs(e);
     query_offsets(e);
-    for (int64_t t = 0; t < e->c->L; t += CHUNK) {
-        int n = e->c->L - t < CHUNK ? e->c->L - t : CHUNK;
+    for (int64_t t = range.start; t < range.stop; t += CHUNK) {
+        int n = range.stop - t < CHUNK ? range.stop - t : CHUNK;
         const float *logsum = of(e->c->logsum, e->b, e->h) + t;
         load_queries(e, t, n);
         load_gradients(e, t, n);
@@ -85,13 +93,83 @@ static void backward_whole(Head *e) {
         product(ALL, e->dv + 1, e->Mp, n, e->G, 1, e->lv, e->Q, e->ld, e->dS, e->ld, 1);
         finish_queries(e, t, n);
     }
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
+}
+
+static void forward_whole(Head *e) {
+    summarise(e, 0, e->c->S);
+    normalise(e);
+    queries_forward(e);
+}
+
+static void backward_whole(Head *e) {
+    queries_backward(e);
     keys_backward(e, 0, e->c->S, e->dS, e->ref);
 }
 
-int bidirectional_forward(const Call *c) { return run(c, forward_whole); }
+/* The same where threads share the tokens of a head: each leaves its sums, (dv + 2, Mp) with their reference last, in
+   `shared`, and then adds up those of all. */
+static float *sums_of(const Head *e, int64_t part) {
+    return e->shared + ((e->b * e->c->H + e->h) * e->parts + part) * (e->dv + 2) * e->Mp;
+}
 
-int bidirectional_backward(const Call *c) { return run(c, backward_whole); }
+static void leave_sums(Head *e, const float *S) {
+    float *to = sums_of(e, e->part);
+    for (int i = 0; i <= e->dv; i++) memcpy(to + i * e->Mp, S + i * e->ld, sizeof(float) * e->Mp);
+    memcpy(to + (e->dv + 1) * e->Mp, e->ref, sizeof(float) * e->Mp);
+}
+
+static void add_sums(Head *e, float *S) {
+    const int last = (e->dv + 1) * e->Mp;
+    memset(S, 0, sizeof(float) * (e->dv + 1) * e->ld);
+    for (int m = 0; m < e->Mp; m += LANES) {
+        vec top = AT(sums_of(e, 0) + last + m);
+        for (int64_t s = 1; s < e->parts; s++) top = maximum(top, AT(sums_of(e, s) + last + m));
+        AT(e->ref + m) = top;
+        for (int64_t s = 0; s < e->parts; s++) {
+            const float *from = sums_of(e, s) + m;
+            vec factor = exp2_of(AT(from + last) - top);
+            for (int i = 0; i <= e->dv; i++) AT(S + i * e->ld + m) += factor * AT(from + i * e->Mp);
+        }
+    }
+}
+
+static void sum_keys(Head *e) {
+    const Range range = part_of(e, e->c->S);
+    summarise(e, range.start, range.stop);
+    leave_sums(e, e->S);
+}
+
+static void read_sums(Head *e) {
+    add_sums(e, e->S);
+    normalise(e);
+    queries_forward(e);
+}
+
+static void sum_gradients(Head *e) {
+    queries_backward(e);
+    leave_sums(e, e->dS);
+}
+
+static void read_gradients(Head *e) {
+    const Range range = part_of(e, e->c->S);
+    add_sums(e, e->dS);
+    keys_backward(e, range.start, range.stop, e->dS, e->ref);
+}
+
+static int run_shared(const Call *c, void (*whole)(Head *e), void (*sum)(Head *e), void (*read)(Head *e)) {
+    const int64_t heads = c->B * c->H, parts = c->dweights.data || !heads ? 1 : c->threads / heads;
+    if (parts < 2) return run(c, 1, NULL, whole);
+    float *shared = aligned_alloc(64, sizeof(float) * up(c->M) * (c->dv + 2) * heads * parts);
+    if (!shared) return NO_MEMORY;
+    int bad = run(c, parts, shared, sum);
+    if (bad == OK) bad = run(c, parts, shared, read);
+    free(shared);
+    return bad;
+}
+
+int bidirectional_forward(const Call *c) { return run_shared(c, forward_whole, sum_keys, read_sums); }
+
+int bidirectional_backward(const Call *c) { return run_shared(c, backward_whole, sum_gradients, read_gradients); }
 
 /* ---- Causal: query i sees keys up to i + S - L ---- */
 
@@ -300,6 +378,6 @@ static void backward_head(Head *e) {
     keys_backward(e, 0, c->S - c->L, e->dS, e->fresh);
 }
 
-int causal_forward(const Call *c) { return run(c, forward_head); }
+int causal_forward(const Call *c) { return run(c, 1, NULL, forward_head); }
 
-int causal_backward(const Call *c) { return run(c, backward_head); }
+int causal_backward(const Call *c) { return run(c, 1, NULL, backward_head); }
