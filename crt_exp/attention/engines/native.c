@@ -32,33 +32,26 @@ static void summarise(Head *e, int64_t start, int64_t stop) {
     }
 }
 
-/* Turns the sums of the state into [U, 1], and log z into `ref`; the first part of a head writes both. */
+/* Turns the sums of the state into [U, 1], and log z into `fresh`; the first part of a head writes both. */
 static void normalise(Head *e) {
     float *logs = of(e->c->logs, e->b, e->h), *to = of(e->c->states, e->b, e->h), *z = e->S + e->dv * e->ld;
-    for (int m = 0; m < e->Mp; m++) {
-        float log = m < e->M && z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
-        e->factor[m] = m < e->M && z[m] > 0 ? 1 / z[m] : 0;
-        e->ref[m] = log * LOG2E;  /* with its rounding, as the backward pass has it */
-        if (!e->part && m < e->M) logs[m] = log;
-    }
+    for (int m = 0; m < e->Mp; m++) e->factor[m] = m < e->M && z[m] > 0 ? 1 / z[m] : 0;
+    for (int m = 0; m < e->M; m++) e->fresh[m] = z[m] > 0 ? (e->ref[m] + log2f(z[m])) * LN2 : 0;
     scale_columns(e, e->S, e->factor, e->S);
     for (int m = 0; m < e->M; m++) z[m] = 1;
-    for (int i = 0; i <= e->dv && !e->part; i++) memcpy(to + (int64_t)i * e->M, e->S + i * e->ld, sizeof(float) * e->M);
+    if (e->part) return;
+    memcpy(logs, e->fresh, sizeof(float) * e->M);
+    for (int i = 0; i <= e->dv; i++) memcpy(to + (int64_t)i * e->M, e->S + i * e->ld, sizeof(float) * e->M);
 }
 
-static void take_logs(Head *e) {
-    const float *logs = of(e->c->logs, e->b, e->h);
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
-}
-
-static void query_offsets(Head *e) {
-    for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? e->ref[m] + e->bias[m] : -INFINITY;
+static void query_offsets(Head *e, const float *logs) {
+    for (int m = 0; m < e->Mp; m++) e->offset[m] = m < e->M ? logs[m] * LOG2E + e->bias[m] : -INFINITY;
 }
 
 static void queries_forward(Head *e) {
     const Range range = part_of(e, e->c->L);
     transpose(e->dv, e->M, e->S, e->ld, e->St, e->lv);
-    query_offsets(e);
+    query_offsets(e, e->fresh);
     for (int64_t t = range.start; t < range.stop; t += CHUNK) {
         int n = range.stop - t < CHUNK ? range.stop - t : CHUNK;
         load_queries(e, t, n);
@@ -74,13 +67,14 @@ static void queries_forward(Head *e) {
     }
 }
 
-/* Leaves the gradient to the state in dS. */
+/* Leaves the gradient to the state in dS, over `ref`. */
 static void queries_backward(Head *e) {
     const Range range = part_of(e, e->c->L);
+    const float *logs = of(e->c->logs, e->b, e->h);
     load_state(e, of(e->c->states, e->b, e->h), e->S);
     memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    take_logs(e);
-    query_offsets(e);
+    query_offsets(e, logs);
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? logs[m] * LOG2E : 0;
     for (int64_t t = range.start; t < range.stop; t += CHUNK) {
         int n = range.stop - t < CHUNK ? range.stop - t : CHUNK;
         const float *logsum = of(e->c->logsum, e->b, e->h) + t;
