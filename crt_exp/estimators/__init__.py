@@ -48,6 +48,16 @@ def sampler_of(name: str) -> Callable[..., torch.Tensor]:
 class RandomFeatureEstimator(BaseEstimator):
     """What the estimators share: mechanism and sampler by name or as objects, the scale, and the draw of the noise."""
 
+    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=None,
+                 random_state=None, *, length_scale=None):
+        self.mechanism = mechanism
+        self.sampler = sampler
+        self.n_components = n_components
+        self.kernel = kernel
+        self.gamma = gamma
+        self.random_state = random_state
+        self.length_scale = length_scale
+
     def _check_options(self) -> None:
         check_kernel(self.kernel)
         name = self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
@@ -191,16 +201,6 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     where Z = exp(X random_weights_ + random_offset_ - c |(X - center_) scale_|^2) with c = 1 (1/2 for
     kernel="softmax"). The other maps have none.
     """
-
-    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=None,
-                 random_state=None, *, length_scale=None):
-        self.mechanism = mechanism
-        self.sampler = sampler
-        self.n_components = n_components
-        self.kernel = kernel
-        self.gamma = gamma
-        self.random_state = random_state
-        self.length_scale = length_scale
 
     def fit(self, X, y=None):
         """X (n, d), dense or sparse: fits the parameters to its statistics and draws the projections."""

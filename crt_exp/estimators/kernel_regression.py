@@ -19,13 +19,7 @@ class _KernelRegression(RandomFeatureEstimator):
 
     def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=128, kernel="gaussian", gamma=None,
                  random_state=None, *, length_scale=None):
-        self.mechanism = mechanism
-        self.sampler = sampler
-        self.n_components = n_components
-        self.kernel = kernel
-        self.gamma = gamma
-        self.random_state = random_state
-        self.length_scale = length_scale
+        super().__init__(mechanism, sampler, n_components, kernel, gamma, random_state, length_scale=length_scale)
 
     @property
     def _exact(self) -> bool:

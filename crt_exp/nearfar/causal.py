@@ -243,15 +243,14 @@ class Seen(NamedTuple):
     v: Tensor         # (Z, S, dv)
     keep: Tensor      # (Z, S)
     member: Tensor    # (Z, far): whether a key lies in a cluster,
-    cluster: Tensor      # (Z, far): and in which
+    cluster: Tensor   # (Z, far): and in which
     far: Tensor       # (Z, N, K, dv + 1)
-    clusters: Clusters      # (Z, N, K, .)
+    clusters: Clusters  # (Z, N, K, .)
     first: int        # the first block
 
 
 def sample(keys: int, wanted: int, device: torch.device) -> Tensor:
-    """Places of `wanted` of so many keys, or up to twice as many: one of each run of as many, of which none is first or
-    last in all runs."""
+    """Positions of a sample of keys, `wanted` to twice as many: one of each run of keys, at a position that varies."""
     step = max(1, keys // wanted)
     run = torch.arange(keys // step, device=device)
     return run * step + run * MIXED % step

@@ -233,7 +233,7 @@ def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
 
 
 def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:
-    """What each of so many parts of the examples (every `parts`-th one) says of a metric: the values of the jackknife,
+    """Jackknife values of a metric, one for each part of the examples (every `parts`-th one):
     parts * whole - (parts - 1) * without that part.
 
     Of an accuracy on parts of one size they are the parts' accuracies. Their mean is the metric, but for its bias, with

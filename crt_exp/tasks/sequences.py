@@ -31,7 +31,7 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 Share = Annotated[float, Field(gt=0, lt=1)]
 SPLITS = {"train": 0, "validation": 1, "test": 2}
 NOISE = 64   # of task=recall: symbols between its pairs
-WIDTH = 128  # of its new models, where nothing is said
+WIDTH = 128  # the default width of new models
 
 
 @dataclass(eq=False)
