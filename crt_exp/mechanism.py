@@ -187,9 +187,11 @@ class Mechanism:
         if self.features is None:
             raise ConfigError(f"attention {self.name} has no feature map: choose one that has, such as favorpp")
         content = self.features.content
-        if not isinstance(content, dict):
-            return content if self.own_kernel or content.kernel == kernel else replace(content, kernel=kernel)
-        return construct(content) if self.own_kernel else construct(content, kernel=kernel)
+        if isinstance(content, dict):
+            content = construct(content) if self.own_kernel else construct(content, kernel=kernel)
+        elif not self.own_kernel and content.kernel != kernel:
+            content = replace(content, kernel=kernel)
+        return content.of_size(self.m) if content.on_sequences and self.m else content
 
     @property
     def sampler(self) -> Callable[..., Noise] | None:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.base import Redraws, in_backward
+from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.call import attention
 from crt_exp.attention.checks import check_key_mask
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.partials import DenominatorCount
-from crt_exp.attention.state import FittedOnce, Running, for_query_heads, grouped_statistics
+from crt_exp.attention.state import FittedOnce, FittedToSequences, Running, for_query_heads, grouped_statistics
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.options import Count, Whole, checked
@@ -75,6 +76,7 @@ class RandomFeatureAttention(Redraws, Running):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         if phi.kernel != "softmax":
             raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
+        phi = phi.of_size(m) if phi.on_sequences else phi
         self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every
         self.normalize, self.denominator, self.decay = normalize, denominator, decay
         self.recurrent_heads, self.seed, self.layer, self.denominators = heads, seed, layer, DenominatorCount()
@@ -89,7 +91,10 @@ class RandomFeatureAttention(Redraws, Running):
         self.register_drawn({} if trained_rows else rows)
         self._said = False
         once, trained = phi.on_vectors, learn != "none" and phi.fitted
-        self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained) if once or trained else None
+        if phi.on_sequences:
+            self.clusters = FittedToSequences(self.phi, heads, d, trained, causal)
+        else:
+            self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained) if once or trained else None
         if phi.fitted and (causal or cross) and self.clusters is None:
             self._register_statistics()
         _MODULES[id(self)] = self
@@ -107,7 +112,10 @@ class RandomFeatureAttention(Redraws, Running):
         changing = self.training and not in_backward()
         if changing and not self.going_on:
             self._advance()
-        out = self._attend(q, k, v, key_mask, self.denominators)
+        if self.calibrated is not None and self.phi.on_sequences:
+            out = exact_attention(q * self.scale, k * self.scale, v, causal=self.causal, key_mask=key_mask)
+        else:
+            out = self._attend(q, k, v, key_mask, self.denominators)
         if changing or self.calibrated is not None:
             self._see(q, k, key_mask)
         return out
@@ -214,8 +222,11 @@ class RandomFeatureAttention(Redraws, Running):
         if not self.phi.fitted:
             return self.phi.fit(None)
         self._say_uncalibrated()
-        params = self.clusters.params() if self.clusters is not None else self.phi.fit(self.running_statistics())
-        return for_query_heads(params, self.heads // self.kv_heads)
+        if self.clusters is None:
+            params, heads = self.phi.fit(self.running_statistics()), self.kv_heads
+        else:
+            params, heads = self.clusters.params(), self.clusters.heads
+        return for_query_heads(params, self.heads // heads)
 
     def _say_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
@@ -232,6 +243,7 @@ class RandomFeatureAttention(Redraws, Running):
             self._note(q, k, key_mask)
         elif self.clusters is not None and (self.calibrated is not None or not self.clusters.done):
             same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
+            self.clusters.causal = self.causal
             self.clusters.note(q * self.scale, k * self.scale, key_mask if same else None, key_mask)
 
     @contextmanager

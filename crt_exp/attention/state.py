@@ -4,8 +4,9 @@ Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d. `Runn
 that the layer saw: means over all tokens of a batch and over ranks, but for the minimum; those of the last pass are
 `pending` until the next one begins, and then folded into those that are `running`. `FittedOnce` fits a map to the
 vectors themselves once: each of the first passes in training leaves a sample of its queries and keys, and when there
-are enough the map is fitted to all, between two passes. Calibration fits again after each pass. Samples are of all
-processes, and the parameters those of the first: the same on all ranks.
+are enough the map is fitted to all, between two passes. Calibration fits again after each pass. `FittedToSequences`
+takes whole sequences, one of the first training pass or some of a calibration. Samples are of all processes, and the
+parameters those of the first: the same on all ranks.
 """
 
 import torch
@@ -14,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
-from crt_exp.attention.checks import outside_graphs
+from crt_exp.attention.checks import outside_graphs, repeat_heads
 from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Nested, leaves, mapped
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
-SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each
+SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each; or of each sequence
+SEQUENCES = 8  # of a calibration
 SIDES = ("queries", "keys")
 
 
@@ -222,8 +224,7 @@ class FittedOnce(nn.Module):
     @torch.no_grad()
     def _fit(self, samples: dict[str, Tensor]) -> None:
         """To the rows that are vectors: those of processes without any are NaN. Raises ValueError as `phi.fit` does."""
-        x, y = (samples[side].float() for side in SIDES)
-        params = self.phi.fit(Statistics.of(x, y, *(t.isfinite().all(-1) for t in (x, y))))
+        params = self._params_of(*(samples[side].float() for side in SIDES))
         for name, t in zip(leaves(self.names), leaves(params), strict=True):
             fitted = t.to(getattr(self, name)).contiguous()
             if several_ranks():
@@ -234,6 +235,9 @@ class FittedOnce(nn.Module):
                 setattr(self, name, fitted)
         self.fits.add_(1)
         self.done = True
+
+    def _params_of(self, x: Tensor, y: Tensor) -> Params:
+        return self.phi.fit(Statistics.of(x, y, *(t.isfinite().all(-1) for t in (x, y))))
 
     def _forget(self) -> None:
         self.passes.zero_()
@@ -261,6 +265,43 @@ class FittedOnce(nn.Module):
                 state[prefix + "passes"] = (saved != 0).any(-1).any(0).sum().clamp(max=rows) // self.sampled
 
 
+class FittedToSequences(FittedOnce):
+    """State of a map that is fitted to sequences (`phi.on_sequences`), for each query head.
+
+    It takes SAMPLE tokens, in order, of one sequence of the first training pass, or of the first SEQUENCES of a
+    calibration, at its end. Calibration passes are exact attention: deeper layers see what they saw before the swap.
+    """
+
+    def __init__(self, phi: FeatureMap, heads: int, d: int, trained: bool, causal: bool):
+        super().__init__(phi, heads, d, 1, trained)
+        self.causal = causal
+
+    @outside_graphs
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
+        if self.seen is None and (self.settled or int(self.passes)):
+            return
+        samples = {side: _of_all_ranks(sequences(t[:SEQUENCES], mask, self.vectors))
+                   for side, t, mask in zip(SIDES, (x, repeat_heads(y, self.heads)), (x_mask, y_mask))}
+        if self.seen is not None:
+            self.seen = {side: [*rows, *samples[side].unbind(1)][:SEQUENCES] for side, rows in self.seen.items()}
+            return
+        for side, rows in samples.items():
+            setattr(self, side, rows[:, 0].contiguous())
+        self.passes.add_(1)
+
+    def calibrate(self, begin: bool) -> None:
+        if not begin and self.seen and self.seen["keys"]:
+            self._fit({side: torch.stack(rows, 1) for side, rows in self.seen.items()})
+        super().calibrate(begin)
+
+    def _params_of(self, x: Tensor, y: Tensor) -> Params:
+        x, y = (t if t.ndim == 4 else t.unsqueeze(1) for t in (x, y))
+        there = (x.isfinite() & y.isfinite()).all(-1).all(-1)[0]
+        return self.phi.fit_sequences(x[:, there], y[:, there], self.causal)
+
+
 def make_room(model: nn.Module, state: dict[str, Tensor]) -> None:
     """The same in all of a model, before shapes are compared name by name."""
     for path, module in model.named_modules():
@@ -280,6 +321,18 @@ def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
     if not len(there):
         return pooled.new_full((heads, many, x.shape[-1]), torch.nan)
     return pooled[:, there[torch.arange(many, device=x.device) * len(there) // many]]
+
+
+def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
+    """`many` vectors of each sequence in order (H, B, many, d), evenly spread over x (B, H, L, d) where mask (B, L) is
+    True; NaN for a sequence where it is not."""
+    if mask is None:
+        mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
+    count = mask.sum(-1, keepdim=True)
+    kept = mask.long().argsort(dim=-1, descending=True, stable=True)   # places of kept tokens first
+    at = kept.gather(1, torch.arange(many, device=x.device) * count // many)
+    rows = x.detach().float().gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+    return torch.where(count.view(-1, 1, 1, 1) > 0, rows, torch.nan).transpose(0, 1)
 
 
 def _thinned(rows: Tensor, most: int) -> Tensor:

@@ -8,11 +8,12 @@ from crt_exp.features.dense import SDERF, AutoRF
 from crt_exp.features.discrete import GeomRF, GeomRFPlus, PoisCoordRF, PoisRF, PoisRFPlus
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF
 from crt_exp.features.hybrid import AngularHybrid, GaussianHybrid, Hybrid
+from crt_exp.features.mixture import Mixture
 from crt_exp.features.other_kernels import ArcCosineRF, LaplaceRF, MaternRF, Product, RationalQuadraticRF, Sum
 from crt_exp.features.statistics import Moments, Statistics
 
 __all__ = ["AngularCoefficient", "AngularHybrid", "ArcCosineRF", "AutoRF", "BipolarGaussianCoefficient", "CERF",
            "ClusteredHybrid", "FeatureMap", "Features", "GERF", "GaussianCoefficient", "GaussianHybrid",
            "GaussianMixtureHybrid", "GeomRF", "GeomRFPlus", "Hedgehog", "Hybrid", "HypRF", "LaplaceRF", "MaternRF",
-           "Moments", "OPRF", "PoisCoordRF", "PoisRF", "PoisRFPlus", "PosRF", "Product", "Projections",
+           "Mixture", "Moments", "OPRF", "PoisCoordRF", "PoisRF", "PoisRFPlus", "PosRF", "Product", "Projections",
            "RationalQuadraticRF", "SDERF", "SMREG", "Statistics", "Sum", "TrigRF"]

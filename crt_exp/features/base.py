@@ -101,6 +101,8 @@ class FeatureMap:
     # Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps the result. Such a map
     # also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean.
     on_vectors = False
+    # Whether it is fitted to sequences, in which queries meet the keys that they see: then it has `fit_sequences`.
+    on_sequences = False
     second_moments = False  # whether it looks at covariances: O(L d^2) to take, d^2 numbers for a layer to keep
 
     def __post_init__(self):
@@ -114,6 +116,10 @@ class FeatureMap:
     def width(self, m: int) -> int:
         """M, the number of features made of m projections."""
         return m
+
+    def of_size(self, m: int) -> "FeatureMap":
+        """The map for m projections, where the size of its parameters depends on m."""
+        return self
 
     def rank(self, m: int) -> int:
         """The least number of columns that gives the same estimates in exact arithmetic, as the papers count them."""

@@ -7,11 +7,13 @@ from maps import MAPS, independent
 from crt_exp import samplers
 from crt_exp.attention import Generalized, attention
 from crt_exp.attention.engines import chunks, closed_form
-from crt_exp.features import OPRF, SDERF, SMREG, AngularHybrid, ClusteredHybrid, GeomRF, PosRF, Statistics, Sum, TrigRF
+from crt_exp.features import (OPRF, SDERF, SMREG, AngularHybrid, ClusteredHybrid, GeomRF, Mixture, PosRF, Statistics,
+                              Sum, TrigRF)
 from crt_exp.features.exponential import PositiveExponential
 
-CLOSED = [m for m in MAPS if isinstance(m, PositiveExponential)]
-FEW = [OPRF(), PosRF(), SMREG(), SDERF(antithetic=True), OPRF(antithetic=True), TrigRF(), GeomRF(),
+MIXTURES = [Mixture(), Mixture(weights="unbiased")]
+CLOSED = [m for m in MAPS if isinstance(m, PositiveExponential)] + MIXTURES
+FEW = [*MIXTURES, OPRF(), PosRF(), SMREG(), SDERF(antithetic=True), OPRF(antithetic=True), TrigRF(), GeomRF(),
        Sum(TrigRF(), PosRF(), weights=(0.3, 0.7))]
 BLOCKED = [AngularHybrid(n=2), pytest.param(ClusteredHybrid(), marks=pytest.mark.slow)]
 OTHER = [Generalized(f="relu"), Generalized(f="elu+1", projection=False), Generalized(f="exp"), Generalized(f="cos")]
@@ -40,14 +42,14 @@ class Case:
         g = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
         Hkv = Hkv or H
-        self.phi, self.heads = phi, H
+        self.phi, self.heads = phi.of_size(m), H
         self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
         self.x, self.y, self.v = (t.to(dtype).requires_grad_() for t in (self.x, self.y, self.v))
         batch = () if shared else (H,)
         self.noise = independent(phi, lambda: samplers.orthogonal(m, d, g, batch=batch, dtype=torch.float64))
         stats = Statistics.of(self.x.flatten(0, 2), self.y.flatten(0, 2)) if shared else Statistics.of(
             self.x, self.y.repeat_interleave(H // Hkv, 1))
-        self.params = phi.fit(stats)
+        self.params = self.phi.fit(stats)
         self.mask = None
         if masked:
             self.mask = torch.rand(B, S, generator=g) > 0.3

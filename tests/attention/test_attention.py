@@ -9,7 +9,7 @@ from maps import HYBRID, MAPS, independent
 from crt_exp import samplers
 from crt_exp.attention import DecodingState, DenominatorCount, attention, attention_reference, softmax_attention
 from crt_exp.attention.engines import chunks, closed_form
-from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, PoisRF, PosRF, TrigRF
+from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, Mixture, PoisRF, PosRF, TrigRF
 from crt_exp.samplers.noise import leaves, mapped, precise, shared
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -283,7 +283,7 @@ def test_checkpointed_and_transposed_inputs():
 
 
 def test_every_closed_form_map_is_covered():
-    assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF, SDERF, AutoRF}
+    assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF, SDERF, AutoRF, Mixture}
 
 
 def test_nested_tuples_keep_their_form_and_what_is_shared():

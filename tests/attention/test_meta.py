@@ -12,7 +12,8 @@ OTHERS = ("linformer",)          # made for one length
 # a value decides what runs next: rows whose denominator vanishes in a chunk, quantiles, clusters, buckets
 CHUNKS = ("elu", "favor", "generalized", "geom", "geom_plus", "gerf", "hedgehog", "hrf_angular", "hrf_gaussian", "relu")
 WAITS = {*((name, True) for name in CHUNKS),
-         *((name, causal) for name in ("pois", "pois_plus", "hrf_cluster", "reformer") for causal in (False, True))}
+         *((name, causal) for name in ("pois", "pois_plus", "hrf_cluster", "favormix", "reformer")
+           for causal in (False, True))}
 
 
 def step(name, causal, masked=False, **options):

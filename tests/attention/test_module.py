@@ -358,7 +358,7 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name", sorted({*DRAWN} - {"hedgehog", "elu", "relu", "generalized"}))
+@pytest.mark.parametrize("name", sorted({*DRAWN} - {"hedgehog", "elu", "relu", "generalized", "favormix"}))
 def test_a_buffer_that_was_replaced_counts(name):
     """As by torch.func.functional_call, and by accelerate when it loads a checkpoint."""
     ours, other = (Mechanism.of(name, redraw_every=1).layer(2, 4, layer=i).eval() for i in (0, 1))

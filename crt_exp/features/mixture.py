@@ -1,0 +1,174 @@
+"""Positive features whose rows follow the data: drawn around the centres of s = x' + y', or placed at them.
+
+Legend as in base.py; vectors enter as x' = G x, y' = G^-T y (the balance of dense.py), and s = x' + y'. With
+psi_w(x) = exp(w.x - |x|^2 / 2),
+    psi_w(x') psi_w(y') = exp(x.y) exp(|w|^2 / 2) exp(-|s - w|^2 / 2),
+so features phi_r = a_r^(1/2) psi_(w_r) are good where unit Gaussians around the rows w_r cover the s of queries and the
+keys that they attend to. k-means finds a centre c_r for each row.
+
+weights="unbiased": w_r = c_r + omega_r, a draw from N(c_r, I), with what importance sampling from the mixture of all of
+them gives, a_r = N(w_r; 0, I) / sum_i N(w_r; c_i, I) = 1 / sum_i exp(w_r.c_i - |c_i|^2 / 2). Unbiased for all G and c
+that do not depend on the noise.
+weights="fitted": w_r = c_r, and a_r of least KL divergence of estimated from exact attention in the sequences of the
+fit. Biased; nearer where features are few, or errors of many layers add up.
+
+Source: our own.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from crt_exp.features.base import FeatureMap, align, check_finite
+from crt_exp.features.complex_exponential import inverse_transposed, paired
+from crt_exp.features.dense import Dense, balance
+from crt_exp.features.exponential import sq_norm
+from crt_exp.features.statistics import Moments, Statistics
+from crt_exp.options import Count
+
+KEYS, PAIRS = 2, 8   # keys drawn for each query, and pairs for each centre; the larger number counts
+UNIFORM = 1 / 16     # of the keys are drawn from all that a query sees, the others by attention
+ROUNDS = 4           # of k-means
+QUERIES, UPDATES = 128, 30  # of each sequence, for which weights are fitted, and the steps of that
+TINY = 1e-8
+
+
+class MixtureParams(NamedTuple):
+    balance: Tensor | None   # G (..., d, d), symmetric; None: I
+    centres: Tensor          # (..., m, d)
+    log_weights: Tensor      # fitted log a (..., 1, m)
+
+    shift = None             # of Dense: it is in the centres
+
+
+@dataclass(frozen=True)
+class Mixture(Dense):
+    """Positive features with rows around the centres of x' + y', or at them, one centre for each.
+
+    weights: "fitted" or "unbiased". size: the number of projections, which `of_size` fills in. Raises ValueError for
+    antithetic pairs, and in `fit` without a size.
+    """
+
+    weights: Literal["fitted", "unbiased"] = "fitted"
+    size: Count | None = None
+
+    on_vectors = on_sequences = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.antithetic:
+            raise ValueError("antithetic=true: rows around centres have no mirrored ones; leave it out")
+
+    @property
+    def one_map(self) -> bool:
+        return self.kernel != "softmax"
+
+    @property
+    def until_fitted(self) -> str:
+        return "no centres yet, so it takes zeros: " + (
+            "the features of FAVOR+" if self.weights == "unbiased" else "uniform attention")
+
+    def of_size(self, m: int) -> "Mixture":
+        return replace(self, size=m)
+
+    def unfitted(self, d: int) -> MixtureParams:
+        return MixtureParams(torch.eye(d), torch.zeros(self.size, d), torch.full((1, self.size), -math.log(self.size)))
+
+    def admitted(self, params: MixtureParams) -> MixtureParams:
+        return params  # any balance that has an inverse, and any centres
+
+    # ---- features
+
+    def exponent(self, noise, params):
+        centres = params.centres.to(noise.sq_norm)
+        if self.weights == "fitted":
+            return centres, None, params.log_weights.to(centres) / 2
+        rows = centres + noise.rows()
+        return rows, None, -(centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True) / 2
+
+    def log_relative_second_moment(self, x, y, params) -> Tensor:
+        """Not in closed form but for one centre, exp |s - c|^2."""
+        if self.weights == "fitted" or params.centres.shape[-2] > 1:
+            return FeatureMap.log_relative_second_moment(self, x, y, params)
+        G, ndim = params.balance, max(x.ndim, y.ndim)
+        if G is not None:
+            x, y = paired(x.double(), G.double(), ndim), paired(y.double(), inverse_transposed(G.double()), ndim)
+        return (x + y - align(params.centres.double(), x, y)).square().sum(-1)
+
+    # ---- fit
+
+    def fit(self, stats: Statistics) -> MixtureParams:
+        """To sets of vectors: a query meets all keys of its set."""
+        (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
+        params = self.fit_sequences([x[None] for x in xs], [y[None] for y in ys])
+        return MixtureParams(*(None if t is None else t.reshape(*batch, *t.shape[1:]) for t in params))
+
+    def fit_sequences(self, x: Iterable[Tensor], y: Iterable[Tensor], causal: bool = False) -> MixtureParams:
+        """To sequences, x (B, L, d) and y (B, S, d) of each head: a query meets the keys of its sequence; causal:
+        those up to its own place."""
+        if self.size is None:
+            raise ValueError("a mixture has as many centres as projections: fit mixture.of_size(m)")
+        of_heads = [self._of_head(*(check_finite(t.double(), "mixture") for t in pair), causal)
+                    for pair in zip(x, y, strict=True)]
+        return MixtureParams(*(None if each[0] is None else torch.stack(each) for each in zip(*of_heads)))
+
+    def _of_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
+        G, generator = None, torch.Generator().manual_seed(0)
+        if self.kernel == "softmax":
+            G = balance(*(Moments.of(t.flatten(0, 1)).covariance for t in (x, y)))
+            x, y = x @ G, y @ torch.linalg.inv(G)
+        seen = torch.ones(x.shape[1], y.shape[1], dtype=torch.bool, device=x.device)
+        seen = seen.tril() if causal else seen
+        exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+        s = x.unsqueeze(2) + self._attended(y, exact, seen, generator)
+        centres, count = k_means(s.flatten(0, 2), self.size)
+        start = count.clamp(min=1).log() - sq_norm(centres).mT / 2
+        if self.weights == "fitted":
+            some = torch.randperm(x.shape[1], generator=generator)[:QUERIES].to(x.device)
+            start = fitted_weights(x[:, some], y, centres, start, exact[:, some], seen[some])
+        return MixtureParams(G, centres, start)
+
+    def _attended(self, y: Tensor, exact: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
+        """Keys that each query meets, (B, L, n, d)."""
+        n = max(KEYS, -(-PAIRS * self.size // exact[..., 0].numel()))
+        shares = torch.lerp(exact, (seen / seen.sum(-1, keepdim=True)).to(exact), UNIFORM)
+        drawn = torch.multinomial(shares.flatten(0, 1).cpu(), n, replacement=True, generator=generator).to(y.device)
+        return y[torch.arange(len(y), device=y.device).view(-1, 1, 1), drawn.view(*exact.shape[:2], n)]
+
+
+def k_means(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Centres (count, d) of points (n, d) and how many are nearest to each (1, count), after a few rounds."""
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different points: some centres are equal
+        found = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=0).fit(
+            points.float().cpu().numpy())
+    return (torch.from_numpy(found.cluster_centers_).to(points),
+            torch.bincount(torch.from_numpy(found.labels_).long(), minlength=count)[None].to(points))
+
+
+def fitted_weights(x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor) -> Tensor:
+    """log a (1, m) of least KL divergence from exact attention (B, L, S) of x (B, L, d) to y (B, S, d), from `start`.
+
+    The divergence is mean_i (log sum_j K_ij - sum_j exact_ij log K_ij) + const, K = sum_r a_r psi_r(x) psi_r(y). Its
+    first term lies below its tangent and the second below the bound of EM. Each update takes the a_r that are least for
+    the sum of these two, and so lowers the divergence.
+    """
+    log_q, log_k = x @ rows.mT + start, y @ rows.mT - sq_norm(y) / 2
+    top = log_k.amax((0, 1))
+    log_q = log_q + top
+    q, k, exact = (log_q - log_q.amax(-1, keepdim=True)).exp().float(), (log_k - top).exp().float(), exact.float()
+    sums, weights = seen.float() @ k, torch.ones_like(q[0, 0])
+    for _ in range(UPDATES):
+        weighted = q * weights
+        total = (weighted * sums).sum(-1, keepdim=True)
+        ratio = exact / (weighted @ k.mT + TINY * total)
+        weights = weights * (q * (ratio @ k)).sum((0, 1)) / (q * sums / total).sum((0, 1)).clamp(min=TINY)
+    return start + weights.clamp(min=1e-30).log()
