@@ -21,8 +21,8 @@ from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Nested, leaves, mapped
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
-SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each; or of each sequence
-SEQUENCES = 8  # of a calibration
+SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each
+SHORTEST, MORE = 16, 8  # tokens that stand for a sequence, at least; samples of sequences in a calibration
 SIDES = ("queries", "keys")
 
 
@@ -268,8 +268,9 @@ class FittedOnce(nn.Module):
 class FittedToSequences(FittedOnce):
     """State of a map that is fitted to sequences (`phi.on_sequences`), for each query head.
 
-    It takes SAMPLE tokens, in order, of one sequence of the first training pass, or of the first SEQUENCES of a
-    calibration, at its end. Calibration passes are exact attention: deeper layers see what they saw before the swap.
+    It takes SAMPLE tokens of the first training pass, whole sequences or some tokens of a longer one, in order; or MORE
+    times as many of a calibration, at its end. passes: how many tokens of a sequence are noted. Calibration passes are
+    exact attention: deeper layers see what they saw before the swap.
     """
 
     def __init__(self, phi: FeatureMap, heads: int, d: int, trained: bool, causal: bool):
@@ -282,22 +283,29 @@ class FittedToSequences(FittedOnce):
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         if self.seen is None and (self.settled or int(self.passes)):
             return
-        samples = {side: _of_all_ranks(sequences(t[:SEQUENCES], mask, self.vectors))
+        lengths = [rows.shape[1] for rows in (self.seen or {}).get("keys", ())]
+        tokens = lengths[0] if lengths else min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
+        most = self.vectors // tokens * (1 if self.seen is None else MORE)
+        samples = {side: _thinned(_of_all_ranks(sequences(t[:most], mask, tokens)), most)
                    for side, t, mask in zip(SIDES, (x, repeat_heads(y, self.heads)), (x_mask, y_mask))}
         if self.seen is not None:
-            self.seen = {side: [*rows, *samples[side].unbind(1)][:SEQUENCES] for side, rows in self.seen.items()}
+            self.seen = {side: [*rows, *samples[side].unbind(1)][:most] for side, rows in self.seen.items()}
             return
         for side, rows in samples.items():
-            setattr(self, side, rows[:, 0].contiguous())
-        self.passes.add_(1)
+            getattr(self, side).fill_(torch.nan)[:, :rows.shape[1] * tokens] = rows.flatten(1, 2)
+        self.passes.fill_(tokens)
 
     def calibrate(self, begin: bool) -> None:
         if not begin and self.seen and self.seen["keys"]:
             self._fit({side: torch.stack(rows, 1) for side, rows in self.seen.items()})
         super().calibrate(begin)
 
+    def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
+        """There is always the same."""
+
     def _params_of(self, x: Tensor, y: Tensor) -> Params:
-        x, y = (t if t.ndim == 4 else t.unsqueeze(1) for t in (x, y))
+        if x.ndim == 3:
+            x, y = (t.unflatten(1, (-1, int(self.passes))) for t in (x, y))
         there = (x.isfinite() & y.isfinite()).all(-1).all(-1)[0]
         return self.phi.fit_sequences(x[:, there], y[:, there], self.causal)
 
