@@ -1,10 +1,11 @@
 """Pretrained models with another attention, without training: task=swap_text, a language model on new text and on
-repeated passages; task=swap_embeddings, an encoder of sentences.
+repeated passages; task=swap_embeddings, an encoder of sentences; task=swap_images, a vision transformer.
 
 Models are those of `python -m crt_exp.data fetch`, or folders. Exact attention reads each row once in a process.
 Notation: L tokens of a row, n predicted tokens, B documents.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.swap.bench import AT_ONCE, UNSURE, Bench, TextBench, quiet
+from crt_exp.data import images
 from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.options import Count, checked
 from crt_exp.measure import SwapMeasurement
@@ -30,7 +32,7 @@ from crt_exp.swap.saved import fetched
 
 APART = 8192                  # tokens between the starts of two rows, so that lengths share their documents
 CHARACTERS = 1_500_000        # of a split that are read
-FITTED, FITTED_ROWS, FITTED_PIECES = 1024, 2, 4      # tokens and rows of SmolLM2, and pieces of an encoder, for fitting
+FITTED = 1024                 # tokens of a row that a language model is fitted to, at most
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -75,8 +77,18 @@ def opened(model: str) -> Opened:
 # ---- rows
 
 
+Fitted = Literal["train", "code"]     # what attention is fitted to: the training text, or another kind of text
+
+
+def code() -> str:
+    """Source text of Python's own modules."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py")))
+
+
 def plain_text(split: str) -> str:
-    """WikiText-2 without the blanks of its tokenisation."""
+    """A split of WikiText-2 without the blanks of its tokenisation, or "code"."""
+    if split == "code":
+        return code()[:CHARACTERS]
     lines = lines_of([official_file("wikitext2", split)], "<unk>")
     text, size = [], 0
     for line in lines:
@@ -135,9 +147,9 @@ def read(model: nn.Module, row: Row) -> Reading:
     return Reading(torch.cat(nats), torch.cat(best))
 
 
-def bench_of(model: str, row: Row, length: int) -> TextBench:
-    """Attention is fitted to rows of the training text."""
-    fitted_to = [passage(model, "train", i, min(length, FITTED)) for i in range(FITTED_ROWS)]
+def bench_of(model: str, row: Row, length: int, fit: int, fit_text: str) -> TextBench:
+    """Attention is fitted to `fit` rows of a text."""
+    fitted_to = [passage(model, fit_text, i, min(length, FITTED)) for i in range(fit)]
     return TextBench(opened(model).model, row.ids, torch.stack(fitted_to))
 
 
@@ -165,19 +177,21 @@ def in_type(model: nn.Module, dtype: str) -> nn.Module:
 class SwapText(SwapMeasurement):
     """task=swap_text: a language model on row number `seed` of a kind. `nats` a token, their increase over exact
     attention `above`, and the share of tokens `agrees` where exact attention predicts the same one. With dtype the
-    model computes in that type, with exact attention."""
+    model computes in that type, with exact attention. Attention is fitted to `fit` rows of `fit_text`."""
 
     metric = "above"
 
-    def __init__(self, model: str, kind: Literal[*ROWS], length: Count, dtype: Literal[*DTYPES] | None):
+    def __init__(self, model: str, kind: Literal[*ROWS], length: Count, dtype: Literal[*DTYPES] | None, fit: Count,
+                 fit_text: Fitted):
         self.model, self.kind, self.length, self.dtype = model, kind, length, dtype
+        self.fit, self.fit_text = fit, fit_text
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         row, exact = exact_of(self.model, self.kind, self.length, seed)
         found = exact
         if not mechanism.is_exact or self.dtype:
-            bench = bench_of(self.model, row, self.length)
+            bench = bench_of(self.model, row, self.length, self.fit, self.fit_text)
             with arranged(mechanism, bench, bench.model, seed, self.dtype) as reader:
                 found = read(reader, row)
         yield {"nats": float(found.nats.mean()), "above": float((found.nats - exact.nats).mean()),
@@ -196,21 +210,60 @@ def encoder(model: str) -> tuple[nn.Module, Any]:
 @checked("task")
 class SwapEmbeddings(SwapMeasurement):
     """task=swap_embeddings: the mean state of each of `texts` pieces of WikiText-2 of `length` tokens, and its `cosine`
-    to the mean state with exact attention."""
+    to the mean state with exact attention. Attention is fitted to `fit` pieces of `fit_text`."""
 
     metric, lower_is_better = "mean", False
 
-    def __init__(self, model: str, length: Count, texts: Count):
-        self.model, self.length, self.texts = model, length, texts
+    def __init__(self, model: str, length: Count, texts: Count, fit: Count, fit_text: Fitted):
+        self.model, self.length, self.texts, self.fit, self.fit_text = model, length, texts, fit, fit_text
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         model, tokenizer = encoder(self.model)
-        pieces, training = (torch.from_numpy(local_blocks(official_file("wikitext2", split), tokenizer, self.length,
-                                                          FOLDER / "tokens").astype(np.int64))
-                            for split in ("valid", "train"))
+        def of_wikitext2(split: str) -> Tensor:
+            file = official_file("wikitext2", split)
+            return torch.from_numpy(local_blocks(file, tokenizer, self.length, FOLDER / "tokens").astype(np.int64))
+
+        pieces = of_wikitext2("valid")
         pieces = pieces[::max(len(pieces) // self.texts, 1)][:self.texts]
+        if self.fit_text == "code":
+            training = Opened(model, tokenizer).encoded(code()[:CHARACTERS])[:self.fit * self.length]
+        else:
+            training = of_wikitext2("train")[:self.fit]
         exact = model(input_ids=pieces).last_hidden_state.mean(1)
-        with Bench(model, training=[training[:FITTED_PIECES]]).swapped(attention_of(mechanism)):
+        with Bench(model, training=[training.view(self.fit, self.length)]).swapped(attention_of(mechanism)):
             cosine = F.cosine_similarity(model(input_ids=pieces).last_hidden_state.mean(1), exact)
+        yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
+
+
+# ---- a vision transformer
+
+
+@checked("task")
+class SwapImages(SwapMeasurement):
+    """task=swap_images: the state of a vision transformer for each of `images` pictures of the validation split of
+    `size` pixels, and its `cosine` to that with exact attention. Attention is fitted to `fit` training images."""
+
+    metric, lower_is_better = "mean", False
+
+    def __init__(self, model: str, dataset: str, size: Count, images: Count, fit: Count):
+        self.model, self.dataset, self.size, self.images, self.fit = model, dataset, size, images, fit
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        import timm
+
+        model = timm.create_model(f"local-dir:{folder_of(self.model)}", pretrained=True, img_size=self.size).eval()
+        mean, deviation = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
+        splits = images.load(self.dataset)
+
+        def batch(split: str, count: int) -> Tensor:
+            places = np.linspace(0, len(splits[split].labels) - 1, count).astype(int)
+            pixels = np.stack([images.squared(splits[split], i, self.size, 3) for i in places])
+            return (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / deviation
+
+        judged = batch("val", self.images)
+        exact = model(judged)
+        with Bench(model, training=[batch("train", self.fit)]).swapped(attention_of(mechanism)):
+            cosine = F.cosine_similarity(model(judged), exact)
         yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}

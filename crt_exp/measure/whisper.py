@@ -51,11 +51,11 @@ def utterances(subset: str) -> list[speech.Utterance]:
     return found
 
 
-def group(subset: str, count: int, number: int) -> list[speech.Utterance]:
-    """Raises ValueError if the group is incomplete or holds the last utterance, to which attention is fitted."""
+def group(subset: str, count: int, number: int, fit: int) -> list[speech.Utterance]:
+    """Raises ValueError if the group is incomplete or holds one of the last, to which attention is fitted."""
     every = utterances(subset)
     found = every[number * count:(number + 1) * count]
-    if len(found) < count or every[-1] in found:
+    if len(found) < count or (number + 1) * count > len(every) - fit:
         raise ValueError(f"{subset} has {len(every)} utterances: group {number} of {count} is not there")
     return found
 
@@ -65,11 +65,11 @@ def features(processor: Any, utterance: speech.Utterance) -> Tensor:
     return processor(speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt").input_features
 
 
-def encoder_bench(model: str, subset: str) -> Bench:
-    """The encoder; attention is fitted to the last utterance, which is not evaluated."""
+def encoder_bench(model: str, subset: str, fit: int) -> Bench:
+    """The encoder; attention is fitted to the last utterances, which are not evaluated."""
     made, processor = load(model)
-    last = utterances(subset)[-1]
-    return Bench(made.get_encoder(), training=[{"input_features": features(processor, last)}])
+    last = [{"input_features": features(processor, each)} for each in utterances(subset)[-fit:]]
+    return Bench(made.get_encoder(), training=last)
 
 
 def transcript(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tensor:
@@ -112,18 +112,18 @@ def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor
 @checked("task")
 class SwapSpeech(SwapMeasurement):
     """task=swap_speech: `wer` of the group number `seed` of `count` utterances. With dtype the whole model computes in
-    that type, with exact attention."""
+    that type, with exact attention. Attention is fitted to `fit` other utterances."""
 
     metric = "wer"
 
-    def __init__(self, model: str, subset: str, count: Count, dtype: Literal[*DTYPES] | None):
-        self.model, self.subset, self.count, self.dtype = model, subset, count, dtype
+    def __init__(self, model: str, subset: str, count: Count, dtype: Literal[*DTYPES] | None, fit: Count):
+        self.model, self.subset, self.count, self.dtype, self.fit = model, subset, count, dtype, fit
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         made, processor = load(self.model)
-        spoken = group(self.subset, self.count, seed)
-        bench = encoder_bench(self.model, self.subset)
+        spoken = group(self.subset, self.count, seed, self.fit)
+        bench = encoder_bench(self.model, self.subset, self.fit)
         with arranged(mechanism, bench, made, seed, self.dtype) as model:
             written = [transcript(model, processor, each) for each in spoken]
         yield {"wer": word_error_rate(processor, spoken, written)}
@@ -142,9 +142,9 @@ class Dictation(Measurement):
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         made, processor = load(self.model)
-        spoken = group(self.subset, self.count, seed)
+        spoken = group(self.subset, self.count, seed, 1)
         exact = [exact_transcript(self.model, self.subset, each.name) for each in spoken]
-        bench = encoder_bench(self.model, self.subset)
+        bench = encoder_bench(self.model, self.subset, 1)
         with bench.swapped(None if mechanism.is_exact else replace(mechanism, seed=seed)), quiet():
             found = [token_losses(made, processor, each, tokens) for each, (tokens, _) in zip(spoken, exact)]
         nats, agrees = (torch.cat(parts).mean().item() for parts in zip(*found))
