@@ -276,7 +276,7 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
     """Raises ValueError where this map has nothing of that kind to train, and for new rows in place of trained ones."""
     if learn != "none" and not phi.trainable:
         raise ValueError(f"learn = {learn}: {type(phi).__name__} has nothing that can be trained; maps that have: pos, "
-                         "hyp, oprf, sderf, hedgehog")
+                         "hyp, oprf, sderf, mixture, hedgehog")
     if learn == "parameters" and not (phi.fitted or phi.learned):
         raise ValueError(f"learn = parameters: {phi} has none; learn = projections trains its rows")
     if redraw_every and (phi.learned or learn == "projections"):

@@ -1,4 +1,4 @@
-"""task=swap_text, swap_embeddings and swap_speech on tiny models with random weights."""
+"""task=swap_text, swap_embeddings, swap_images and swap_speech on tiny models with random weights."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def reader(monkeypatch):
 
 
 def read(arm, kind, length=512, seed=0, dtype=None):
-    [found] = pretrained.SwapText("", kind, length, dtype).rows(replace(Mechanism.parse(arm), seed=seed), seed)
+    [found] = pretrained.SwapText("", kind, length, dtype, 2, "train").rows(replace(Mechanism.parse(arm), seed=seed), seed)
     return found
 
 
@@ -112,7 +112,27 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch):
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
-    [found] = pretrained.SwapEmbeddings("", 128, 3).rows(Mechanism.parse(arm), 0)
+    for text in ("train", "code"):
+        [found] = pretrained.SwapEmbeddings("", 128, 3, 4, text).rows(Mechanism.parse(arm), 0)
+        assert len(found["cosine"]) == 3 and (min(found["cosine"]) > 1 - 1e-5) == (arm == "exact")
+
+
+def test_code_is_another_text():
+    assert "import os" in pretrained.plain_text("code") and len(pretrained.plain_text("code")) == pretrained.CHARACTERS
+
+
+@pytest.mark.parametrize("arm", ["exact", "uniform", "favorpp m=8", "favormix m=8"])
+def test_images_are_seen_with_each_attention(arm, tmp_path, monkeypatch):
+    import timm
+    from timm.models import save_for_hf
+
+    torch.manual_seed(0)
+    made = timm.create_model("vit_tiny_patch16_224", num_classes=0, img_size=32, depth=1, init_values=1.0)
+    save_for_hf(made, tmp_path, model_args={"img_size": 32, "depth": 1, "init_values": 1.0})
+    digits = {split: replace(each, sources=each.sources.repeat(4, 1).repeat(4, 2))
+              for split, each in pretrained.images.digits().items()}
+    monkeypatch.setattr(pretrained.images, "load", lambda dataset: digits)
+    [found] = pretrained.SwapImages(str(tmp_path), "digits", 32, 3, 4).rows(Mechanism.parse(arm), 0)
     assert len(found["cosine"]) == 3 and (min(found["cosine"]) > 1 - 1e-5) == (arm == "exact")
 
 
@@ -127,7 +147,7 @@ def test_baselines_refuse_padding():
 @pytest.mark.parametrize("arm", [*ARMS, "bfloat16"])
 def test_speech_is_heard_with_each_attention(speaker, arm):
     dtype = "bfloat16" if arm == "bfloat16" else None
-    probe = whisper.SwapSpeech("", "train", 2, dtype)
+    probe = whisper.SwapSpeech("", "train", 2, dtype, 1)
     mechanism = Mechanism.parse("exact" if dtype else arm)
     [found] = probe.rows(mechanism, 1)
     assert found["wer"] > 0 and [found] == [*probe.rows(mechanism, 1)]
@@ -135,7 +155,7 @@ def test_speech_is_heard_with_each_attention(speaker, arm):
 
 def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
     with pytest.raises(ValueError, match="train has 5 utterances: group 0 of 5 is not there"):
-        [*whisper.SwapSpeech("", "train", 5, None).rows(Mechanism.parse("exact"), 0)]
+        [*whisper.SwapSpeech("", "train", 5, None, 1).rows(Mechanism.parse("exact"), 0)]
 
 
 @pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])
