@@ -43,7 +43,8 @@ def reader(monkeypatch):
 
 
 def read(arm, kind, length=512, seed=0, dtype=None):
-    [found] = pretrained.SwapText("", kind, length, dtype, 2, "train").rows(replace(Mechanism.parse(arm), seed=seed), seed)
+    task = pretrained.SwapText("", kind, length, dtype, 2, "train")
+    [found] = task.rows(replace(Mechanism.parse(arm), seed=seed), seed)
     return found
 
 
