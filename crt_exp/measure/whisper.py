@@ -132,19 +132,20 @@ class SwapSpeech(SwapMeasurement):
 @checked("task")
 class Dictation(Measurement):
     """task=dictation: without training, of the group number `seed` of `count` utterances: nats a token `above` those
-    of exact attention, and `agrees`, the share of tokens that are the most likely ones."""
+    of exact attention, and `agrees`, the share of tokens that are the most likely ones. Attention is fitted to `fit`
+    other utterances."""
 
     metric = "above"
 
-    def __init__(self, model: str, subset: str, count: Count):
-        self.model, self.subset, self.count = model, subset, count
+    def __init__(self, model: str, subset: str, count: Count, fit: Count):
+        self.model, self.subset, self.count, self.fit = model, subset, count, fit
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         made, processor = load(self.model)
-        spoken = group(self.subset, self.count, seed, 1)
+        spoken = group(self.subset, self.count, seed, self.fit)
         exact = [exact_transcript(self.model, self.subset, each.name) for each in spoken]
-        bench = encoder_bench(self.model, self.subset, 1)
+        bench = encoder_bench(self.model, self.subset, self.fit)
         with bench.swapped(None if mechanism.is_exact else replace(mechanism, seed=seed)), quiet():
             found = [token_losses(made, processor, each, tokens) for each, (tokens, _) in zip(spoken, exact)]
         nats, agrees = (torch.cat(parts).mean().item() for parts in zip(*found))
