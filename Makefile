@@ -36,9 +36,11 @@ hadamard      := hadamard
 swap          := fidelity pretrained
 recall        := recall copying
 adapt         := adapt adapt-smollm2
+mixture       := mixture
 sampling      := sampling
 PAGES   := crt_variance crt_uci crt_glue crt_speech crt_vit perf_error perf_redraw perf_proteins perf_kernels perf_maps \
-           perf_long perf_speed hrf_kernels hrf_language hrf_speech hrf_robotics hadamard swap recall adapt sampling
+           perf_long perf_speed hrf_kernels hrf_language hrf_speech hrf_robotics hadamard swap mixture recall adapt \
+           sampling
 TARGETS := $(sort $(PAGES) $(foreach page,$(PAGES),$($(page))))
 
 .DEFAULT_GOAL := help

@@ -44,7 +44,7 @@ TINY = 1e-8
 class MixtureParams(NamedTuple):
     balance: Tensor | None   # G (..., d, d), symmetric; None: I
     centres: Tensor          # (..., m, d)
-    log_weights: Tensor      # fitted log a (..., 1, m)
+    log_weights: Tensor      # fitted log a_r + |w_r|^2 / 2, what the row counts at s = w_r, (..., 1, m)
 
     shift = None             # of Dense: it is in the centres
 
@@ -90,7 +90,7 @@ class Mixture(Dense):
     def exponent(self, noise, params):
         centres = params.centres.to(noise.sq_norm)
         if self.weights == "fitted":
-            return centres, None, params.log_weights.to(centres) / 2
+            return centres, None, (params.log_weights.to(centres) - sq_norm(centres).mT / 2) / 2
         rows = centres + noise.rows()
         return rows, None, -(centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True) / 2
 
@@ -135,9 +135,9 @@ class Mixture(Dense):
         if not causal:
             drawn = orthogonal(self.size, x.shape[-1], generator, dtype=torch.float64).rows()
             centres = centres + DEVIATION * drawn.to(centres)
-        start = count.clamp(min=1).log() - sq_norm(centres).mT / 2
         some = torch.randperm(x.shape[1], generator=generator)[:QUERIES].to(x.device)
-        return MixtureParams(G, centres, fitted_weights(x[:, some], y, centres, start, exact[:, some], seen[some]))
+        return MixtureParams(G, centres, fitted_weights(x[:, some], y, centres, count.clamp(min=1).log(),
+                                                        exact[:, some], seen[some]))
 
     def _attended(self, y: Tensor, exact: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
         """Keys that each query meets, (B, L, n, d)."""
@@ -161,13 +161,14 @@ def k_means(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def fitted_weights(x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor) -> Tensor:
-    """log a (1, m) of least KL divergence from exact attention (B, L, S) of x (B, L, d) to y (B, S, d), from `start`.
+    """log a_r + |w_r|^2 / 2 (1, m), from `start`, of least KL divergence from exact attention (B, L, S) of x (B, L, d)
+    to y (B, S, d).
 
     The divergence is mean_i (log sum_j K_ij - sum_j exact_ij log K_ij) + const, K = sum_r a_r psi_r(x) psi_r(y). Its
     first term lies below its tangent and the second below the bound of EM. Each update takes the a_r that are least for
     the sum of these two, and so lowers the divergence.
     """
-    log_q, log_k = x @ rows.mT + start, y @ rows.mT - sq_norm(y) / 2
+    log_q, log_k = x @ rows.mT + start - sq_norm(rows).mT / 2, y @ rows.mT - sq_norm(y) / 2
     top = log_k.amax((0, 1))
     log_q = log_q + top
     q, k, exact = (log_q - log_q.amax(-1, keepdim=True)).exp().float(), (log_k - top).exp().float(), exact.float()

@@ -15,11 +15,14 @@ from crt_exp.report.rows import CONFLICT, WORDS, Tested, read_rows
 from crt_exp.report.pages import claims_frame, to_markdown
 from crt_exp.runner.run import write_atomic
 
-METHODS = {"near-far": "nearfar exact_until=0", "FAVOR#": "favorsharp m=256", "FAVOR++": "favorpp m=256",
+METHODS = {"near-far": "nearfar exact_until=0", "mixture": "", "FAVOR#": "favorsharp m=256", "FAVOR++": "favorpp m=256",
            "FAVOR+": "favorp m=256", "Hedgehog": "", "ReLU": "relu m=256", "window": ""}
-SPEED = {"near-far": "nearfar", "FAVOR#": "favorsharp", "FAVOR++": "favorpp", "FAVOR+": "favorp", "window": "window"}
+SPEED = {"near-far": "nearfar", "mixture": "favormix", "FAVOR#": "favorsharp", "FAVOR++": "favorpp", "FAVOR+": "favorp", "window": "window"}
 LENGTHS = (1024, 4096, 16384)
+MIXTURE = {"mixture": "favormix", "FAVOR#": "favorsharp", "FAVOR++": "favorpp", "FAVOR+": "favorp",
+           "near-far": "nearfar"}
 LEARNED = {"FAVOR++": "favorpp m=256 learn=projections", "Hedgehog": "hedgehog m=128",
+           "mixture": "favormix m=256 learn=parameters",
            "FAVOR#": "favorsharp m=128 learn=parameters", "window": "window block=64 first=16"}
 
 
@@ -64,6 +67,10 @@ SWAPPED = [
     *(Setting("crt_glue", "loss", {"sweep": "encoders", "model": model, "step": 0}, {"near-far": near})
       for model, near in SMALL.items()),
     Setting("perf_redraw", "loss", {"sweep": "redraw/swap", "split": "test"}),
+    Setting("mixture", "above", {"sweep": "mixture", "model": "SmolLM2, 512 tokens, nats", "columns": ["", "256"]},
+            MIXTURE, above=True),
+    Setting("mixture", "cosine", {"sweep": "mixture", "model": "MiniLM, cosine", "columns": ["", "256"]},
+            MIXTURE, sign=-1, least=0.3),
     *(Setting("swap", "above", {"sweep": "pretrained", **SMOLLM2, "text": text},
               {"near-far": "nearfar", "window": "window block=64 first=16"}, above=True)
       for text in ("new text", "repeated"))]

@@ -89,6 +89,7 @@ def test_error_of_several_centres_by_quadrature():
 # ---- fitted weights
 
 def divergence(log_weights, x, y, rows, exact, seen):
+    log_weights = log_weights - rows.square().sum(-1) / 2
     of_keys = y @ rows.mT - y.square().sum(-1, keepdim=True) / 2
     log_k = (x @ rows.mT + log_weights).unsqueeze(-2) + of_keys.unsqueeze(1)
     log_k = log_k.logsumexp(-1).masked_fill(~seen, -torch.inf).log_softmax(-1)
