@@ -6,7 +6,8 @@ from crt_exp.report.plots import panels
 LEARNED = ["favorpp m=64 learn=projections", "favorsharp m=32 learn=parameters", "hedgehog m=32",
            "favormix m=64 learn=parameters"]
 LABELS = {"exact": "exact", "uniform": "uniform", **dict(zip(LEARNED, [
-    "FAVOR++ (projections learned)", "FAVOR# (parameters learned)", "Hedgehog", "mixture (learned)"])), "window block=4 first=2": "window"}
+    "FAVOR++ (projections learned)", "FAVOR# (parameters learned)", "Hedgehog", "mixture (parameters learned)"])),
+    "window block=4 first=2": "window"}
 SMOL = dict(zip(["exact", "uniform", "favorpp m=256 learn=projections", "favorsharp m=128 learn=parameters",
                  "hedgehog m=128", "favormix m=256 learn=parameters", "window block=64 first=16"], LABELS.values()))
 MODELS, TEXTS = ["copying", "causal", "vision"], {"new": "new text", "repeated": "repeated passages"}

@@ -17,7 +17,8 @@ from crt_exp.runner.run import write_atomic
 
 METHODS = {"near-far": "nearfar exact_until=0", "mixture": "", "FAVOR#": "favorsharp m=256", "FAVOR++": "favorpp m=256",
            "FAVOR+": "favorp m=256", "Hedgehog": "", "ReLU": "relu m=256", "window": ""}
-SPEED = {"near-far": "nearfar", "mixture": "favormix", "FAVOR#": "favorsharp", "FAVOR++": "favorpp", "FAVOR+": "favorp", "window": "window"}
+SPEED = {"near-far": "nearfar", "mixture": "favormix", "FAVOR#": "favorsharp", "FAVOR++": "favorpp", "FAVOR+": "favorp",
+         "window": "window"}
 LENGTHS = (1024, 4096, 16384)
 MIXTURE = {"mixture": "favormix", "FAVOR#": "favorsharp", "FAVOR++": "favorpp", "FAVOR+": "favorp",
            "near-far": "nearfar"}

@@ -153,6 +153,12 @@ def test_nearer_than_one_gaussian_on_clusters(causal):
         assert error(calibrated("favormix", causal, **{"features.weights": weights}), *clustered()) < 0.8 * others
 
 
+def test_half_precision_keeps_it():
+    layer = calibrated("favormix")
+    before = error(layer, *clustered())
+    assert error(layer.bfloat16(), *clustered()) < 1.1 * before
+
+
 def test_calibration_passes_are_exact_and_the_map_is_that_of_all_of_them():
     layer = Mechanism.of("favormix", m=16).layer(2, 8).eval()
     q, k, v = clustered(seed=1)
