@@ -23,8 +23,8 @@ NEAR_FAR = "#0072B2"
 # In the order of the reports. Indefinite maps are cold and positive ones warm (Okabe-Ito, safe for colour blindness).
 MAPS = {"trig": "#56B4E9", "gerf": "#8C7AE6", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
         "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
-        "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "auto": "#B35C5C", "pois_plus": "#CC79A7",
-        "geom_plus": "#882255"}
+        "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "mixture": "#6E0F8B", "auto": "#B35C5C",
+        "pois_plus": "#CC79A7", "geom_plus": "#882255"}
 # Of samplers, none of them that of a map, of near-far or of exact attention.
 SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "sobol": "#3949AB", "halton": "#8C6D31",
             "hadamard": "#B5651D", "givens": "#546E7A"}
@@ -34,7 +34,7 @@ CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "t
           "hybrid-cluster": "clustered", "near-far": "nearfar"}  # maps by the names that papers give them
 KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#CC79A7", "gelu": "#009E73",
            "cos": "#E69F00", "tanh": "#808000"}  # of generalised attention; relu is a choice of attention
-LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "elu": "ELU",
+LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "favormix": "mixture", "elu": "ELU",
           "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog", "smreg": "SMREG", "linformer": "Linformer",
           "reformer": "Reformer"}  # of attention, as papers call it
 

@@ -16,14 +16,16 @@ LABELS = {"uniform": "uniform", "favorp": "FAVOR+", "favorpp": "FAVOR++", "favor
           DRAWN: "mixture, unbiased", "nearfar": "near-far", "exact": "exact"}
 MINILM, SMOLLM2 = "MiniLM, cosine", "SmolLM2, 512 tokens, nats"
 LONG, VISION = "SmolLM2, 2048 tokens, nats", "ViT-S, cosine"
-SPEECH, WRITTEN = "Whisper, word errors, %", "Whisper, nats"
+SPEECH, WRITTEN, HEADS = "Whisper, word errors, %", "Whisper, nats", "MiniLM, relative error of attention"
 TASKS = {  # task, metric, seeds
     MINILM: ("task=swap_embeddings task.model=models/minilm task.length=512 task.fit=8", "cosine", 1),
     SMOLLM2: ("task=swap_text task.model=models/smollm2-135m task.length=512 task.fit=8", "above", 4),
     LONG: ("task=swap_text task.model=models/smollm2-135m task.length=2048 task.fit=8", "above", 3),
     SPEECH: ("task=swap_speech task.fit=8", "wer", 3),
     WRITTEN: ("task=dictation task.fit=8", "above", 3),
-    VISION: ("task=swap_images task.dataset=imagenette2-224", "cosine", 1)}
+    VISION: ("task=swap_images task.dataset=imagenette2-224", "cosine", 1),
+    HEADS: ("task=fidelity task.model=${oc.env:CRT_DATA}/models/minilm task.text=valid task.calibration=train "
+            "task.length=512 task.calibration_texts=8", "attention_error", 1)}
 
 
 def arm(method: str, columns: int) -> str:
@@ -49,21 +51,24 @@ def fine_tuned(methods) -> list:
 page = Page(
     "mixture",
     title="Positive features that follow the queries and keys of a calibration",
-    finding="",
+    finding="Without training, 16 columns of the mixture lose less in SmolLM2-135M than 256 of FAVOR# (3.06 against 3.77 "
+            "nats; 256 of the mixture: 1.99). In MiniLM it is nearer to exact attention at every number of columns, in "
+            "a ViT as near, in Whisper useless as all random features are.",
     small={
         "mixture": [*swapped(MINILM, FIXED), *swapped(MINILM, FEATURES, COLUMNS),
                     *swapped(SMOLLM2, ["uniform"]), *swapped(SMOLLM2, FEATURES, COLUMNS[:3]),
                     *swapped(LONG, ["uniform"]), *swapped(LONG, ["favorpp", "favorsharp", FITTED], [256]),
                     *swapped(SPEECH, ["exact", "uniform"]), *swapped(SPEECH, FEATURES, [64, 256]),
                     *swapped(WRITTEN, [method for method in FEATURES if method != "favorp"], [256]),
-                    *swapped(VISION, FIXED), *swapped(VISION, FEATURES, COLUMNS)],
+                    *swapped(VISION, FIXED), *swapped(VISION, FEATURES, COLUMNS),
+                    *swapped(HEADS, ["uniform", "nearfar"]), *swapped(HEADS, FEATURES, [64, 256])],
         "mixture/shift": [*swapped(MINILM, [FITTED, DRAWN], [256], "code"),
                           *swapped(SMOLLM2, ["favorsharp", FITTED, DRAWN], [256], "code")],
         "mixture/fine-tuned": fine_tuned(["favorsharp", FITTED])},
     data="models/minilm, models/smollm2-135m, models/whisper-tiny.en, models/vit-s-saliency, WikiText-2, LibriSpeech, "
          "Imagenette, GLUE",
     columns=["model", "text", "method", "columns", "lr", "split"],
-    metrics=["cosine", "above", "wer", "accuracy"],
+    metrics=["cosine", "above", "wer", "attention_error", "accuracy"],
     reduced=False,
     measured=[
         "Attention of all layers is replaced, of Whisper in the encoder, without training. FAVOR#, which makes two "
@@ -86,14 +91,13 @@ def cells(rows: Rows, name: str, method: str, columns, **where) -> pd.Series:
 def claims(rows: Rows) -> list[Claim]:
     made = []
     for name, (_, metric, _) in TASKS.items():
-        if metric == "wer":
-            continue  # all features are near 100%, where losses still differ
+        if name in (SPEECH, HEADS):
+            continue  # word errors are near 100%, where losses still differ, and losses count for more than heads
         sign, unit = (1, "") if metric == "cosine" else (-1, name.rpartition(" ")[2])
-        for method in (FITTED, DRAWN):
-            made.append(Claim(
-                f"{name.rpartition(',')[0]}: {LABELS[method]} is nearer to exact attention than FAVOR#", {
-                    f"{n} columns": found for n in COLUMNS if len(found := sign * (
-                        cells(rows, name, method, n) - cells(rows, name, "favorsharp", n)).dropna())}, unit=unit))
+        made.append(Claim(
+            f"{name.rpartition(',')[0]}: the mixture is nearer to exact attention than FAVOR#", {
+                f"{n} columns": found for n in COLUMNS if len(found := sign * (
+                    cells(rows, name, FITTED, n) - cells(rows, name, "favorsharp", n)).dropna())}, unit=unit))
     return made
 
 
@@ -101,8 +105,8 @@ def table(rows: Rows, columns, methods=LABELS) -> pd.DataFrame:
     """columns: name -> (task, number of columns, what else selects)."""
     made = {}
     for title, (name, n, where) in columns.items():
-        metric = TASKS[name][1]
-        made[title] = {LABELS[method]: f"{mean_ci(found):{'.1f' if metric == 'wer' else '.3f'}}" for method in methods
+        made[title] = {LABELS[method]: f"{found.min():.0f} to {found.max():.0f}" if TASKS[name][1] == "wer" else
+                       f"{mean_ci(found):.3f}" for method in methods
                        if len(found := cells(rows, name, method, n, **where))}
     return pd.DataFrame(made, index=[LABELS[method] for method in methods]).dropna(how="all").fillna("").rename_axis(
         "method")
@@ -123,7 +127,8 @@ def tables(rows: Rows):
     return {
         "Without training: cosine of the states to those with exact attention, loss increase over it, word errors":
             table(rows, {**{f"{name}, {n} columns": (name, n, {}) for name in (MINILM, SMOLLM2) for n in (64, 256)},
-                         **{f"{name}, 256 columns": (name, 256, {}) for name in (LONG, WRITTEN, SPEECH, VISION)}}),
+                         **{f"{name}, 256 columns": (name, 256, {})
+                            for name in (LONG, WRITTEN, SPEECH, VISION, HEADS)}}),
         **{f"{name}, by columns": table(rows, {f"{n} columns": (name, n, {}) for n in COLUMNS}, FEATURES)
            for name in TASKS if name not in (LONG, WRITTEN)},
         "Fitted to other text, 256 columns": table(rows, shift, ["favorsharp", FITTED, DRAWN]),
@@ -131,14 +136,15 @@ def tables(rows: Rows):
 
 
 def figure(rows: Rows):
-    fig, axes = panels(4, columns=2)
-    for ax, name in zip(axes, (MINILM, SMOLLM2, SPEECH, VISION)):
+    fig, axes = panels(3)
+    for ax, name in zip(axes, (MINILM, SMOLLM2, VISION)):
         metric = TASKS[name][1]
-        line_plot(ax, rows, "columns", metric, {method: LABELS[method] for method in FEATURES},
-                  100 if metric == "wer" else 1, "x", sweep="mixture", model=name)
+        line_plot(ax, rows, "columns", metric, {method: LABELS[method] for method in FEATURES}, log="x",
+                  dotted=[DRAWN], sweep="mixture", model=name)
         uniform = float(cells(rows, name, "uniform", "").mean())
         ax.axhline(uniform, color=CONTROL, lw=1, ls="--")
         ax.text(ax.get_xlim()[0], uniform, " uniform", va="bottom", color=CONTROL)
-        ax.set(title=name, xlabel="columns", ylabel="higher is better" if metric == "cosine" else "lower is better")
+        ax.set(title=name.rpartition(",")[0], xlabel="columns", ylabel="cosine to exact attention (higher is better)"
+               if metric == "cosine" else "loss increase over exact, nats (lower is better)")
     fig.tight_layout()
     return fig

@@ -133,6 +133,7 @@ def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict
                                                                                        for length in LENGTHS)])
     repeated = {family: mean_ci(loss(rows["swap"], SWAPPED[-1], method)) for family, method in
                 {"near-far": "nearfar", "window": "window block=64 first=16", "FAVOR++": "favorpp m=256"}.items()}
+    mixed = {family: mean_ci(loss(rows["mixture"], SWAPPED[5], MIXTURE[family])) for family in ("mixture", "FAVOR#")}
     further = sum(mean_ci(each).mean + mean_ci(each).half < 0 for each in forest.values())
     closer = sum(mean_ci(each).mean - mean_ci(each).half > 0 for each in forest.values())
     return "\n\n".join([
@@ -142,11 +143,13 @@ def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict
         f"nats, FAVOR++ {repeated['FAVOR++']:.2f}.",
         f"**After fine-tuning: near-far attention.** It loses {_share(tuned, 'near-far')} of what uniform attention "
         f"loses, FAVOR++ {_share(tuned, 'FAVOR++')}. Where a time below is above 1, exact attention is faster.",
+        f"**A causal model with a state of constant size: the mixture.** SmolLM2 with 256 features loses "
+        f"{mixed['mixture']:.2f} nats (512 tokens, without training), FAVOR# {mixed['FAVOR#']:.2f}.",
         "![Loss of SmolLM2 on a repeated passage, and time of attention](results.png)", to_markdown(table).rstrip(),
         "Loss: share of the loss increase of uniform attention, median over settings (range, number of settings); "
         "lower is better. Time: training step relative to exact attention, bidirectional / causal; lower is faster. "
-        "Numbers: [swap](swap.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), [adapt](adapt.md), "
-        "[perf_speed](perf_speed.md).",
+        "Numbers: [swap](swap.md), [mixture](mixture.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), "
+        "[adapt](adapt.md), [perf_speed](perf_speed.md).",
         f"## FAVOR++ against FAVOR+\n\nFAVOR++ is closer to exact attention in {closer} of {len(forest)} settings, "
         f"further from it in {further}.\n\n![FAVOR++ against FAVOR+ in {len(forest)} settings](results-forest.png)",
         "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv).", to_markdown(counts(tested)).rstrip()]) + "\n"
