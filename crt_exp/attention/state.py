@@ -332,10 +332,11 @@ def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
 
 
 def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
-    """`many` vectors of each sequence in order (H, B, many, d), evenly spread over x (B, H, L, d) where mask (B, L) is
-    True; NaN for a sequence where it is not."""
+    """`many` vectors of each sequence in order (H, B, many, d), evenly spread over x (B, H, L, d) where mask (B or more,
+    L) is True; NaN for a sequence where it is not."""
     if mask is None:
         mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
+    mask = mask[:len(x)]
     count = mask.sum(-1, keepdim=True)
     kept = mask.long().argsort(dim=-1, descending=True, stable=True)   # places of kept tokens first
     at = kept.gather(1, torch.arange(many, device=x.device) * count // many)

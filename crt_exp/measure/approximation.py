@@ -84,13 +84,13 @@ class Approximation(SwapMeasurement):
         """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each map's log relative MSE (nats).
 
         All maps have M = the largest m features, independent projections and parameters fitted to the head; `best` has
-        the least. The bias of SMREG counts as error.
+        the least. The bias of SMREG counts as error. A mixture has no closed form and is left out.
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
         maps = {name: by.map() for name in choices("features") if not (by := Mechanism.of(features=name)).own_kernel}
         of_maps = {name: predicted_log_mse(phi, layer, max(self.ms), seed)
-                   for name, phi in maps.items() if phi.estimates}
+                   for name, phi in maps.items() if phi.estimates and not phi.on_sequences}
         return {"layer": i, "path": layer.path, "heads": layer.heads, "mean_sq_sum": means.tolist(),
                 "best": [min(of_maps, key=lambda name: of_maps[name][h]) for h in range(layer.heads)],
                 "log_relative_mse": {name: [_number(v) for v in values] for name, values in of_maps.items()}}
@@ -116,7 +116,7 @@ class Approximation(SwapMeasurement):
             if m is None:
                 pairs["output"] = (whole_output(mechanism, layer), layer.output)
             else:
-                phi, rows = mechanism.map("softmax"), torch.randperm(x.shape[2], generator=generator(seed))
+                phi, rows = mechanism.projecting(m).map(), torch.randperm(x.shape[2], generator=generator(seed))
                 rows = rows[:self.row_count].sort().values
                 noise = drawn(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
                 params = layer.fit(phi)

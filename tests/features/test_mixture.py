@@ -183,6 +183,15 @@ def test_padding_is_no_part_of_the_fit():
     torch.testing.assert_close(masked.clusters.params(), alone.clusters.params())
 
 
+def test_a_large_batch_of_short_padded_sequences():
+    """As many as SAMPLE tokens hold."""
+    layer = Mechanism.of("favormix", m=8).layer(2, 8)
+    q, k, v = (torch.cat([t] * 20) for t in clustered(length=41))
+    layer(q, k, v, torch.arange(41) < torch.arange(2, 42).view(-1, 1))
+    assert int(layer.clusters.passes) == 64 and layer.clusters.keys.isfinite().all()
+    assert layer(q, k, v).isfinite().all() and int(layer.clusters.fits) == 1
+
+
 def test_sequences_of_the_first_training_pass_and_a_mixture_for_each_query_head():
     layer = Mechanism.of("favormix", m=16).layer(4, 8, kv_heads=2, causal=True)
     q, k, v = clustered(heads=4)

@@ -134,8 +134,8 @@ def test_records_resume_and_hold_what_they_say():
     assert json.loads(json.dumps(whole, allow_nan=False)) == whole
     heads, few, many = whole[:3]
     assert heads["mean_sq_sum"] == pytest.approx([2 * 8**0.5] * 2, rel=0.2) and len(heads["best"]) == 2
-    not_of_attention = {"hedgehog", "matern", "laplace", "rational_quadratic", "arc_cosine"}
-    assert heads["log_relative_mse"].keys() == {p.stem for p in (CONF / "features").glob("*.yaml")} - not_of_attention
+    without = {"hedgehog", "mixture", "matern", "laplace", "rational_quadratic", "arc_cosine"}
+    assert heads["log_relative_mse"].keys() == {p.stem for p in (CONF / "features").glob("*.yaml")} - without
     assert many["output_error"] < few["output_error"] and many["matrix_error"] < few["matrix_error"]
     assert whole[-1]["output_error"] == many["output_error"] and whole[-1]["hidden_error"] == whole[4]["hidden_error"]
     assert len(whole[4]["hidden_error_by_layer"]) == 3

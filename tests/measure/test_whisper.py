@@ -22,13 +22,13 @@ def rows(method, **changes):
 
 def test_dictation_is_the_transcript_of_exact_attention():
     """Nats and agreement of its own tokens, of which exact attention finds each the likeliest."""
-    (exact,), *others = ([*Dictation("", "train", 2).rows(Mechanism.parse(method), 1)]
+    (exact,), *others = ([*Dictation("", "train", 2, 1).rows(Mechanism.parse(method), 1)]
                          for method in ("exact", "uniform", "favorpp m=8"))
     assert exact["above"] == pytest.approx(0, abs=1e-6) and all(other["above"] != 0 for other, in others)
     tokens, nats = exact_transcript("", "train", "2")
     assert nats.shape == (tokens.shape[1] - 1,) and int(tokens[0, 0]) == 1 and int(tokens[0, -1]) == 2
     with pytest.raises(ValueError, match="train has 5 utterances: group 2 of 2 is not there"):
-        [*Dictation("", "train", 2).rows(Mechanism.parse("exact"), 2)]
+        [*Dictation("", "train", 2, 1).rows(Mechanism.parse("exact"), 2)]
 
 
 def test_each_method_is_evaluated_after_each_step(whisper):
