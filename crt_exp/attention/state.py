@@ -332,8 +332,8 @@ def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
 
 
 def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
-    """`many` vectors of each sequence in order (H, B, many, d), evenly spread over x (B, H, L, d) where mask (B or more,
-    L) is True; NaN for a sequence where it is not."""
+    """`many` vectors of each sequence in order (H, B, many, d), evenly spread over x (B, H, L, d) where mask, (B or
+    more, L), is True; NaN for a sequence where it is not."""
     if mask is None:
         mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     mask = mask[:len(x)]

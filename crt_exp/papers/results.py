@@ -68,9 +68,9 @@ SWAPPED = [
     *(Setting("crt_glue", "loss", {"sweep": "encoders", "model": model, "step": 0}, {"near-far": near})
       for model, near in SMALL.items()),
     Setting("perf_redraw", "loss", {"sweep": "redraw/swap", "split": "test"}),
-    Setting("mixture", "above", {"sweep": "mixture", "model": "SmolLM2, 512 tokens, nats", "columns": ["", "256"]},
+    Setting("mixture", "above", {"sweep": "mixture", "model": "SmolLM2, 512 tokens, nats", "columns": [0, 256]},
             MIXTURE, above=True),
-    Setting("mixture", "cosine", {"sweep": "mixture", "model": "MiniLM, cosine", "columns": ["", "256"]},
+    Setting("mixture", "cosine", {"sweep": "mixture", "model": "MiniLM, cosine", "columns": [0, 256]},
             MIXTURE, sign=-1, least=0.3),
     *(Setting("swap", "above", {"sweep": "pretrained", **SMOLLM2, "text": text},
               {"near-far": "nearfar", "window": "window block=64 first=16"}, above=True)
