@@ -283,17 +283,22 @@ class FittedToSequences(FittedOnce):
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         if self.seen is None and (self.settled or int(self.passes)):
             return
-        lengths = [rows.shape[1] for rows in (self.seen or {}).get("keys", ())]
-        tokens = lengths[0] if lengths else min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
+        known = [rows.shape[1] for rows in (self.seen or {}).get("keys", ())]
+        tokens = known[0] if known else min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
+        if several_ranks():   # whose batches are of other sizes: each gives one long sequence
+            x, y, tokens = x[:1], y[:1], self.vectors
         most = self.vectors // tokens * (1 if self.seen is None else MORE)
-        samples = {side: _thinned(_of_all_ranks(sequences(t[:most], mask, tokens)), most)
-                   for side, t, mask in zip(SIDES, (x, repeat_heads(y, self.heads)), (x_mask, y_mask))}
-        if self.seen is not None:
-            self.seen = {side: [*rows, *samples[side].unbind(1)][:most] for side, rows in self.seen.items()}
-            return
-        for side, rows in samples.items():
-            getattr(self, side).fill_(torch.nan)[:, :rows.shape[1] * tokens] = rows.flatten(1, 2)
-        self.passes.fill_(tokens)
+        found = [_of_all_ranks(sequences(t[:most], mask, tokens))
+                 for t, mask in ((x, x_mask), (repeat_heads(y, self.heads), y_mask))]
+        there = _whole(*found)
+        for side, rows in zip(SIDES, found):
+            rows = rows[:, there][:, :most]
+            if self.seen is not None:
+                self.seen[side] = [*self.seen[side], *rows.unbind(1)][:most]
+            else:
+                getattr(self, side).fill_(torch.nan)[:, :rows.shape[1] * tokens] = rows.flatten(1, 2)
+        if self.seen is None and bool(there.any()):
+            self.passes.fill_(tokens)
 
     def calibrate(self, begin: bool) -> None:
         if not begin and self.seen and self.seen["keys"]:
@@ -306,8 +311,13 @@ class FittedToSequences(FittedOnce):
     def _params_of(self, x: Tensor, y: Tensor) -> Params:
         if x.ndim == 3:
             x, y = (t.unflatten(1, (-1, int(self.passes))) for t in (x, y))
-        there = (x.isfinite() & y.isfinite()).all(-1).all(-1)[0]
+        there = _whole(x, y)
         return self.phi.fit_sequences(x[:, there], y[:, there], self.causal)
+
+
+def _whole(x: Tensor, y: Tensor) -> Tensor:
+    """(B,) of sequences (H, B, P, d) and (H, B, P, d): those without NaN."""
+    return (x.isfinite() & y.isfinite()).all(-1).all(-1).all(0)
 
 
 def make_room(model: nn.Module, state: dict[str, Tensor]) -> None:

@@ -77,7 +77,7 @@ def opened(model: str) -> Opened:
 # ---- rows
 
 
-Fitted = Literal["train", "code"]     # what attention is fitted to: the training text, or another kind of text
+FitText = Literal["train", "code"]     # what attention is fitted to: the training text, or another kind of text
 
 
 def code() -> str:
@@ -182,7 +182,7 @@ class SwapText(SwapMeasurement):
     metric = "above"
 
     def __init__(self, model: str, kind: Literal[*ROWS], length: Count, dtype: Literal[*DTYPES] | None, fit: Count,
-                 fit_text: Fitted):
+                 fit_text: FitText):
         self.model, self.kind, self.length, self.dtype = model, kind, length, dtype
         self.fit, self.fit_text = fit, fit_text
 
@@ -214,7 +214,7 @@ class SwapEmbeddings(SwapMeasurement):
 
     metric, lower_is_better = "mean", False
 
-    def __init__(self, model: str, length: Count, texts: Count, fit: Count, fit_text: Fitted):
+    def __init__(self, model: str, length: Count, texts: Count, fit: Count, fit_text: FitText):
         self.model, self.length, self.texts, self.fit, self.fit_text = model, length, texts, fit, fit_text
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from crt_exp.features import (
     GaussianHybrid,
     GaussianMixtureHybrid,
     Hybrid,
+    Mixture,
     Moments,
     PosRF,
     Statistics,
@@ -203,10 +204,11 @@ def test_checkpointed_layers_see_the_clusters_of_their_first_run():
 def fit_on_rank(rank, meeting):
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     q, k, v = torch.randn(3, 2, 2, 7, 4, generator=torch.Generator().manual_seed(rank))
-    for phi in (ClusteredHybrid(), AutoRF()):
+    q, k, v = (t[:, :, :7 - rank] for t in (q, k, v))
+    for phi in (ClusteredHybrid(), AutoRF(), Mixture()):
         layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, fit_steps=1)
         for _ in range(2):
-            layer(q, k, v, torch.full((2, 7), bool(rank)))
+            layer(q, k, v, torch.full((2, 7 - rank), bool(rank)))
         assert layer.clusters.done
         for t in layer.clusters.params():
             parts = [torch.empty_like(t) for _ in range(2)]
