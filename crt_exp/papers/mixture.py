@@ -54,7 +54,8 @@ page = Page(
     finding="Without training, 16 columns of the mixture lose less in SmolLM2-135M than 256 of FAVOR# (3.06 and 3.77 "
             "nats; 256 of the mixture: 1.99). In MiniLM the mixture is nearer to exact attention at every number of "
             "columns, in a ViT as near; Whisper understands nothing with either. Fitted to code in place of prose it "
-            "loses 2.88 nats in SmolLM2, and in MiniLM it is further from exact attention than FAVOR#.",
+            "loses 2.88 nats in SmolLM2, and in MiniLM it is further from exact attention than FAVOR#. Fine-tuned on "
+            "SST-2, MiniLM has 85.1 ± 2.7% with it and 86.1 ± 2.8% with FAVOR#.",
     small={
         "mixture": [*swapped(MINILM, FIXED), *swapped(MINILM, FEATURES, COLUMNS),
                     *swapped(SMOLLM2, ["uniform"]), *swapped(SMOLLM2, FEATURES, COLUMNS[:3]),
