@@ -227,7 +227,7 @@ class SwapEmbeddings(SwapMeasurement):
         pieces = of_wikitext2("valid")
         pieces = pieces[::max(len(pieces) // self.texts, 1)][:self.texts]
         if self.fit_text == "code":
-            training = Opened(model, tokenizer).encoded(code()[:CHARACTERS])[:self.fit * self.length]
+            training = Opened(model, tokenizer).encoded(plain_text("code"))[:self.fit * self.length]
         else:
             training = of_wikitext2("train")[:self.fit]
         exact = model(input_ids=pieces).last_hidden_state.mean(1)
