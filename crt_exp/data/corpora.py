@@ -15,7 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import tee
+from itertools import combinations, tee
 from pathlib import Path
 from typing import NamedTuple
 
@@ -242,7 +242,7 @@ LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 def prepare(options: Sequence[str]) -> None:
     """Make what options name in FOLDER, alone or in a list, where it is not there: "validation-8.tokens",
-    "drawn-14000.tokens", "characters-88", "llama-2048" and "qnli-2". Whole or not at all: other processes may read."""
+    "drawn-14000.tokens", "characters-88", "llama-2048", "qnli-2" and "sst2-20000". Whole or not at all: other processes may read."""
     for place in (Path(name) for option in options for name in re.split(r"[\[\],]", option.partition("=")[2])):
         if place.parent == FOLDER and not place.exists():
             kind, _, number = place.stem.partition("-")
@@ -288,17 +288,48 @@ def characters(folder: Path, size: int) -> None:
     vocabulary.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
 
 
-def qnli(folder: Path, parts: int) -> None:
-    """train.tsv and dev.tsv of the published dev.tsv: every `parts`-th question is of dev, the others are of train."""
-    published = (task_folder("glue/QNLI") or Path()) / "dev.tsv"
-    if not published.is_file():
-        raise missing("glue/QNLI", published, 1)
-    folder.mkdir()
-    head, *lines = published.read_text(encoding="utf-8").splitlines(keepends=True)
+def qnli(folder: Path, parity: int) -> None:
+    """Half of the questions of the published dev.tsv as train.tsv, the other half, of this parity, as dev.tsv."""
+    head, *lines = published_lines("QNLI", "dev")
     questions = {question: i for i, question in enumerate(dict.fromkeys(line.split("\t")[1] for line in lines))}
-    for split, wanted in (("train", False), ("dev", True)):
-        own = [line for line in lines if (questions[line.split("\t")[1]] % parts == 0) == wanted]
-        (folder / f"{split}.tsv").write_text("".join([head, *own]), encoding="utf-8")
+    halves = [[line for line in lines if questions[line.split("\t")[1]] % 2 == each] for each in (0, 1)]
+    write_splits(folder, head, train=halves[1 - parity % 2], dev=halves[parity % 2])
 
 
-MAKE = {"validation": held_out, "drawn": random_words, "characters": characters, "llama": llama, "qnli": qnli}
+def sst2(folder: Path, rows: int) -> None:
+    """At least `rows` rows of the published train.tsv as dev.tsv, and those that share no sentence with them as
+    train.tsv. A row belongs to the sentences that contain it as a phrase; rows of sentences on both sides are left out.
+    """
+    head, *lines = published_lines("SST-2", "train")
+    texts = [tuple(line.split("\t")[0].split()) for line in lines]
+    known, sentences = {*texts}, {}
+    for text in sorted(known, key=lambda text: (-len(text), text)):
+        if text not in sentences:
+            for start, end in combinations(range(len(text) + 1), 2):
+                if text[start:end] in known:
+                    sentences.setdefault(text[start:end], set()).add(text)
+    order = sorted(set().union(*sentences.values()))
+    random.Random(0).shuffle(order)
+    rank = {sentence: i for i, sentence in enumerate(order)}
+    ranks = [[rank[sentence] for sentence in sentences[text]] for text in texts]
+    last = sorted(map(max, ranks))[rows - 1]
+    write_splits(folder, head, train=[line for line, own in zip(lines, ranks) if min(own) > last],
+                 dev=[line for line, own in zip(lines, ranks) if max(own) <= last])
+
+
+def published_lines(name: str, split: str) -> list[str]:
+    """Of a file of GLUE, its header first. Raises DataError where the file is missing."""
+    path = (task_folder(f"glue/{name}") or Path()) / f"{split}.tsv"
+    if not path.is_file():
+        raise missing(f"glue/{name}", path, ("train", "dev").index(split))
+    return path.read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def write_splits(folder: Path, head: str, **splits: list[str]) -> None:
+    folder.mkdir()
+    for split, lines in splits.items():
+        (folder / f"{split}.tsv").write_text("".join([head, *lines]), encoding="utf-8")
+
+
+MAKE = {"validation": held_out, "drawn": random_words, "characters": characters, "llama": llama, "qnli": qnli,
+        "sst2": sst2}

@@ -12,6 +12,7 @@ NEAR4, NEAR16 = (f"nearfar {sizes} exact_until=0" for sizes in ("block=4 heavy=2
 METHODS = {"exact": "exact", NEAR: "near-far", NEAR4: "near-far, 4 clusters", NEAR16: "near-far, 16 clusters",
            SHARP: "FAVOR#", UPTRAINED: "FAVOR++ after uptraining", FAVORPP: "FAVOR++", FAVORP: "FAVOR+", "elu": "ELU",
            RELU: "ReLU", "uniform": "uniform"}
+HELD_OUT, OTHER_HALF = "sst2, held out", "qnli, other half"
 GLUE = {"sst2": ("SST-2", "accuracy"), "qnli": ("QNLI", "accuracy"), "stsb": ("STS-B (Spearman)", "spearman"),
         "rte": ("RTE", "accuracy"), "cola": ("CoLA (Matthews)", "mcc"), "mrpc": ("MRPC (F1)", "f1"),
         "mnli": ("MNLI", "accuracy"), "qqp": ("QQP", "accuracy")}
@@ -37,11 +38,17 @@ def encoder(option, kind, seed, stage=-1):
     return start(f"encoder-{range(len(ENCODERS[kind][-1]))[stage]}", f"{kind}_{seed % 2}", option)
 
 
-def minilm(options, rate, sets, methods):
-    data = {name: f"task.dataset={name}" + " task.data_dir=outputs/texts/qnli-2" * (name == "qnli") for name in sets}
+DATA = {"sst2": "task.dataset=sst2", "stsb": "task.dataset=stsb",
+        HELD_OUT: "task.dataset=sst2 task.data_dir=outputs/texts/sst2-20000",
+        "qnli": "task.dataset=qnli task.data_dir=outputs/texts/qnli-2",
+        OTHER_HALF: "task.dataset=qnli task.data_dir=outputs/texts/qnli-1"}
+
+
+def minilm(options, rate, sets, methods, seeds=(0,)):
     return sweep("task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 "
                  f"trainer.eval_every=1000000 trainer.save_every=1000000 {options}", attention=methods,
-                 model={"MiniLM": ""}, dataset=data, **{"trainer.lr": [rate], "seed": [0]})
+                 model={"MiniLM": ""}, dataset={name: DATA[name] for name in sets},
+                 **{"trainer.lr": [rate], "seed": seeds})
 
 
 def mlm(kind, tokens, batch, options):
@@ -84,8 +91,12 @@ page = Page(
             "Small encoders fine-tuned after the swap have a lower loss with FAVOR++ than with FAVOR+.",
     small={"table2": [*minilm("task.held_out=500 trainer.steps=400", 2e-4, ["sst2"],
                               ["exact", NEAR, SHARP, FAVORPP, FAVORP, RELU, "uniform"]),
+                      *minilm("trainer.steps=400", 2e-4, [HELD_OUT], [FAVORPP, FAVORP], range(5)),
+                      *minilm("trainer.steps=400", 2e-4, [HELD_OUT], ["exact", "uniform", SHARP], range(3)),
                       *minilm("trainer.freeze=[embeddings] trainer.steps=120", 1e-4, ["qnli", "stsb"],
-                              ["exact", NEAR, FAVORPP, FAVORP, "uniform"])],
+                              ["exact", NEAR, FAVORPP, FAVORP, "uniform"]),
+                      *minilm("trainer.freeze=[embeddings] trainer.steps=120", 1e-4, [OTHER_HALF],
+                              ["exact", FAVORPP, FAVORP, "uniform"])],
            "encoders/layers": [run for kind in ENCODERS if kind not in SWAPPED for run in sweep(
                "task=fidelity task.text=valid task.texts=32 task.draws=3", model={kind: ""},
                attention=[FAVORP, FAVORPP], encoder={each: encoder("task.model", kind, each) for each in range(2)})],

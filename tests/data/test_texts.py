@@ -34,3 +34,20 @@ def test_parts_of_qnli_share_no_question(tmp_path, monkeypatch):
         assert {*dev.texts[0]} == {"Who is 0?", "Who is 2?", "Who is 4?"}
         assert {*train.texts[0]}.isdisjoint(dev.texts[0])
         assert sorted(train.texts[1] + dev.texts[1]) == sorted(glue.load("qnli", "dev").texts[1])
+
+
+def test_held_out_rows_of_sst2_share_no_sentence_with_those_trained_on(tmp_path, monkeypatch):
+    """No row of one split is a phrase of a row of the other."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    words = [f"a{i} b{i} c{i} good film" for i in range(9)]
+    rows = [*words, *(text[:8] for text in words), "good film", "film", *(text[-11:] for text in words)]
+    (tmp_path / "data/glue/SST-2").mkdir(parents=True)
+    (tmp_path / "data/glue/SST-2/train.tsv").write_text(
+        "sentence\tlabel\n" + "".join(f"{text}\t{i % 2}\n" for i, text in enumerate(rows)))
+    folder = corpora.FOLDER / "sst2-9"
+    corpora.prepare([f"task.data_dir={folder}"])
+    train, dev = (glue.load("sst2", split, folder).texts[0] for split in ("train", "dev"))
+    assert 9 <= len(dev) <= 11 and len(train) == 27 - len(dev)
+    padded = [[f" {text} " for text in texts] for texts in (train, dev)]
+    assert not any(one in other or other in one for one in padded[0] for other in padded[1])
