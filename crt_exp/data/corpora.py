@@ -242,7 +242,8 @@ LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 def prepare(options: Sequence[str]) -> None:
     """Make what options name in FOLDER, alone or in a list, where it is not there: "validation-8.tokens",
-    "drawn-14000.tokens", "characters-88", "llama-2048", "qnli-2" and "sst2-20000". Whole or not at all: other processes may read."""
+    "drawn-14000.tokens", "characters-88", "llama-2048", "qnli-2" and "sst2-20000". Whole or not at all: other processes
+    may read."""
     for place in (Path(name) for option in options for name in re.split(r"[\[\],]", option.partition("=")[2])):
         if place.parent == FOLDER and not place.exists():
             kind, _, number = place.stem.partition("-")

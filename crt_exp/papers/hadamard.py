@@ -18,7 +18,7 @@ def methods(name: str, options: str = "") -> dict[str, str]:
 
 TIMED, EXACT = {name: methods(name, " m=300") for name in ["trig", "pos"]}, {"exact": "exact attention"}
 small = {
-    "hadamard": sweep("task=projections task.samples=20", **{"task.scale": SCALES},
+    "hadamard": sweep("task=projections task.samples=400", **{"task.scale": SCALES},
                       features=[method for name in MAPS for method in methods(name)]),
     "hadamard/bias": sweep("task=kernel_bias task.draws=20000", **{"task.d": [16, 64]}, features=methods("pos")),
     "hadamard/time": sweep("task=speed task.what=one_head task.rounds=3", alone=True, seed=range(5),
@@ -34,9 +34,10 @@ page = Page(
     small=small, full=small, reduced=False,
     columns=["scale", "d", "length", "m", "method"],
     metrics=["errors", "uniform", "at_unit", "at_spread", "ms"],
-    measured=["Adda and Allen (2021) use scale 1 and show figures without numbers.",
-              "MSE of attention: q, k ~ N(0, scale^2), v ~ N(0, 1), L = 1024, d = 16; 20 samples, geometric means. At "
-              "scale 1 uniform attention has less error than all methods.",
+    measured=["Adda and Allen (2021) use scale 1, where their claims are judged, and show figures without numbers. "
+              "Smaller scales are ours.",
+              "MSE of attention: q, k ~ N(0, scale^2), v ~ N(0, 1), L = 1024, d = 16; 400 samples (20 at first), "
+              "geometric means. At scale 1 uniform attention has less error than all methods.",
               "Bias: 20,000 samples, standard errors up to 0.023. Times: one head, forward, m = 300, 5 processes.",
               "The margin of 25% for \"nearly equivalent\" was chosen after the results were known."])
 
@@ -45,7 +46,9 @@ def claims(rows: Rows) -> list[Claim]:
     def errors(text: str, first: str, second: str, below: float = 1, paper: str = "", **where) -> Claim:
         return Claim(text, {f"{MAPS[name]}, scale {scale:g}": rows.ratio(
             f"{name} sampler={first}", f"{name} sampler={second}", "errors", scale=scale, **where)
-            for name in ["trig", "pos"] for scale in SCALES}, log=True, unit="times", paper=paper,
+            for name in ["trig", "pos"] for scale in SCALES}, log=True, unit="times",
+                     paper={f"{MAPS[name]}, scale 1": paper for name in ["trig", "pos"]},
+                     needs="more repetitions: the ratio is close to the threshold",
                      **{"above": 0.8} if where else {"below": below})
 
     return [

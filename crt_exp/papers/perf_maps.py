@@ -39,6 +39,9 @@ page = Page(
         "sequences. A sample is a model. p: Mantel's test, one-sided."])
 
 
+NEEDS = "a model whose attention matters: experiment=performers_trembl, 91 GPU hours"
+
+
 def claims(rows: Rows) -> list[Claim]:
     cost = rows.paired("uniform", "exact", "loss").mean()
     failed = {"": f"loss increase of uniform attention: {cost:.3g} nats (at least 0.5 needed)"} if cost < 0.5 else {}
@@ -46,10 +49,10 @@ def claims(rows: Rows) -> list[Claim]:
     return [
         Claim("the matrices of FAVOR++ are closer to the exact ones than those of uniform attention",
               {"": rows.paired("uniform", "favorpp m=64", "error")}, unit="relative error", fails=failed,
-              paper="the matrices are alike (Figures 10 and 11)"),
+              paper="the matrices are alike (Figures 10 and 11)", needs=NEEDS),
         Claim("the similarity of amino acids by attention correlates with BLOSUM62",
               {"": rows.values("r", "exact", by="attention")}, fails=failed,
-              paper="(D, E) and (F, Y) are highly similar",
+              paper="(D, E) and (F, Y) are highly similar", needs=NEEDS,
               reason=f"ranks of 190 pairs: (D, E) {similar['DE']:.0f}, (F, Y) {similar['FY']:.0f}")]
 
 

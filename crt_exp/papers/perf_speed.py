@@ -56,6 +56,9 @@ page = Page(
         "optimiser). Values near 0 are too small to be measured."])
 
 
+MORE, GPU = "more processes on a quiet machine", "a GPU or TPU, and exact attention that forms its matrix"
+
+
 def claims(rows: Rows) -> list[Claim]:
     ratio = partial(rows.ratio, metric="training")
 
@@ -66,9 +69,10 @@ def claims(rows: Rows) -> list[Claim]:
         Claim("a training step with FAVOR+ takes at most 1.25 times that with identity", {
             f"{NAMES[what]}L = {length}": ratio("favorp", "identity", what=what, length=length)
             for what, length in (("large", 2048), ("small", 4096))}, below=1.25, **RATIO,
-            paper="close to X (OPT), the line of attention that returns V"),
+            paper="close to X (OPT), the line of attention that returns V", needs=MORE),
         Claim("FAVOR++ takes at most 1.05 times the time of FAVOR+", {"ViT, L = 3136": ratio(
-            "favorpp", "favorp", what="vit", length=3136)}, below=1.05, paper="steps per second alike", **RATIO),
+            "favorpp", "favorp", what="vit", length=3136)}, below=1.05, paper="steps per second alike", needs=MORE,
+            **RATIO),
         Claim("FAVOR++ takes less time than exact attention", {"ViT, L = 784": ratio(
             "favorpp", "exact", what="vit", length=784)}, below=1, **RATIO,
               paper="exact softmax is slower from some hundred tokens on"),
@@ -76,10 +80,12 @@ def claims(rows: Rows) -> list[Claim]:
             "ViT, 16384 tokens": longest_ratio(rows)}, below=1.1, unit="times", paper="very similar computation time"),
         Claim("exact attention runs out of memory above L = 1000 (ViT, TPU)",
               not_measured="torch's fused exact attention forms no matrix: at L = 4096 its training step holds "
-              f"{rows.values('mib', 'exact', what='attention', length=4096).mean():.0f} MiB"),
+              f"{rows.values('mib', 'exact', what='attention', length=4096).mean():.0f} MiB",
+              paper="out of memory", needs=GPU),
         Claim("training a ViT above 1000 tokens fails for lack of memory",
               not_measured=f"memory grows as L^{exponent('exact'):.2f} with fused exact attention, as "
-              f"L^{exponent(FORMED):.2f} where the matrix is formed, as L^{exponent('favorpp'):.2f} with FAVOR++")]
+              f"L^{exponent(FORMED):.2f} where the matrix is formed, as L^{exponent('favorpp'):.2f} with FAVOR++",
+              paper="out of memory", needs=GPU)]
 
 
 def longest_ratio(rows: Rows):

@@ -11,7 +11,7 @@ import pandas as pd
 from crt_exp import drawing
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.report import Rows, mean_ci, pages
-from crt_exp.report.rows import CONFLICT, WORDS, Tested, read_rows
+from crt_exp.report.rows import CONFLICT, NOT_MEASURED, UNDECIDED, WORDS, Tested, read_rows
 from crt_exp.report.pages import claims_frame, to_markdown
 from crt_exp.runner.run import write_atomic
 
@@ -152,7 +152,9 @@ def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict
         "[adapt](adapt.md), [perf_speed](perf_speed.md).",
         f"## FAVOR++ against FAVOR+\n\nFAVOR++ is closer to exact attention in {closer} of {len(forest)} settings, "
         f"further from it in {further}.\n\n![FAVOR++ against FAVOR+ in {len(forest)} settings](results-forest.png)",
-        "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv).", to_markdown(counts(tested)).rstrip()]) + "\n"
+        "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv). Claims of our own are not counted.",
+        to_markdown(counts(tested)).rstrip(),
+        "## What would decide the rest", to_markdown(needs(tested)).rstrip()]) + "\n"
 
 
 def index(tested: Mapping[str, Sequence[Tested]]) -> str:
@@ -163,11 +165,22 @@ def index(tested: Mapping[str, Sequence[Tested]]) -> str:
 
 
 def counts(tested: Mapping[str, Sequence[Tested]]) -> pd.DataFrame:
-    """One row a page: how many cases of its claims have each verdict."""
-    found = [[each.verdict.removesuffix(" (reduced scale)") for each in cases] for cases in tested.values()]
+    """One row a page: how many cases of the paper's claims have each verdict."""
+    found = [[each.plain for each in cases if each.paper] for cases in tested.values()]
     words = [word for word in WORDS if word != CONFLICT or any(word in each for each in found)]
     return pd.DataFrame([[each.count(word) or "" for word in words] for each in found], columns=words,
                         index=pd.Index([f"[{pages.load(name).page.title}]({name}.md)" for name in tested], name="page"))
+
+
+def needs(tested: Mapping[str, Sequence[Tested]]) -> pd.DataFrame:
+    """One row a claim that is not decided, with its cases and what it would take."""
+    rest = [(name, each) for name, cases in tested.items() for each in cases
+            if each.paper and each.plain in (UNDECIDED, NOT_MEASURED)]
+    grouped = {(name, each.claim.text): each.claim.needs for name, each in rest}
+    cases = [[each.case for of, each in rest if (of, each.claim.text) == claim] for claim in grouped]
+    cases = [f"{len(each)} cases" if len(each) > 3 else "; ".join(each) for each in cases]
+    return pd.DataFrame({"claim": [text for _, text in grouped], "cases": cases, "needs": grouped.values()},
+                        index=pd.Index([f"[{name}]({name}.md)" for name, _ in grouped], name="page"))
 
 
 def _share(settings: Sequence[dict[str, float]], family: str) -> str:

@@ -49,7 +49,8 @@ class Page:
     as task.init={runs}/<sweep>/<run>.
     columns: of the rows, taken from runs and records. metrics: keys of records that become rows.
     measured: bullets on data, sizes, seeds and limits. data: what the runs need.
-    reduced: whether the small size is smaller than the paper's; verdicts say so.
+    reduced: whether the small size is smaller than the paper's; stand_in: the cases of claims, by how they begin, whose
+    data only stand for the paper's; verdicts say so.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Page:
     models: Mapping[str, Sequence[Run]] = field(default_factory=dict)
     data: str = ""
     reduced: bool = True
+    stand_in: str = ""
 
     @property
     def targets(self) -> list[str]:
@@ -166,8 +168,7 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
     """Writes <page>.md and <page>.png from the rows in `folder`; returns the verdicts. part: some methods or seeds,
     which judge nothing."""
     page, rows = module.page, files.read_rows(module.page.name, folder)
-    tested = [] if part or not hasattr(module, "claims") else judge(module.claims(rows),
-                                                                   page.reduced and size == "small")
+    tested = [] if part else judged(module, rows, size)
     picture = module.figure(rows) if hasattr(module, "figure") else None
     if picture is not None:
         import matplotlib.pyplot as plt
@@ -177,6 +178,12 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
     write_atomic(folder / f"{page.name}.md", page_text(page, rows, tested, module.tables(rows), picture is not None,
                                                        folder, size, part))
     return tested
+
+
+def judged(module: ModuleType, rows: Rows, size: str = "small") -> list[Tested]:
+    """The page's claims with their verdicts."""
+    claims = module.claims(rows) if hasattr(module, "claims") else []
+    return judge(claims, module.page.reduced and size == "small", module.page.stand_in)
 
 
 def first_table(module: ModuleType, folder: Path = files.FOLDER) -> str:
@@ -230,9 +237,8 @@ def _line(cases: Sequence[Tested]) -> str:
         case = f"{first.case}: " if first.case else ""
         check = f"; sanity check: {claim.fails[first.case]}" if claim.fails.get(first.case) else ""
         return f"- **{first.verdict}**: {case}{claim.text}: {first.shown()}{paper}{check}"
-    count = Counter(each.verdict for each in cases)
-    words = ", ".join(f"{word} in {count[word]}" for word in sorted(
-        count, key=lambda word: WORDS.index(word.removesuffix(" (reduced scale)"))))
+    count = Counter(each.verdict for each in sorted(cases, key=lambda each: WORDS.index(each.plain)))
+    words = ", ".join(f"{word} in {number}" for word, number in count.items())
     ends = " to ".join("e^" * claim.power + f"{end(each.number for each in cases):.3g}" for end in (min, max))
     return f"- **{words}** of {len(cases)}: {claim.text}: {f'{ends} {claim.unit}'.rstrip()}{paper}"
 
@@ -264,7 +270,8 @@ def claims_frame(page: str, tested: Sequence[Tested]) -> pd.DataFrame:
                           "value": each.number, "low": each.ends[0], "high": each.ends[1], "threshold": threshold(each),
                           "unit": each.claim.unit, "n": each.found.n, "p_holm": each.p, "paper": each.paper,
                           "theory": theory(each), "sanity_check": each.claim.fails.get(each.case, ""),
-                          "reason": each.claim.reason or each.claim.not_measured} for each in tested])
+                          "reason": each.claim.reason or each.claim.not_measured, "needs": each.claim.needs}
+                         for each in tested])
 
 
 # ---- tables

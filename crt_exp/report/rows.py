@@ -197,7 +197,8 @@ class Claim:
     text: the claim in the terms of the page. cases: case -> samples of the value that is compared with `above` or
     `below` (default: above 0); a case without samples is left out. A float instead of samples is a closed form,
     without chance.
-    paper: what the paper reports, or case -> that. unit: of the value. log: samples are logarithms, and values are
+    paper: what the paper reports, or case -> that; empty for a question of our own. needs: what would decide
+    cases that are inconclusive or not measured. unit: of the value. log: samples are logarithms, and values are
     shown as ratios; power: they are logarithms too large for that, shown as e^value. sign_test: over samples, for heavy
     tails. overlap: see `mean_ci`. theory: case -> the value by a closed form, which the verdict must not contradict.
     fails: case -> a sanity check that failed there, which leaves the case inconclusive.
@@ -207,6 +208,7 @@ class Claim:
     text: str
     cases: Mapping[str, Samples] = field(default_factory=dict)
     paper: str | Mapping[str, str] = ""
+    needs: str = ""
     above: float | Mapping[str, float] | None = None
     below: float | Mapping[str, float] | None = None
     unit: str = ""
@@ -287,6 +289,11 @@ class Tested:
         return f"{text} {claim.unit}".rstrip()
 
     @property
+    def plain(self) -> str:
+        """The verdict without a note on scale or data."""
+        return self.verdict.partition(" (")[0]
+
+    @property
     def word(self) -> str:
         return "above" if self.claim.below is None else "below"
 
@@ -296,19 +303,20 @@ class Tested:
         return given.get(self.case, "") if isinstance(given, Mapping) else given
 
 
-def judge(claims: Sequence[Claim], reduced: bool = False) -> list[Tested]:
+def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") -> list[Tested]:
     """All cases of a page's claims with their verdicts; Holm's correction is over all cases that are judged.
 
-    reduced: the runs are smaller than the paper's, which the words say.
+    reduced: the runs are smaller than the paper's; stand_in: cases that begin with this are on data that only stand for
+    the paper's. The words say so.
     """
     tested = [claim.of(case) for claim in claims for case in ([""] if claim.not_measured else claim.cases)
               if claim.not_measured or np.size(claim.cases[case])]
     judged = [each for each in tested if not each.claim.not_measured and each.case not in each.claim.fails]
     corrected = dict(zip(map(id, judged), holm([each.found.p for each in judged])))
-    return [_with_verdict(each, corrected.get(id(each), math.nan), reduced) for each in tested]
+    return [_with_verdict(each, corrected.get(id(each), math.nan), reduced, stand_in) for each in tested]
 
 
-def _with_verdict(each: Tested, p: float, reduced: bool) -> Tested:
+def _with_verdict(each: Tested, p: float, reduced: bool, stand_in: str) -> Tested:
     if each.claim.not_measured:
         return each
     word = DECIDED[not each.agrees]
@@ -316,6 +324,7 @@ def _with_verdict(each: Tested, p: float, reduced: bool) -> Tested:
         word = CONFLICT
     if not p <= LEVEL:
         word = UNDECIDED
-    note = " (reduced scale)" if reduced and word in DECIDED else ""
+    note = "stand-in data" if stand_in and each.case.startswith(stand_in) else "reduced scale" if reduced else ""
+    note = f" ({note})" if note and word in DECIDED else ""
     level = LEVEL * each.found.p / p if p and p == p and each.found.p else LEVEL
     return replace(each, p=p, verdict=word + note, level=level)

@@ -7,7 +7,7 @@ import pytest
 
 from crt_exp.report import pages
 from crt_exp.report.__main__ import main
-from crt_exp.report.rows import FOLDER, judge, read_rows
+from crt_exp.report.rows import FOLDER, read_rows
 from crt_exp.runner.command_line import check_command_line
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def at_root(monkeypatch):
 def test_the_committed_page_is_that_of_its_rows(name):
     module, rows = pages.load(name), read_rows(name)
     page = module.page
-    tested = judge(module.claims(rows), page.reduced) if hasattr(module, "claims") else []
+    tested = pages.judged(module, rows)
     made = pages.page_text(page, rows, tested, module.tables(rows), hasattr(module, "figure"), FOLDER, "small", "")
     assert made == (FOLDER / f"{name}.md").read_text()
     visible = re.sub(r"<details.*?</details>", "", made, flags=re.S)
