@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from crt_exp.report import Claim, Page, Rows, label, line_plot, mean_table, sweep
@@ -105,10 +106,15 @@ def tables(rows: Rows):
     def of(metric: str, what: str, methods: Sequence[str], lengths: Sequence[int]):
         return mean_table(rows, {f"{NAMES.get(what, '')}L = {n}": {"metric": metric, "what": what, "length": n}
                                  for n in lengths}, labels(methods), spec=".0f")
+    lengths = (256, 1024, 4096, 16384)
+    speed = pd.DataFrame({f"L = {n}": {name: f"{np.exp(ratio.mean()):.2g}" if len(ratio := rows.ratio(
+        f"exact{' causal' * method.endswith('causal')}", method, "training", what="attention", length=n)) else ""
+        for method, name in labels([*BOTH, *CAUSAL]).items()} for n in lengths}).rename_axis("method")
     models = [of("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES]
     return {
+        "Attention alone: time of exact attention over the method's, of a training step (higher is faster)": speed,
         "Attention alone: milliseconds of a training step (lower is faster)": of(
-            "training", "attention", [*BOTH, *CAUSAL], [1024, 4096, 16384]),
+            "training", "attention", [*BOTH, *CAUSAL], lengths),
         "Models: milliseconds of a training step": models[0].join(models[1:]),
         "ViT-Ti/16 (CRT Figure 4): milliseconds of a training step": of("ms", "vit_ti", VIT, [784, 3136, 16384]),
         "Attention alone: peak memory of a training step": mean_table(

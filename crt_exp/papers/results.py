@@ -10,6 +10,7 @@ import pandas as pd
 
 from crt_exp import drawing
 from crt_exp.drawing import new_figure, save_figure
+from crt_exp.papers.swap import COMMON
 from crt_exp.report import Rows, mean_ci, pages
 from crt_exp.report.rows import CONFLICT, NOT_MEASURED, UNDECIDED, WORDS, Tested, read_rows
 from crt_exp.report.pages import claims_frame, to_markdown
@@ -59,7 +60,7 @@ def loss(rows: Rows, setting: Setting, method: str) -> pd.Series:
 
 SMALL = {"characters d=8": "nearfar block=4 heavy=2 cells=4 exact_until=0",
          "word pieces d=8": "nearfar block=8 heavy=8 cells=16 exact_until=0"}
-SMOLLM2 = {"model": "SmolLM2-135M", "length": 4096}
+SMOLLM2 = {"model": "SmolLM2-135M", "length": 4096, **COMMON}
 SWAPPED = [
     Setting("swap", "above", {"sweep": "fidelity", "model": "BERT", "length": 512},
             {"window": "window block=32 first=16"}, above=True),
