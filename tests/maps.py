@@ -1,9 +1,10 @@
 """The one list of feature maps that the laws run over: all of conf/features, and variants of them."""
 
-from crt_exp.features import (CERF, GERF, OPRF, SDERF, SMREG, AngularCoefficient, AngularHybrid, ArcCosineRF, AutoRF,
-                              ClusteredHybrid, GaussianCoefficient, GaussianHybrid, GaussianMixtureHybrid, GeomRF,
-                              GeomRFPlus, Hybrid, HypRF, LaplaceRF, MaternRF, PoisRF, PoisRFPlus, PosRF, Product,
-                              RationalQuadraticRF, Sum, TrigRF)
+from dataclasses import replace
+
+from crt_exp.features import (CERF, GERF, OPRF, SDERF, SMREG, AngularCoefficient, ArcCosineRF, AutoRF, ClusteredHybrid,
+                              GaussianHybrid, GaussianMixtureHybrid, GeomRF, GeomRFPlus, Hybrid, HypRF, LaplaceRF,
+                              MaternRF, PoisRF, PoisRFPlus, PosRF, Product, RationalQuadraticRF, Sum, TrigRF)
 from crt_exp.mechanism import Mechanism
 from crt_exp.config import choices
 from crt_exp.features.exponential import PositiveExponential
@@ -18,7 +19,8 @@ def map_names(without=()):
 
 
 KERNELS = ("softmax", "gaussian")
-HYBRIDS = dict.fromkeys(("angular", "gaussian", "clustered", "auto"), "noise or parameters of several parts") | {
+OF_PARTS = ("angular", "gaussian", "clustered", "gaussian_mixture", "hybrid")
+HYBRIDS = dict.fromkeys((*OF_PARTS, "auto"), "noise or parameters of several parts") | {
     "mixture": "as many centres as projections: tests/features/test_mixture.py"}
 SIMPLE = [Mechanism.of(features=name).map(kernel) for name in map_names(HYBRIDS) for kernel in KERNELS] + [
     GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"),
@@ -26,12 +28,14 @@ SIMPLE = [Mechanism.of(features=name).map(kernel) for name in map_names(HYBRIDS)
     GeomRF(p=0.6), SMREG(antithetic=True), SDERF(), SDERF(diagonal=True), SDERF(centred=False, balance=False)]
 COMPOSITE = [Sum(TrigRF(), PosRF(), weights=(0.3, 0.7)), Sum(OPRF(), OPRF(), weights=(1.5, -0.5)),
              Product(TrigRF("gaussian"), OPRF()), Sum(Product(TrigRF("gaussian"), PosRF()), GERF())]
-EXPONENTIAL = [CERF(), CERF("gaussian", M=0.9 + 0.4j, antithetic=True), AutoRF()]
-HYBRID = [AngularHybrid(), GaussianHybrid("gaussian", base="pos", shared=False), ClusteredHybrid(),
-          ClusteredHybrid("gaussian", queries=1, field="complex"), GaussianMixtureHybrid(default=None, tau=1.5),
-          GaussianMixtureHybrid("gaussian", queries=1, field="complex", default="hyp"),
-          Hybrid([GaussianCoefficient(M=-1.0), AngularCoefficient()], [TrigRF(), HypRF(), OPRF()], shared=False),
-          Hybrid(AngularCoefficient(), [CERF(M=0.9), CERF(M=1j, antithetic=True)])]
+EXPONENTIAL = [CERF("gaussian", M=0.9 + 0.4j, antithetic=True), AutoRF()]
+HYBRID = [replace(phi, n=None) if hasattr(phi, "n") else phi for name in OF_PARTS
+          if (phi := Mechanism.of(features=name).map())] + [
+    GaussianHybrid("gaussian", base="pos", shared=False),
+    ClusteredHybrid("gaussian", queries=1, field="complex"), GaussianMixtureHybrid(default=None, tau=1.5),
+    GaussianMixtureHybrid("gaussian", queries=1, field="complex", default="hyp"),
+    Hybrid(coefficients=["gaussian M=-1", AngularCoefficient()], bases=["trig", HypRF(), "oprf"], shared=False),
+    Hybrid("gaussian", coefficients=["angular"], bases=["complex M=0.9", "complex M=1j antithetic=true"])]
 SPECTRAL = [MaternRF(nu=0.5), MaternRF(nu=1.5), MaternRF(nu=2.5), LaplaceRF(), RationalQuadraticRF(),
             RationalQuadraticRF(alpha=0.3), RationalQuadraticRF(alpha=7.0)]
 OTHER_KERNELS = [*SPECTRAL, ArcCosineRF(order=0), ArcCosineRF(order=1)]  # no softmax: outside of attention

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -215,7 +216,7 @@ def paired(x: Tensor, M: Tensor, ndim: int) -> Tensor:
 def _matrix(M: Any) -> Tensor:
     """A given M as a tensor of 0, 1 or 2 dimensions, complex only where an entry is."""
     try:
-        M = M.detach().cpu() if isinstance(M, Tensor) else torch.as_tensor(M, dtype=torch.complex128)
+        M = M.detach().cpu() if isinstance(M, Tensor) else torch.from_numpy(np.array(M, complex))
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"M = {M!r}: give a number, the d numbers of a diagonal, or d rows of d numbers") from None
     M = M.to(torch.complex128)

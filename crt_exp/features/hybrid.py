@@ -7,19 +7,19 @@ real numbers: signs stand on the side of the queries). Legend as in base.py; n p
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, Params, Projections, log_expm1
 from crt_exp.features.blocks import (AngularCoefficient, BipolarCoefficient, BipolarGaussianCoefficient, Block, Blocks,
-                                     Coefficient, InBlocks, column)
-from crt_exp.features.exponential import SMREG, HypRF, PosRF, TrigRF, sq_norm
+                                     Coefficient, GaussianCoefficient, InBlocks, column)
+from crt_exp.features.complex_exponential import CERF
+from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.options import Count, Positive
+from crt_exp.options import Count, Positive, Several, check_options, split_words, unknown
 from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, mapped, shared
 
 
@@ -156,30 +156,40 @@ class HybridMap(InBlocks):
         return moments
 
 
-@dataclass(frozen=True, init=False)
+BASES = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, "oprf": OPRF, "gerf": GERF, "complex": CERF}
+COEFFICIENTS = {"angular": AngularCoefficient, "gaussian": GaussianCoefficient, "bipolar": BipolarGaussianCoefficient}
+
+
+@dataclass(frozen=True)
 class Hybrid(HybridMap):
-    """The hybrid of any p coefficients and p + 1 bases, of one kernel."""
+    """The hybrid of any p coefficients and p + 1 bases of one kernel (HRF equation 8).
 
-    coefficients: tuple[Coefficient, ...] = ()
-    bases: tuple[FeatureMap, ...] = ()
+    Each is an object, or a line with a name of COEFFICIENTS or BASES and options, such as "complex M=0.5+1j".
+    """
 
-    def __init__(self, coefficients: Sequence[Coefficient] | Coefficient, bases: Sequence[FeatureMap],
-                 n: Count | None = None, shared: bool = True):
-        coefficients = (coefficients,) if isinstance(coefficients, Coefficient) else tuple(coefficients)
-        bases = tuple(bases)
-        if not coefficients or len(bases) != len(coefficients) + 1:
-            raise ValueError(f"{len(coefficients)} coefficients and {len(bases)} bases: a hybrid has at least one "
-                             "coefficient, and one base more than coefficients")
-        kernels = {b.kernel for b in bases}
-        if len(kernels) > 1 or None in kernels or any(isinstance(b, SMREG) for b in bases):
-            raise ValueError("the bases of a hybrid must all estimate the same kernel, softmax or gaussian")
-        fields = {"kernel": bases[0].kernel, "n": n, "shared": shared, "coefficients": coefficients, "bases": bases}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-        self.__post_init__()
+    coefficients: Several[Coefficient | str] = ()
+    bases: Several[FeatureMap | str] = ()
 
     def _made(self):
-        return self.coefficients, self.bases
+        coefficients = tuple(_part("coefficients", each, COEFFICIENTS) for each in self.coefficients)
+        bases = tuple(_part("bases", each, BASES, kernel=self.kernel) for each in self.bases)
+        if len(bases) != len(coefficients) + 1:
+            raise ValueError(f"{len(coefficients)} coefficients and {len(bases)} bases: expected one base more than "
+                             "coefficients")
+        if any(b.kernel != self.kernel or isinstance(b, SMREG) for b in bases):
+            raise ValueError(f"kernel={self.kernel}: expected bases that all estimate this kernel")
+        return coefficients, bases
+
+
+def _part(key: str, part: Any, known: dict[str, type], **given: Any) -> Any:
+    """What a line of `Hybrid` names; an object itself."""
+    if not isinstance(part, str):
+        return part
+    name, options = split_words(part)
+    if name not in known:
+        raise unknown(key, name, known)
+    check_options(f"{key} {name}", known[name], options)
+    return known[name](**options, **given)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ class Approximation(SwapMeasurement):
         check_estimates(mechanism)
         if mechanism.estimates:
             phi = mechanism.map("softmax")  # raises, before the first row, where map and sampler do not go together
-            phi.phi_q(layers[0].x[:, :, :1], mechanism.sampler(1, layers[0].d, generator(seed)), layers[0].fit(phi))
+            noise = drawn(phi, mechanism, 1, layers[0].d, generator(seed), ())
+            phi.phi_q(layers[0].x[:, :, :1], noise, layers[0].fit(phi))
             plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
         plan += [("layer", self.of_layer, (mechanism, m, i, seed)) for m in ms for i in numbers]
         plan += [("depth", self.of_depth, (mechanism, m, seed)) for m in ms if self.depth]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data import arena, check_classes, images
-from crt_exp.data.arena import LONGEST, SPLITS, Dataset, Labelled
+from crt_exp.data.arena import LONGEST, PAGES, SPLITS, Dataset, Labelled
 from crt_exp.data.images import DIGITS, VALUES, squared
 from crt_exp.data.plan import by_length, few, masked, padded
 from crt_exp.data.sources import task_folder
@@ -56,7 +56,7 @@ class LRA(SequenceTask):
         self.arena = arena.load(self.dataset, self.data_dir, self.rules, self.scale, self.cache_dir)
         check_classes(self.arena.splits["train"].labels.tolist(), f"task.dataset={self.dataset}, training split")
         whole = max(int(lengths_of(self.arena.splits[split], 1).max()) for split in SPLITS)
-        self.row_length = min(whole, LONGEST) if self.max_length is None else self.max_length
+        self.row_length = self.max_length or (min(whole, LONGEST) if self.dataset in PAGES else whole)
         self.description = self.new_description(self.arena.symbols + 1, self.row_length, causal=False)
         for split in SPLITS[1:]:
             data = self.arena.splits[split]

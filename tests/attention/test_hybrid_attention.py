@@ -262,7 +262,7 @@ def encoder():
 
 
 @pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")
-@pytest.mark.parametrize("name", ["hrf_angular", "hrf_gaussian", "hrf_cluster"])
+@pytest.mark.parametrize("name", ["hrf_angular", "hrf_gaussian", "hrf_cluster", "gaussian_mixture", "hybrid"])
 def test_swapped_models(name, capsys):
     from crt_exp import describe_attention
 
@@ -322,10 +322,12 @@ BAD = {
     "c=0": lambda: GaussianCoefficient(c=0),
     "give a real number": lambda: GaussianCoefficient(M=[[1.0]]),
     "kernel=softmax: expected null": lambda: AngularCoefficient(kernel="softmax"),
-    "1 coefficients and 1 bases": lambda: Hybrid(AngularCoefficient(), [PosRF()]),
-    "each a Coefficient": lambda: Hybrid([PosRF()], [PosRF(), PosRF()]),
-    "same kernel, softmax or gaussian": lambda: Hybrid(AngularCoefficient(), [PosRF(), PosRF("gaussian")]),
-    "same kernel": lambda: Hybrid(AngularCoefficient(), [SMREG(), PosRF()]),
+    "1 coefficients and 1 bases": lambda: Hybrid(coefficients=["angular"], bases=["pos"]),
+    "each a Coefficient": lambda: Hybrid(coefficients=[PosRF()], bases=[PosRF(), PosRF()]),
+    "kernel=softmax: expected bases": lambda: Hybrid(coefficients=["angular"], bases=["pos", PosRF("gaussian")]),
+    "kernel=softmax: ": lambda: Hybrid(coefficients=["angular"], bases=[SMREG(), PosRF()]),
+    "unknown bases 'poss'; did you mean pos": lambda: Hybrid(coefficients=["angular"], bases=["pos", "poss"]),
+    "unknown key 'coefficients gaussian.m'": lambda: Hybrid(coefficients=["gaussian m=2"], bases=["pos", "trig"]),
     "M is singular": lambda: CERF(M=[[1, 2], [2, 4]]),
     "M is singular:": lambda: CERF(M=[1, 0]),
     "NaN or infinite": lambda: CERF(M=math.inf),

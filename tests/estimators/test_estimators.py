@@ -24,7 +24,7 @@ from crt_exp.features import OPRF, ArcCosineRF, GeomRFPlus, HypRF, LaplaceRF, Ma
 from crt_exp.mechanism import Mechanism
 
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
-TWO_SIDES = {"gerf": "its maps for the two sides of the kernel differ"} | HYBRIDS
+TWO_SIDES = dict.fromkeys(("gerf", "complex"), "its maps for the two sides of the kernel differ") | HYBRIDS
 OTHER_KERNEL = {"smreg": "estimates another kernel"} | HYBRIDS
 NO_ROOM = dict.fromkeys(("pois_plus", "geom_plus"), "refuses rows below those that it was fitted to")
 NO_WEIGHTS = TWO_SIDES | {"sderf": "it moves the data first"} | dict.fromkeys(

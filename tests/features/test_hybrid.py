@@ -10,8 +10,6 @@ from maps import HYBRID
 from crt_exp import samplers
 from crt_exp.features import (
     CERF,
-    OPRF,
-    AngularCoefficient,
     AngularHybrid,
     BipolarGaussianCoefficient,
     ClusteredHybrid,
@@ -280,6 +278,6 @@ def test_matrices_in_closed_form():
 
 
 def test_a_covariance_that_is_not_known_is_said_to_be():
-    phi = Hybrid(AngularCoefficient(), [OPRF(A=-0.1), TrigRF()])
+    phi = Hybrid(coefficients=["angular"], bases=["oprf A=-0.1", TrigRF()])
     with pytest.raises(NotImplementedError, match="shared=False"):
         phi.log_variance(vectors(6, 3), vectors(6, 3), phi.fit(None))

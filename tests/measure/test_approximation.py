@@ -186,6 +186,12 @@ def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_t
     assert weak.warning([many]) == ""
 
 
+@pytest.mark.parametrize("features", ["gaussian_mixture", "hybrid"])
+def test_maps_of_several_parts_are_measured(features):
+    task = Approximation(**SMALL | {"ms": [8], "samples": 1, "depth": 0}, length=32)
+    assert math.isfinite([*task.records(mechanism(features), 0)][-1]["output_error"])
+
+
 # ---- the command
 
 @pytest.fixture

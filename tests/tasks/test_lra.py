@@ -126,6 +126,8 @@ def test_rows_of_a_batch_and_their_labels():
         assert (row[~keep] == len(arena.SYMBOLS)).all()
     assert task_of(max_length=9).row_length == 9 == next(iter(task_of(max_length=9).batches("test", Plan(20))))[
         "tokens"].shape[1]
+    rules = {"size": 128, "train": 2, "validation": 2, "test": 2}
+    assert task_of(dataset="pathfinder", rules=rules).row_length == 128**2   # Path-X, whole
 
 
 def test_majority_stands_beside_the_accuracy():
