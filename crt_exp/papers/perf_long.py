@@ -55,6 +55,8 @@ page = Page(
         "Images: CIFAR-10 at 16 x 16 (200 steps of 4 images) and 32 x 32 (150 steps of one). The paper trains 6 to 24 "
         "layers on ImageNet64.",
         "ListOps: lists of at most 3 entries, 15 to 39 symbols, 500 steps of 128. The Arena has up to 2,000 symbols.",
+        "At full size models train on 95% of ImageNet64's training images and are tested on its validation images. "
+        "Sparse Transformer, Longformer, Sinkhorn, Synthesizer, BigBird and Path-X were not run.",
         "Positions and lengths were chosen with exact and uniform attention alone, so that attention matters early."])
 
 
