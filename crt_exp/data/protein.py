@@ -45,7 +45,7 @@ BLOCK = 1 << 14                                              # sequences that ar
 LINES = 1 << 20                                              # of a table of families, read at once
 COUNTED = 100_000                                            # training rows that the unigram baseline is counted on
 ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": "S16", "digests": np.uint64,
-          "files": np.uint16}
+          "repeated": np.bool_, "files": np.uint16}
 SPLITS = ("train", "validation", "test", "ood")
 HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "PF17724", "PF10696", "PF11968",
             "PF04153", "PF06173", "PF12378", "PF04420", "PF10841", "PF06917", "PF03492", "PF06905", "PF15340",
@@ -57,13 +57,15 @@ HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "P
 class Sequences:
     """Sequences by row, memory-mapped: letters of row i are tokens[ends[i - 1]:ends[i]].
 
-    digests: 64 bits of the letters, to split by. files: the place of its file, or generated family, in names.
+    digests: 64 bits of the letters, to split by. repeated: whether an earlier one has the same. files: the place of its
+    file, or generated family, in names.
     """
 
     tokens: np.ndarray                                       # (letters,) uint8
     ends: np.ndarray                                         # (n,) int64
     accessions: np.ndarray                                   # (n,) S16
     digests: np.ndarray                                      # (n,) uint64
+    repeated: np.ndarray                                     # (n,) bool
     files: np.ndarray                                        # (n,) uint16
     names: tuple[str, ...]
     held: Any = field(default=None, repr=False)              # keeps a temporary folder alive
@@ -141,7 +143,10 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
 
 
 def write_arrays(files: Sequence[Path], folder: Path) -> None:
-    """Writes the arrays of `Sequences` block by block: TrEMBL has more letters than memory holds."""
+    """Writes the arrays of `Sequences` block by block: TrEMBL has more letters than memory holds, which takes its
+    digests alone."""
+    import pandas as pd
+
     folder.mkdir()
     end = 0
     with ExitStack() as stack:
@@ -156,6 +161,7 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
                           "digests": [*map(digest_of, letters)], "files": [number] * len(names)}
                 for name, array in values.items():
                     streams[name].write(np.asarray(array, ARRAYS[name]).tobytes())
+    pd.Series(np.fromfile(folder / "digests", np.uint64)).duplicated().to_numpy().tofile(folder / "repeated")
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -195,9 +201,9 @@ def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: f
     digests, at = pd.Series(sequences.digests), sequences.digests / 2.0**64
     which = np.where(at < test, 2, np.where(at < test + validation, 1, 0))
     which[digests.isin(digests[out])] = 3
-    if (repeated := digests.duplicated()).any():
-        which[repeated] = -1
-        warn("%d of %d sequences repeat an earlier one and are left out", repeated.sum(), len(repeated))
+    which[sequences.repeated] = -1
+    if count := int(sequences.repeated.sum()):
+        warn("%d of %d sequences repeat an earlier one and are left out", count, len(sequences))
     rows = {split: np.flatnonzero(which == i) for i, split in enumerate(SPLITS)}
     if empty := [split for split in SPLITS[:3] if not len(rows[split])]:
         raise DataError(f"{empty[0]}: no sequence of {len(sequences)} with task.validation_share={validation} and "
@@ -342,7 +348,8 @@ class Families:
         accessions = np.array([f"G{i:09d}" for i in range(len(family))], "S16")
         digests = np.array([(digest_of(each, 4) << 32) + i for i, each in enumerate(accessions.tolist())], np.uint64)
         return Sequences(self.letters(family, rng)[inside], np.cumsum(lengths), accessions, digests,
-                         family.astype(np.uint16), tuple(f"family {i}" for i in range(len(self.lags))))
+                         np.zeros(len(family), bool), family.astype(np.uint16),
+                         tuple(f"family {i}" for i in range(len(self.lags))))
 
     def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """(n, T) uint8."""
