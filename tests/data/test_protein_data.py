@@ -255,8 +255,3 @@ def test_held_out_families_are_others():
     assert index.lengths.min() >= 8 and index.lengths.max() <= 30 and index.tokens.max() < 20
     again = made.sample(300, 0)
     assert (again.tokens == index.tokens).all() and (again.digests == index.digests).all()
-
-
-def test_bad_bounds_of_generated_families():
-    with pytest.raises(ConfigError, match="task.generated.shortest=40: expected at most longest=30"):
-        protein.Families(OPTIONS | {"shortest": 40})
