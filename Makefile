@@ -41,6 +41,9 @@ sampling      := sampling
 PAGES   := crt_variance crt_uci crt_glue crt_speech crt_vit perf_error perf_redraw perf_proteins perf_kernels perf_maps \
            perf_long perf_speed hrf_kernels hrf_language hrf_speech hrf_robotics hadamard swap mixture recall adapt \
            sampling
+# what they read; the last is 6.3 GB, CIFAR-10 is got by hand
+DATA    := uci glue/SST-2 glue/QNLI glue/STS-B wikitext2 ptb mnist protein speech/free-spoken-digit-dataset \
+           models/minilm models/smollm2-135m models/whisper-tiny.en images/cifar10 speech/LibriSpeech/train-clean-100
 TARGETS := $(sort $(PAGES) $(foreach page,$(PAGES),$($(page))))
 
 .DEFAULT_GOAL := help
@@ -49,7 +52,7 @@ TARGETS := $(sort $(PAGES) $(foreach page,$(PAGES),$($(page))))
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|full]"; echo
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo; echo "tables and figures of the papers, by page outputs/report/PAGE.md:"; echo
+	@echo; echo "tables and figures of the papers, by page outputs/report/PAGE.md (make data fetches what they read):"; echo
 	@$(foreach page,$(PAGES),printf '  %-15s %s\n' $(page) '$($(page))';)
 
 setup: $(STAMP)  ## create $(VENV) and install crt_exp in it (uv where it is on the PATH, pip else)
@@ -91,8 +94,10 @@ $(DOCS): $(STAMP)
 	else $(PY) -m pip install -q --disable-pip-version-check -e '.[docs]'; fi
 	@touch $@
 
-data: $(STAMP)  ## fetch the data and models that the small pages need
-	@for name in uci glue wikitext2 ptb mnist speech/free-spoken-digit-dataset models/smollm2-135m models/minilm models/whisper-tiny.en; done
+data: $(STAMP)  ## fetch what the small pages read into CRT_DATA (default data): sizes first, the same command goes on
+	@$(PY) -m crt_exp.data fetch $(DATA)
+
+data $(TARGETS): export CRT_DATA ?= data
 
 $(TARGETS): $(STAMP)
 	@$(PY) -m crt_exp.report $@ --run --size $(SIZE) $(if $(METHODS),--methods "$(METHODS)") $(if $(SEEDS),--seeds $(SEEDS))

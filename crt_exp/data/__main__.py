@@ -1,4 +1,4 @@
-"""python -m crt_exp.data [list | fetch NAME | verify [NAME]] [--dir DIR]: get data and models, and check them.
+"""python -m crt_exp.data [list | fetch NAME ... | verify [NAME ...]] [--dir DIR]: get data and models, and check them.
 
 A file appears under its name only when it is whole and its content is the published one.
 """
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return list_sets(root)
         if root is None:
             raise DataError("CRT_DATA is not set: set CRT_DATA=DIR, or give --dir DIR")
-        return (verify if options.command == "verify" else fetch)(options.name, root)
+        return (verify if options.command == "verify" else fetch)(options.names, root)
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("command", nargs="?", choices=("list", "fetch", "verify"), default="list",
                         help="show what each task needs and what is there (the default); download it from the official "
                              "server; compare the files that are there with the published ones")
-    result.add_argument("name", metavar="NAME", nargs="?", default="", help="such as uci, uci/abalone, models/minilm")
+    result.add_argument("names", metavar="NAME", nargs="*", help="such as uci, uci/abalone, models/minilm")
     result.add_argument("--dir", help="the folder that holds uci/, glue/ and so on (default: $CRT_DATA)")
     return result
 
@@ -70,10 +70,13 @@ def list_sets(root: Path | None) -> int:
     return 0
 
 
-def fetch(name: str, root: Path) -> int:
-    """Brings all sets or models of that name, also those after one that cannot be had."""
-    failed = 0
-    for source in select(name):
+def fetch(names: Sequence[str], root: Path) -> int:
+    """Brings all sets or models of these names, also those after one that cannot be had; prints their sizes first."""
+    sources, failed = chosen(names or [""]), 0
+    for source in sources:
+        if not all((root / file.path).exists() for file in source.files):
+            print(f"{source.name}: {source.size} {source.note}")
+    for source in sources:
         try:
             if source.name.startswith("models/"):
                 install_model(source, root, partial(copy_from_hub, source))
@@ -85,10 +88,14 @@ def fetch(name: str, root: Path) -> int:
     return failed
 
 
-def verify(name: str, root: Path) -> int:
+def chosen(names: Sequence[str]) -> list[Source]:
+    return [source for name in names for source in select(name)]
+
+
+def verify(names: Sequence[str], root: Path) -> int:
     """Weights of models are compared with those that were fetched each time that they are loaded."""
     bad = 0
-    for file in (file for source in (select(name) if name else SOURCES.values()) for file in source.files):
+    for file in (file for source in (chosen(names) or SOURCES.values()) for file in source.files):
         state, detail = inspect(file, root / file.path)
         bad |= state == WRONG
         print(f"{state:13} {file.path}: {detail}")
@@ -132,7 +139,8 @@ def digest(path: Path, kind: str) -> str:
 def fetch_source(source: Source, root: Path) -> None:
     """Bring every file of a set that is missing or bad below `root`; a folder is never replaced. Raises DataError."""
     wanted = [file for file in source.files if inspect(file, root / file.path)[0] != OK]
-    print(f"{source.name}: {source.size} {source.note}" if wanted else f"{source.name}: nothing to fetch")
+    if not wanted:
+        print(f"{source.name}: nothing to fetch")
     for file in wanted:
         if (root / file.path).is_dir():
             raise DataError(f"{root / file.path} is there already: move it away to fetch the whole of {source.name}")

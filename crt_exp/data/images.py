@@ -17,11 +17,12 @@ import numpy as np
 from crt_exp.atomic_write import whole
 from crt_exp.data.files import IMAGES, files_ending, hidden
 from crt_exp.data import DataError, warn
-from crt_exp.data.sources import SOURCES, task_folder
+from crt_exp.data.sources import SOURCES, stand_in, task_folder
 
 SPLITS = ("train", "val")
 SPLIT = re.compile(r"(?i)(train|val|valid|test|dev|eval)(ing|idation|uation|set|data|images?|[\W\d_])*")
 DIGITS = "digits"
+STAND_IN = stand_in("ImageNet", "scikit-learn's digits", "dataset=imagenette2-320", "images/imagenette2-320")
 SHARE = 0.2                                                  # of a folder without splits is held out
 DIGITS_VAL = 360                                             # of 1797
 VALUES = 256                                                 # of a channel

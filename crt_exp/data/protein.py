@@ -1,7 +1,9 @@
 """Proteins as tokens: FASTA files, splits, single sequences and chains of them, statistics, the unigram baseline.
 
-Splits: a hash of its accession puts a sequence into training, validation or test, in every release of the data. Out of
-distribution (ood) are sequences of held-out Pfam families, or of held-out files. Performers, appendix C.
+Splits: a digest of its letters puts a sequence into training, validation or test, in every release of the data. The
+first of equal sequences is kept. Out of distribution (ood) are those of held-out Pfam families, or of held-out files,
+and their copies. Performers, appendix C. A digest has 64 bits: that any two different sequences of TrEMBL's 139 million
+share one has probability 1 / 2000.
 
 Legend: B rows of a batch, L the longest row.
 """
@@ -24,7 +26,7 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError
+from crt_exp.data import DataError, warn
 from crt_exp.data.files import files_ending
 from crt_exp.data.plan import masked, padded
 from crt_exp.data.sources import missing, task_folder
@@ -42,8 +44,8 @@ HEADER = re.compile(r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s
 BLOCK = 1 << 14                                              # sequences that are written at once
 LINES = 1 << 20                                              # of a table of families, read at once
 COUNTED = 100_000                                            # training rows that the unigram baseline is counted on
-ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": "S16", "hashes": np.uint32,
-          "files": np.uint16}
+ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": "S16", "digests": np.uint64,
+          "repeated": np.bool_, "files": np.uint16}
 SPLITS = ("train", "validation", "test", "ood")
 HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "PF17724", "PF10696", "PF11968",
             "PF04153", "PF06173", "PF12378", "PF04420", "PF10841", "PF06917", "PF03492", "PF06905", "PF15340",
@@ -55,13 +57,15 @@ HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "P
 class Sequences:
     """Sequences by row, memory-mapped: letters of row i are tokens[ends[i - 1]:ends[i]].
 
-    hashes: 32 bits of each accession, to split by. files: the place of its file, or generated family, in names.
+    digests: 64 bits of the letters, to split by. repeated: whether an earlier one has the same. files: the place of its
+    file, or generated family, in names.
     """
 
     tokens: np.ndarray                                       # (letters,) uint8
     ends: np.ndarray                                         # (n,) int64
     accessions: np.ndarray                                   # (n,) S16
-    hashes: np.ndarray                                       # (n,) uint32
+    digests: np.ndarray                                      # (n,) uint64
+    repeated: np.ndarray                                     # (n,) bool
     files: np.ndarray                                        # (n,) uint16
     names: tuple[str, ...]
     held: Any = field(default=None, repr=False)              # keeps a temporary folder alive
@@ -108,9 +112,9 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def hash_of(accession: bytes) -> int:
-    """32 bits that depend on the accession alone, in every version of the data."""
-    return int.from_bytes(hashlib.blake2b(accession, digest_size=4).digest(), "little")
+def digest_of(content: bytes, size: int = 8) -> int:
+    """A number of `size` bytes that depends on the content alone."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=size).digest(), "little")
 
 
 def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Sequences:
@@ -123,7 +127,7 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
     states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
     cache = Path(cache_dir or held.name).expanduser()
-    folder = cache / f"proteins-{hashlib.sha256(repr((LETTERS, states)).encode()).hexdigest()[:32]}"
+    folder = cache / f"proteins-{hashlib.sha256(repr((LETTERS, ARRAYS, states)).encode()).hexdigest()[:32]}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -139,7 +143,10 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
 
 
 def write_arrays(files: Sequence[Path], folder: Path) -> None:
-    """Writes the arrays of `Sequences` block by block: TrEMBL has more letters than memory holds."""
+    """Writes the arrays of `Sequences` block by block: TrEMBL has more letters than memory holds, which takes its
+    digests alone."""
+    import pandas as pd
+
     folder.mkdir()
     end = 0
     with ExitStack() as stack:
@@ -151,9 +158,10 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
                 ends = end + np.cumsum([len(each) for each in letters])
                 end = int(ends[-1])
                 values = {"tokens": np.frombuffer(b"".join(letters), np.uint8), "ends": ends, "accessions": names,
-                          "hashes": [hash_of(name) for name in names], "files": [number] * len(names)}
+                          "digests": [*map(digest_of, letters)], "files": [number] * len(names)}
                 for name, array in values.items():
                     streams[name].write(np.asarray(array, ARRAYS[name]).tobytes())
+    pd.Series(np.fromfile(folder / "digests", np.uint64)).duplicated().to_numpy().tofile(folder / "repeated")
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -186,10 +194,16 @@ def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequenc
 
 
 def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: float) -> dict[str, np.ndarray]:
-    """Rows of each split, in order; out (n,) bool: out of distribution. Raises DataError where one is empty."""
-    at = sequences.hashes / 2.0**32
+    """Rows of each split, in order, without repeated sequences; out (n,) bool: out of distribution, with their copies.
+    Raises DataError where a split is empty."""
+    import pandas as pd
+
+    digests, at = pd.Series(sequences.digests), sequences.digests / 2.0**64
     which = np.where(at < test, 2, np.where(at < test + validation, 1, 0))
-    which[out] = 3
+    which[digests.isin(digests[out])] = 3
+    which[sequences.repeated] = -1
+    if count := int(sequences.repeated.sum()):
+        warn("%d of %d sequences repeat an earlier one and are left out", count, len(sequences))
     rows = {split: np.flatnonzero(which == i) for i, split in enumerate(SPLITS)}
     if empty := [split for split in SPLITS[:3] if not len(rows[split])]:
         raise DataError(f"{empty[0]}: no sequence of {len(sequences)} with task.validation_share={validation} and "
@@ -324,7 +338,7 @@ class Families:
         self.inside = options["families"]                    # the first of them; the others are held out
 
     def sample(self, n: int, seed: int) -> Sequences:
-        """n sequences, and of held-out families a tenth as many; the family stands in `files`."""
+        """n sequences, split by their accession, and of held-out families a tenth as many; `files` has the family."""
         rng = np.random.default_rng([seed, 1])
         family = rng.integers(0, self.inside, n)
         if len(self.lags) > self.inside:
@@ -332,9 +346,10 @@ class Families:
         lengths = rng.integers(self.shortest, self.longest + 1, len(family))
         inside = np.arange(self.longest) < lengths[:, None]
         accessions = np.array([f"G{i:09d}" for i in range(len(family))], "S16")
-        hashes = np.array([hash_of(accession) for accession in accessions.tolist()], np.uint32)
-        return Sequences(self.letters(family, rng)[inside], np.cumsum(lengths), accessions, hashes,
-                         family.astype(np.uint16), tuple(f"family {i}" for i in range(len(self.lags))))
+        digests = np.array([(digest_of(each, 4) << 32) + i for i, each in enumerate(accessions.tolist())], np.uint64)
+        return Sequences(self.letters(family, rng)[inside], np.cumsum(lengths), accessions, digests,
+                         np.zeros(len(family), bool), family.astype(np.uint16),
+                         tuple(f"family {i}" for i in range(len(self.lags))))
 
     def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """(n, T) uint8."""

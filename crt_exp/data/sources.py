@@ -163,6 +163,11 @@ def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> P
     return folder
 
 
+def stand_in(name: str, read: str, choice: str, source: str) -> str:
+    """For `Task.stand_in`: what is read in place of `name`, which a choice reads after `fetch source`."""
+    return f"no {name} here: {read} (task.{choice} after `python -m crt_exp.data fetch {source}`)"
+
+
 def how_to_fetch(name: str) -> str:
     return f"Or get the files: `python -m crt_exp.data fetch {name} --dir DIR`, then set CRT_DATA=DIR"
 

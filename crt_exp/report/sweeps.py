@@ -101,7 +101,7 @@ def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "
         failed += (_in_new_processes if alone else _launched)(jobs, folder, launcher)
     if failed:
         raise RunsFailed(f"{len(failed)} of {len(runs)} runs failed, their errors stand above: "
-                         f"{', '.join(str(folder / name) for name in failed[:5])}")
+                         f"{', '.join(str(folder / name) for name in failed[:5])}; `make data` fetches missing data")
 
 
 def is_finished(directory: Path) -> bool:

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from crt_exp.config import ConfigError, imported, instantiate
-from crt_exp.data import world_size
+from crt_exp.data import rank, world_size
 from crt_exp.runner.configuration import (check_composed, choice, in_sweep, key_of, output_directory, overrides,
                                           part_of)
 from crt_exp.runner.loggers import CURVES, draw_curves
@@ -87,13 +87,17 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
 def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
     """Run what is not yet in the run directory, print the task's summary, and return the metric of the last record.
 
-    None on processes but the first. Raises Stopped after a signal or a divergence.
+    None on processes but the first. Stand-in data are named before and in the summary. Raises Stopped after a signal
+    or a divergence.
     """
+    stand_in = getattr(task, "stand_in", "")
+    if stand_in and rank() == 0:
+        print(stand_in, flush=True)
     records = (measured if hasattr(task, "records") else trained)(cfg, task, mechanism)
     if not records:
         return None
     part = f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
-    print(f"{task.summary(records)}{part}  [{output_directory()}]")
+    print(f"{task.summary(records)}{part}{stand_in and f'; {stand_in}'}  [{output_directory()}]")
     return records[-1][task.metric]
 
 

@@ -30,6 +30,8 @@ class Task(Protocol):
     lower_is_better: bool = False
     validation: str | None = "validation"
     test: str | None = "test"
+    # what is read in place of the data that the task is named for, and how to get those; empty: those are read
+    stand_in: str = ""
     # parts of the run's mechanism that decide anything in this task; choices of others are refused
     uses: frozenset[str] = frozenset({"attention", "features", "sampler", "m"})
 

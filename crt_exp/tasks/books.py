@@ -20,7 +20,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.corpora import PARTS, Row, Rows, TokenText
 from crt_exp.data.plan import bucketed, masked, padded
-from crt_exp.data.sources import no_folder
+from crt_exp.data.sources import no_folder, stand_in
 from crt_exp.data.text import IGNORED, Masking, official_file, table, text_files
 from crt_exp.data.vocabularies import fast_tokenizer, new_tokenizer
 from crt_exp.options import Count, checked
@@ -54,6 +54,8 @@ class Books(SymbolTask):
     ours = "a run of task=books with the same tokenizer"
 
     def __post_init__(self):
+        if self.text is None:
+            self.stand_in = stand_in("books", "WikiText-2", "text=DIR", "pg19")
         self.causal, apart = self.direction == "unidirectional", self.rows == "apart"
         self.load()
         files = self.files()

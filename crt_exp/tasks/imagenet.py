@@ -57,6 +57,7 @@ class ImageTask(Task):
             raise ConfigError(f"task.source=hub: the name of task.dataset={self.dataset} on the hub is not known: set "
                               "task.hub.name")
         self.left_out, self.embedded = 0, not self.inputs() and self.hub["name"] is None
+        self.stand_in = data.STAND_IN if self.embedded else ""
         if self.hub["name"] is not None:
             if self.data_dir or self.held_out:
                 raise ConfigError(f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out")

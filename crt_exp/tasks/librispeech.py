@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from crt_exp.atomic_write import whole
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, speech, warn
-from crt_exp.data.sources import is_on_hub, task_folder
+from crt_exp.data.sources import is_on_hub, stand_in, task_folder
 from crt_exp.data.vocabularies import LETTERS, Symbols
 from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
@@ -93,6 +93,8 @@ class LibriSpeech(Task):
 
     def __post_init__(self):
         digits = self.corpus == "fsdd"
+        if digits:
+            self.stand_in = stand_in("LibriSpeech", "strings of digits", "corpus=librispeech", "speech/LibriSpeech")
         self.rate = self.rate or (8000 if digits else 16000)
         self.symbols = self.symbols or ("words" if digits else "characters")
         self.check_options(digits)

@@ -136,6 +136,7 @@ class Pixels(SymbolTask):
     causal, predictable, length_option = True, VALUES, "size"
 
     def __post_init__(self):
+        self.stand_in = "" if self.inputs() else images.STAND_IN
         self.size = self.size or (32 if self.inputs() else 8)
         self.channels = self.channels or (3 if self.inputs() else 1)
         self.row_length = self.size**2 * self.channels

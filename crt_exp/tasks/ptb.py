@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from crt_exp.atomic_write import write_rows
 from crt_exp.config import ConfigError
 from crt_exp.data import corpora, whole
+from crt_exp.data.sources import stand_in
 from crt_exp.data.text import IGNORED
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.options import Count, NotNegative, Positive, checked
@@ -84,6 +85,8 @@ class PTB(Task):
     def __post_init__(self):
         self.carried: dict[str, Tensor] = {}
         self.queries: list[float] = []
+        if self.corpus == "wordnet":
+            self.stand_in = stand_in("Penn Treebank", "definitions of WordNet", "corpus=ptb", "ptb")
         self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
         V, negatives = len(self.text.words), self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:

@@ -16,7 +16,7 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
-from crt_exp.data.sources import task_folder
+from crt_exp.data.sources import stand_in, task_folder
 from crt_exp.data.plan import by_length
 from crt_exp.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
 from crt_exp.options import Count, checked
@@ -49,16 +49,19 @@ class TrEMBL(SymbolTask):
     bucketed: bool
     cache_dir: str | None
 
-    counted, ours, predictable = "letters", "a run of task=trembl", len(LETTERS)
+    counted, predictable = "letters", len(LETTERS)
+    ours = "a run of task=trembl on the same task.dataset, split by letters"
 
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
         self.load()
-        self.describe(protein.TOKENS, self.max_length, VOCABULARY)
+        self.split_by = {} if self.dataset == "generated" else {"split": "letters"}   # a run's and its continuation's
+        self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
         self.masking = protein.masking(self.share)
         self.made = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
         if self.made:
+            self.stand_in = stand_in("TrEMBL", "generated families", "dataset=uniprot", "protein")
             self.sequences = self.made.sample(self.generated["sequences"], self.generated["seed"])
         else:
             self.sequences = protein.uniprot(self.data_dir, self.cache_dir)
@@ -103,6 +106,14 @@ class TrEMBL(SymbolTask):
                 yield protein.next_tokens(rows, self.max_length)
             else:
                 yield protein.masked_tokens(rows, map(plan.rng, numbers), self.masking)
+
+    def state_dict(self) -> dict[str, str]:
+        return self.split_by
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        if state != self.split_by:
+            raise ConfigError("resume=auto: the run began with other splits, expected those by letters; start again in "
+                              "another hydra.run.dir")
 
     # ---- metrics
 

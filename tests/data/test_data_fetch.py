@@ -148,9 +148,10 @@ def test_folder_of_the_user_is_left_alone(server, tmp_path):
 
 
 def test_what_has_no_link_says_where_to_get_it(tmp_path, capsys):
-    message = refused(SOURCES["images/imagenet"], tmp_path)
-    assert "image-net.org" in message and str(tmp_path / "images/imagenet") in message
-    assert "registration" in (out := capsys.readouterr().out) and "train/<class>/" in out
+    assert main(["fetch", "images/imagenet", "protein/BPT1_BOVIN", "--dir", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "image-net.org" in err and str(tmp_path / "images/imagenet") in err and "P00974.fasta" in err
+    assert out.index("150 GB") < out.index("1 kB") and "registration" in out and "train/<class>/" in out
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

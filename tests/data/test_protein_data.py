@@ -2,6 +2,7 @@
 
 import gzip
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from crt_exp.data import DataError, protein
 from crt_exp.data.plan import Plan
 from crt_exp.data.protein import LETTERS, Chains, Singles, entries, read_files
 
+PROTEINS = Path(os.environ.get("CRT_DATA", "none")) / "protein"
 OPTIONS = {"sequences": 300, "families": 3, "held_out": 1, "shortest": 8, "longest": 30, "nearest": 3, "farthest": 6,
            "copied": 0.5, "seed": 0}
 
@@ -121,14 +123,27 @@ def index_of(tmp_path, n=400, **options):
     return read_files([write(tmp_path / "a.fasta", sequences(n, **options))])
 
 
-def test_splits_depend_on_the_accession_alone(tmp_path):
-    """Each sequence in one split, in the same one whatever else there is, in about the shares that are asked for."""
-    whole, part = index_of(tmp_path, 2000), index_of(tmp_path, 900)
-    none = lambda index: np.zeros(len(index), bool)
-    rows, fewer = (protein.split_rows(index, none(index), 0.1, 0.2) for index in (whole, part))
-    assert sorted(np.concatenate(list(rows.values()))) == list(range(2000)) and "ood" not in rows
-    assert abs(len(rows["validation"]) / 2000 - 0.1) < 0.03 and abs(len(rows["test"]) / 2000 - 0.2) < 0.04
-    assert all((fewer[split] == rows[split][rows[split] < 900]).all() for split in rows)
+def test_splits_depend_on_the_letters_alone(tmp_path):
+    """Each sequence in one split, in the same one whatever else there is and whatever it is called, in about the shares
+    that are asked for; of equal sequences one, which is held out where one of them is."""
+    made, found = [*dict.fromkeys(sequences(2000, longest=200))], []
+    for name, letters in (("whole", made), ("repeated", [*made[900:], *made[:1000]])):
+        index = read_files([write(tmp_path / f"{name}.fasta", letters)])
+        rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
+        found.append({split: [decode(index[row]) for row in chosen] for split, chosen in rows.items()})
+        assert sorted(sum(found[-1].values(), [])) == sorted(made)
+    whole, repeated = found
+    assert "ood" not in whole and set(repeated["ood"]) == set(made[950:1000])
+    assert abs(len(whole["validation"]) / 2000 - 0.1) < 0.03 and abs(len(whole["test"]) / 2000 - 0.2) < 0.04
+    assert all({*repeated[split]} == {*whole[split]} - {*repeated["ood"]} for split in whole)
+
+
+@pytest.mark.skipif(not (PROTEINS / "UP000000625_83333.fasta").is_file(), reason="needs the proteomes")
+def test_no_split_of_the_proteomes_shares_a_sequence():
+    index = protein.uniprot(str(PROTEINS), None)
+    rows = protein.split_rows(index, protein.held_out_by_file(index, None), 0.05, 0.05)
+    letters = [bytes(index[row]) for chosen in rows.values() for row in chosen]
+    assert len(letters) == len(set(letters)) == len(index) - 107 and {*letters} == {bytes(each) for each in index}
 
 
 def test_held_out_families(tmp_path, monkeypatch):
@@ -239,9 +254,4 @@ def test_held_out_families_are_others():
     assert (index.files == 3).sum() == 30 and len(index) == 330
     assert index.lengths.min() >= 8 and index.lengths.max() <= 30 and index.tokens.max() < 20
     again = made.sample(300, 0)
-    assert (again.tokens == index.tokens).all() and (again.hashes == index.hashes).all()
-
-
-def test_bad_bounds_of_generated_families():
-    with pytest.raises(ConfigError, match="task.generated.shortest=40: expected at most longest=30"):
-        protein.Families(OPTIONS | {"shortest": 40})
+    assert (again.tokens == index.tokens).all() and (again.digests == index.digests).all()

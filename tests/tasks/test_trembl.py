@@ -1,8 +1,6 @@
 """task=trembl as a user types it: generated families and UniProt's files, both directions, transfer, many processes."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from refusals import check_refused
 from stopping import stopped_and_continued
 from test_protein_data import name, write
 
+from crt_exp.config import ConfigError
 from crt_exp.data import protein
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
@@ -18,7 +17,6 @@ from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.trembl import TrEMBL
 
-PROTEINS = Path(os.environ.get("CRT_DATA", "none")) / "protein"
 GENERATED = {"sequences": 200, "families": 2, "held_out": 1, "shortest": 10, "longest": 16, "nearest": 2, "farthest": 4,
              "copied": 0.6, "seed": 0}
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
@@ -119,6 +117,19 @@ def test_files_with_held_out_families(typed, tmp_path):
                          "task.held_out_families=[PF2]")
     last = records(tmp_path / "run")[-1]
     assert code == 0 and last["ood_sequences"] == 15 and last["perplexity_ood"] > 1, err
+
+
+def test_runs_of_other_splits_are_refused(typed, tmp_path):
+    """Their test sequences may be trained on: a resumed run's, and those of the run that a run starts from."""
+    args = ["task.dataset=uniprot", f"task.data_dir={fasta(tmp_path / 'data').parent}", "attention=exact"]
+    assert typed(*args, "trainer.steps=2", "trainer.save_every=1")[0] == 0
+    model, step = tmp_path / "run/model/config.json", tmp_path / "run/checkpoints/step-2/state.json"
+    model.write_text(model.read_text().replace('"split"', '"other"'))
+    code, _, err = typed(*args, f"task.init={tmp_path / 'run'}", directory="other")
+    assert code == 2 and "expected a run of task=trembl on the same task.dataset, split by letters" in err
+    assert json.loads(step.read_text())["task"] == [{"split": "letters"}]
+    with pytest.raises(ConfigError, match="began with other splits"):
+        task_of(dataset="uniprot", data_dir=str(tmp_path / "data")).load_state_dict({})
 
 
 # ---- transfer --------------------------------------------------------------------------------------------------------
