@@ -52,6 +52,8 @@ page = Page(
         "U: next letters. B: masked letters. Held out: families, or one proteome, that are not in the training set.",
         "m = 32 orthogonal projections without redraws. A sample is a seed: three, or eight in most rows of generated "
         "families. Five of the eight were added after the first results.",
+        "Rows of proteomes and chains were measured on splits by accession: 18 of 20,343 sequences were in more than "
+        "one split. Splits are by the letters of a sequence.",
         "Uniform attention loses almost nothing on proteomes and chains, so they decide no claim."])
 
 
