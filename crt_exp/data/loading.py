@@ -150,7 +150,7 @@ class Streamed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises DataError for the checkpoint of another number of processes, or of a version that kept no mark."""
         if state.get("processes") != world_size():
-            raise DataError(f"the checkpoint holds the stream of {state.get('processes', 'no')} processes, expected "
+            raise DataError(f"the checkpoint has stream positions of {state.get('processes', 0)} processes, expected "
                             f"{world_size()}; continue with as many, or start over in another hydra.run.dir")
         self.marks = deque([Mark(*json.loads(state["stream"]))])
 
