@@ -16,8 +16,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict
 
-import numpy as np
-
 from crt_exp.data import DataError, warn
 from crt_exp.atomic_write import whole
 
@@ -200,34 +198,6 @@ def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text 
         raise DataError(f"{name} cannot be read from {place}: {reason_of(error)}.{check} {otherwise}") from None
 
 
-# ---- streams ---------------------------------------------------------------------------------------------------------
-def hub_examples(hub: Hub, split: str, rank: int = 0, world: int = 1, seed: int = 0, buffer: int = 10_000,
-                 prepared: Callable[[Any], Any] = lambda stream: stream,
-                 otherwise: str = "Or give text files of your own.") -> Callable[[int], Iterator[dict[str, Any]]]:
-    """examples(epoch): this process's part of a split in the order of the pass `epoch`.
-
-    The order of each pass is drawn in a window of `buffer` examples (0: as stored); ranks take disjoint parts.
-    prepared: changes the stream of `datasets` before it is read. otherwise: what an error advises. Raises DataError
-    where the set cannot be had.
-    """
-    from datasets import load_dataset
-    from datasets.distributed import split_dataset_by_node
-
-    load = partial(load_dataset, hub["name"], hub["config"], split=split, streaming=True, data_files=hub["data_files"])
-    stream = prepared(from_hub(load, hub["name"], otherwise, hub["data_files"]))
-
-    def examples(epoch: int) -> Iterator[dict[str, Any]]:
-        shuffled = stream.shuffle(seed=order_seed(seed, epoch), buffer_size=buffer) if buffer else stream
-        return iter(split_dataset_by_node(shuffled, rank=rank, world_size=world))
-
-    return examples
-
-
 def reason_of(error: Exception) -> str:
     """The first line of what a reader says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def order_seed(seed: int, epoch: int) -> int:
-    """Of the order of a pass."""
-    return int(np.random.SeedSequence((seed, 2, epoch)).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -2,14 +2,17 @@
 
 import random
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
+
+PATIENCE = timedelta(hours=2)  # of processes that wait for one that reads or writes; NCCL's own is 10 minutes
 
 
 class Distributed:
@@ -20,7 +23,8 @@ class Distributed:
 
     def __init__(self, precision: str = "no", cpu: bool = False, unused: bool = False):
         self.accelerator = Accelerator(cpu=cpu or not torch.accelerator.is_available(), mixed_precision=precision,
-                                       kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused)])
+                                       kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused),
+                                                        InitProcessGroupKwargs(timeout=PATIENCE)])
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.main = self.accelerator.device, self.rank == 0
 

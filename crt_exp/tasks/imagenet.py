@@ -5,7 +5,6 @@ Legend: B rows of a batch, C classes, H = W pixels of a side.
 """
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from joblib import cpu_count
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +19,7 @@ from torch.nn import functional as F
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, check_classes, images as data
 from crt_exp.data.sources import SOURCES, is_on_hub, task_folder
-from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, drawing, listed
+from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, Workers, by_workers, drawing, listed
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
@@ -44,7 +42,7 @@ class ImageTask(Task):
     hub: ImageHub
     held_out: Annotated[float, Field(ge=0, lt=1)]
     unreadable: Literal["error", "skip"]
-    workers: Annotated[int, Field(ge=0, le=128)] | None
+    workers: Workers
 
     validation, test = "val", "val"
 
@@ -56,14 +54,14 @@ class ImageTask(Task):
         if self.source == "hub" and self.hub["name"] is None:
             raise ConfigError(f"task.source=hub: the name of task.dataset={self.dataset} on the hub is not known: set "
                               "task.hub.name")
-        self.left_out, self.embedded = 0, not self.inputs() and self.hub["name"] is None
+        self.left_out, self.stream, self.embedded = 0, None, not self.inputs() and self.hub["name"] is None
         self.stand_in = data.STAND_IN if self.embedded else ""
         if self.hub["name"] is not None:
             if self.data_dir or self.held_out:
                 raise ConfigError(f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out")
-            stream = Streamed(self.hub)
-            self.classes, self.read_source = stream.classes, data.read
-            self.asked = {"train": stream.training, "val": stream.validation}
+            self.stream = Streamed(self.hub)
+            self.classes, self.read_source = self.stream.classes, data.read
+            self.asked = {"train": self.stream.training, "val": self.stream.validation}
             self.lengths = {"train": None, "val": self.hub["validation_images"]}
         else:
             splits = data.load(self.dataset, self.data_dir)
@@ -73,9 +71,8 @@ class ImageTask(Task):
             self.classes, self.read_source = splits["train"].classes, splits["train"].read
             self.asked = {split: partial(listed, part, split) for split, part in splits.items()}
             self.lengths = {split: len(part) for split, part in splits.items()}
-        self.processes = self.workers                        # they cost more than images of 8 x 8 pixels
-        if self.workers is None:
-            self.processes = 0 if self.embedded else cores()
+        if self.embedded and self.workers is None:           # they cost more than images of 8 x 8 pixels
+            self.workers = 0
 
     def inputs(self) -> list[Path | None]:
         if self.hub["name"] is not None or self.dataset == data.DIGITS and self.data_dir is None:
@@ -93,7 +90,7 @@ class ImageTask(Task):
         """
         asked = self.asked[split](plan, repeats) if split == "train" else self.asked[split](plan)
         micro = Micro(self.read_source, transform, finish, plan.rng)
-        for batch, problems in micro.batches(asked, self.processes):
+        for batch, problems in by_workers(micro, asked, self.workers):
             if problems and (batch is None or self.unreadable == "error"):
                 raise DataError(f"{problems[0]} Replace it, or leave such images out: task.unreadable=skip")
             self.left_out += len(problems)
@@ -105,14 +102,21 @@ class ImageTask(Task):
         """Where images may be left out, micro-batches differ in size."""
         return float(len(next(iter(batch.values())))) if self.unreadable == "skip" else None
 
+    def updated(self, model: nn.Module, step: int) -> None:
+        if self.stream:
+            self.stream.trained(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        return self.stream.state_dict() if self.stream else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.stream:
+            self.stream.load_state_dict(state)
+
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         """Position embeddings and tokens have no weight decay, as in the recipes of MAE and DeiT."""
         return parameter.dim() >= 2 and name.split(".")[-1] not in TOKENS
-
-
-def cores() -> int:
-    """Of this process: those of the machine are shared by its processes; at most 8."""
-    return max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 # ---- task=imagenet

@@ -8,7 +8,7 @@ Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of t
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from crt_exp.atomic_write import whole
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, speech, warn
+from crt_exp.data.loading import Workers, by_workers
 from crt_exp.data.sources import is_on_hub, stand_in, task_folder
 from crt_exp.data.vocabularies import LETTERS, Symbols
 from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
@@ -35,16 +36,8 @@ INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # 
 SPLITS = ("train", "validation", "test")
 
 
-class Subsets(TypedDict):
-    train: Several[str]
-    validation: Several[str]
-    test: Several[str]
-
-
-class Strings(TypedDict):
-    train: Count
-    validation: Count
-    test: Count
+Subsets = TypedDict("Subsets", dict.fromkeys(SPLITS, Several[str]))
+Strings = TypedDict("Strings", dict.fromkeys(SPLITS, Count))
 
 
 class SpeechAugment(TypedDict):
@@ -80,6 +73,7 @@ class LibriSpeech(Task):
     rate: Annotated[int, Field(ge=4000)] | None
     max_seconds: Positive
     bad: Literal["error", "skip"]
+    workers: Workers
     symbols: Literal["characters", "words", "pieces"] | None
     pieces: Count
     batch_seconds: Positive
@@ -173,12 +167,18 @@ class LibriSpeech(Task):
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data, training = self.splits[split], split == "train"
         order = np.arange(len(data.costs)) if training else np.argsort(data.costs, kind="stable")
-        for places in plan.by_cost(data.costs[order], self.batch_seconds, split):
-            yield self.batch(data, order[places], plan if training else None)
+        asked = (order[places] for places in plan.by_cost(data.costs[order], self.batch_seconds, split))
+        make = partial(self.batch, data, plan if training else None)
+        for batch, problems in by_workers(make, asked, self.workers):
+            if problems and self.bad == "error":
+                raise speech.BadAudio(problems[0])
+            for problem in problems:
+                warn("%s: left out of its batch", problem)
+            yield batch
 
-    def batch(self, data: SpokenSplit, rows: Sequence[int], plan: Plan | None) -> Batch:
-        """CPU tensors; with a plan, that of training, speeds and masks are drawn for each row."""
-        read = []
+    def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> tuple[Batch, list[str]]:
+        """CPU tensors, and what is wrong with rows that are left out; plan: that of training, for each row's draws."""
+        read, problems = [], []
         for row in map(int, rows):
             rng = plan and plan.rng(row)
             speed = self.speeds[rng.integers(len(self.speeds))] if rng else 1.0
@@ -186,13 +186,11 @@ class LibriSpeech(Task):
                 audio = speech.as_int16(speech.audio_of(data.utterances[row], self.rate, speed))
                 read.append((row, audio, data.targets[row], rng))
             except speech.BadAudio as error:
-                if self.bad == "error":
-                    raise
-                warn("%s: left out of its batch", error)
+                problems.append(str(error))                  # an error that leaves a worker loses its words
         if read:
-            return self.collated(*zip(*read))
+            return self.collated(*zip(*read)), problems
         silence = np.zeros(math.ceil(self.rate * speech.SHORTEST), np.int16)
-        return self.collated([0], [silence], [np.zeros(1, np.int32)], [None]) | {"rows": []}
+        return self.collated([0], [silence], [np.zeros(1, np.int32)], [None]) | {"rows": []}, problems
 
     def collated(self, rows: Sequence[int], audio: Sequence[np.ndarray], targets: Sequence[np.ndarray],
                  rngs: Sequence[np.random.Generator | None]) -> Batch:
@@ -200,14 +198,12 @@ class LibriSpeech(Task):
                  "audio": speech.padded(audio), "samples": torch.tensor([*map(len, audio)]),
                  "targets": speech.padded(targets), "target_lengths": torch.tensor([*map(len, targets)]).int()}
         if rngs[0] is not None and (self.augment["bands"] or self.augment["spans"]):
-            drawn = [self.masks(rng, frames_of(len(each), self.rate)) for rng, each in zip(rngs, audio)]
+            options, mels = self.augment, self.sizes["mels"]
+            drawn = [(speech.stretches(rng, options["bands"], options["band_share"], mels),
+                      speech.stretches(rng, options["spans"], options["span_share"], frames_of(len(each), self.rate)))
+                     for rng, each in zip(rngs, audio)]
             batch["bands"], batch["spans"] = (torch.from_numpy(np.stack(part)) for part in zip(*drawn))
         return batch
-
-    def masks(self, rng: np.random.Generator, frames: int) -> tuple[np.ndarray, np.ndarray]:
-        options = self.augment
-        return (speech.stretches(rng, options["bands"], options["band_share"], self.sizes["mels"]),
-                speech.stretches(rng, options["spans"], options["span_share"], frames))
 
     # ---- model
 

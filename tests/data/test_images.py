@@ -1,11 +1,16 @@
 """Folders, streams and single images: what is read, what is refused, and that nothing depends on who reads it."""
 
+import json
 import random
 import shutil
 import tarfile
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import ExifTags, Image
@@ -14,7 +19,7 @@ from small_images import add, picture, write_images, write_shards
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
 from crt_exp.data.files import IMAGES, SYSTEM, files_ending
-from crt_exp.data.loading import Micro, Streamed, listed
+from crt_exp.data.loading import Mark, Micro, Streamed, by_workers, listed
 from crt_exp.data.plan import Plan
 from crt_exp.runner.trainer import read_ahead
 
@@ -178,7 +183,7 @@ def batches(part, plan, workers=0, repeats=1):
 
 
 def first(micro, asked, workers=0, count=100):
-    return [batch for (batch, _), _ in zip(micro.batches(asked, workers), range(count))]
+    return [batch for (batch, _), _ in zip(by_workers(micro, asked, workers), range(count))]
 
 
 def same(one, other):
@@ -213,8 +218,8 @@ def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
 def test_without_workers_nothing_is_augmented_beside_training(part):
     micro = Micro(part.read, noisy, together, Plan(6).rng)
     with pytest.raises(ConfigError, match="trainer.prefetch=0, or task.workers=1"):
-        list(read_ahead(micro.batches(listed(part, "train", Plan(6)), 0), 2))
-    assert len(list(read_ahead(micro.batches(listed(part, "train", Plan(6)), 1), 2))) == 4
+        list(read_ahead(by_workers(micro, listed(part, "train", Plan(6)), 0), 2))
+    assert len(list(read_ahead(by_workers(micro, listed(part, "train", Plan(6)), 1), 2))) == 4
 
 
 def test_an_image_comes_as_often_as_asked_with_other_draws(part):
@@ -237,18 +242,52 @@ def shards(tmp_path_factory):
     return write_shards(tmp_path_factory.mktemp("shards"))
 
 
-@pytest.mark.parametrize("buffer", [0, 5])
-def test_shards_are_streamed_shared_and_resumed(buffer, shards):
-    source = Streamed(HUB | {"data_files": shards, "buffer": buffer})
-    assert source.classes == ("0", "1", "2")
-    micro = Micro(images.read, noisy, together, Plan(4).rng)
-    alone = first(micro, source.training(Plan(4)), count=7)  # 12 images: the third pass has begun
-    assert same(first(micro, source.training(Plan(4)), 2, 7), alone)
-    assert same(first(micro, source.training(Plan(4, start=4)), count=3), alone[4:])
-    ranks = [list(zip(range(3), source.training(Plan(4, rank=rank, world=2)))) for rank in (0, 1)]
-    keys, rows = ([{row[i] if i == 0 else row[1][1] for _, batch in part for row in batch} for part in ranks]
-                  for i in (1, 0))
-    assert len(keys[0]) == len(keys[1]) == 6 and not keys[0] & keys[1] and not rows[0] & rows[1]
+@pytest.fixture(scope="module", params=["webdataset", "parquet"])
+def three_files(request, tmp_path_factory):
+    """Six images in each; of parquet four to a group of rows."""
+    folder = tmp_path_factory.mktemp("files")
+    files = write_shards(folder, shards=3)
+    for place in folder.glob("train-*.tar") if request.param == "parquet" else ():
+        with tarfile.open(place) as tar:
+            images, labels = ([tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
+                              for kind in ("png", "cls"))
+        table = pa.table({"png": [{"bytes": each, "path": None} for each in images], "cls": [*map(int, labels)]})
+        pq.write_table(table, place.with_suffix(".parquet"), row_group_size=4)
+        files["train"] = str(folder / "train-*.parquet")
+    return {"name": request.param, "data_files": files}
+
+
+@pytest.mark.parametrize("buffer, repeats", [(0, 1), (5, 2)])
+def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repeats, three_files):
+    micro, hub = Micro(images.read, noisy, together, Plan(4).rng), HUB | three_files | {"buffer": buffer}
+    whole = Streamed(hub)
+    feed = whole.training(Plan(4), repeats)
+    alone, states = [], []
+    for step in range(1, 13):                                # of 18 images: the third pass has begun, without repeats
+        alone.append(next(feed))
+        whole.trained(step)
+        states.append(json.loads(json.dumps(whole.state_dict())))
+    assert same(first(micro, iter(alone), 2), first(micro, iter(alone), 0))
+    for step, state in enumerate(states, 1):
+        assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
+        other = Streamed(hub)
+        other.load_state_dict(state)
+        assert list(islice(other.training(Plan(4, start=step), repeats), 12 - step)) == alone[step:]
+
+
+def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
+    """Three files, two processes: all rows, each read by one."""
+    keys = [[each["__key__"] if "__key__" in each else each["png"]["bytes"]
+             for each in iter(partial(next, Streamed(HUB | three_files | {"buffer": 5}).passes(
+                 Plan(4, rank=rank, world=2), Mark())), None)] for rank in (0, 1)]
+    assert sorted(map(len, keys)) == [6, 12] and len({*keys[0], *keys[1]}) == 18
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(DataError, match="task.hub.split=train: 3 files for 4 processes, expected one for each"):
+        Streamed(HUB | three_files)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for state in ({}, {"stream": "{}", "processes": 1}):
+        with pytest.raises(DataError, match="expected 2; continue with as many"):
+            Streamed(HUB | three_files).load_state_dict(state)
 
 
 def test_streamed_validation_is_read_in_order_by_all(shards):
@@ -264,7 +303,7 @@ def test_streamed_validation_is_read_in_order_by_all(shards):
     ({"image": "jpg"}, "jpg is missing.*png"),
     ({"validation_images": 13}, "task.hub.validation_images=13: validation holds fewer"),
     ({"name": "someone/no-such-images", "data_files": None}, "no-such-images cannot be read from the Hugging Face hub"),
-    ({"cut": 12000}, "webdataset cannot be read after image .: unexpected end of data"),
+    ({"cut": 12000}, "webdataset cannot be read: unexpected end of data"),
 ])
 def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
     options = dict(options)
