@@ -5,8 +5,8 @@ documentation that UCI gives with each set (columns.csv). The task scales, shuff
 
 `read_own` reads a csv file with a header, one column of which is to be predicted. Columns of numbers are numbers, other
 columns categories. Missing values become the mean of the training part in a column of numbers, a level of their own in
-a category. Words such as NA are missing values among numbers alone. Columns of identifiers are left out. Numbers with
-decimal commas are read; a column that can be read in two ways, or that mixes numbers and words, is refused.
+a category. Words such as NA are missing values among numbers alone. Columns of identifiers are left out. Numbers
+in another style than 1234.5, and columns that mix numbers and words, are refused.
 """
 
 import csv
@@ -25,7 +25,7 @@ from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, missing, no_folder, task_folder
 
 BLANKS = ("yeast", "wifi", "boston")  # files whose columns are separated by blanks, the others by commas
-EMBEDDED = ("wine", "chess", "digits", "breast_cancer", "iris")
+EMBEDDED = ("wine", "digits", "breast_cancer", "iris")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
     """Read or make the data set `name`.
 
     Official files are read from `data_dir` (the option task.data_dir), by default $CRT_DATA/uci. A set that needs no
-    file is made on the spot; wine and chess are read from their files where `data_dir` is given. Raises DataError for
+    file comes from scikit-learn; wine is read from its file where `data_dir` is given. Raises DataError for
     an unknown name, and for a file that is missing or is not the published one, down to its number of rows.
     """
     if name in EMBEDDED and not (data_dir and name in LAYOUTS):
@@ -138,9 +138,7 @@ def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
 
 
 def embedded(name: str) -> Table:
-    """Chess from its rules, the others as scikit-learn carries them, in its own row order."""
-    if name == "chess":
-        return table_of(name, np.ascontiguousarray(chess_positions().T), "embedded: computed from the rules of chess")
+    """A set of scikit-learn, in its row order."""
     from sklearn import datasets
 
     bunch, source = getattr(datasets, f"load_{name}")(), f"embedded: scikit-learn's load_{name}"
@@ -158,8 +156,6 @@ LARGEST = 1e150        # whose square is a number too
 FEWEST_ROWS = 20       # in which whole numbers can be seen to count the rows
 MISSING = {"na", "n/a", "n.a.", "n.d.", "nan", "none", "null", "nil", "-", "--", ".", "...", "missing", "unknown",
            "<na>", "#na", "#n/a", "#null!", "#value!", "#div/0!", "#ref!", "#num!", "#name?"}
-DECIMAL_COMMA = r"[-+]?(?:[1-9]\d{0,2}(?:\.\d{3})+|\d+)(?:,\d*)?(?:[eE][-+]?\d+)?"   # 1.234,5
-TWO_WAYS = r"[-+]?[1-9]\d{0,2}(?:[.,]\d{3})*"                                         # 1,234: of thousands or decimals
 LIKE_NUMBER = r"\W*\d[\d\s.,'’]*(?:[eE][-+]?\d+)?(?:[^\w\s]|[A-Z]{3}|\s[A-Za-z]{1,3})?"  # in any style, with a unit
 Kind = Literal["classification", "regression"]
 
@@ -170,11 +166,9 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
     frame = cells(path)
     if target not in frame:
         raise unknown(f"task.target of {path}", str(target), list(frame.columns[:50]))
-    commas = any(matches(stated(texts), DECIMAL_COMMA) and not matches(stated(texts), TWO_WAYS)
-                 for _, texts in frame.items() if texts.str.contains(",").any())
     for name, texts in frame.items():
         try:
-            column = numbers(texts, commas, name == target and kind == "classification", notes)
+            column = numbers(texts, name == target and kind == "classification")
             if name == target:
                 goal, classes = target_of(column, kind)
             else:
@@ -207,36 +201,22 @@ def cells(path: Path) -> pd.DataFrame:
     return frame.iloc[1:].set_axis(names, axis=1).replace(["", "?"], np.nan).dropna(how="all")
 
 
-def stated(texts: pd.Series) -> pd.Series:
-    return texts[~texts.str.lower().isin(MISSING)].dropna()
+def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
+    """A column as float64, or unchanged if it holds words. Raises ValueError for numbers in another style.
 
-
-def matches(texts: pd.Series, pattern: str) -> bool:
-    return all(part.str.fullmatch(pattern).all() for part in (texts.iloc[:100], texts))   # a few cells rule most out
-
-
-def numbers(texts: pd.Series, commas: bool, mixed: bool, notes: list[str]) -> pd.Series:
-    """A column as float64, or as it is where it holds words. Raises ValueError.
-
-    commas: some column has decimal commas. mixed: the column may hold numbers and words.
+    mixed: the column may hold numbers and words.
     """
-    known = stated(texts)
+    known = texts[~texts.str.lower().isin(MISSING)].dropna()
     values = pd.to_numeric(known, errors="coerce").astype(np.float64).where(lambda value: value.abs() <= LARGEST)
     odd = known[values.isna()]
-    if (not odd.empty or (commas and known.str.contains(".", regex=False).any())) and matches(known, DECIMAL_COMMA):
-        if matches(known, TWO_WAYS) and (odd.empty or not commas):
-            row = known.str.contains("[.,]").idxmax()
-            raise ValueError(f"row {row}: {known[row]!r} may hold decimals or thousands: expected 1234.5")
-        notes.append(f"{texts.name}: read with decimal commas")
-        values = pd.to_numeric(known.str.replace(".", "", regex=False).str.replace(",", ".")).astype(np.float64)
-    elif not odd.empty:
-        lines = known.str.contains("\n")
-        if lines.any():
-            raise ValueError(f"row {lines.idxmax()}: a cell holds a line end: does a quotation mark not end?")
-        if not mixed and known.str.fullmatch(LIKE_NUMBER).mean() > 0.5:
-            raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r} among numbers: expected one as 1234.5, or no value")
-        return texts
-    return values.reindex(texts.index)
+    if odd.empty:
+        return values.reindex(texts.index)
+    lines = known.str.contains("\n")
+    if lines.any():
+        raise ValueError(f"row {lines.idxmax()}: a cell holds a line end: does a quotation mark not end?")
+    if not mixed and known.str.fullmatch(LIKE_NUMBER).mean() > 0.5:
+        raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r} among numbers: expected one as 1234.5, or no value")
+    return texts
 
 
 def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[str, ...] | None]:
@@ -283,68 +263,3 @@ def counts_rows(values: np.ndarray) -> bool:
         return False
     in_order = (moves > 0).all() or (moves < 0).all()
     return bool((steps == steps[0]).all() or np.ptp(values) < (10 if in_order else 2) * len(values))
-
-
-# ---- the endgame king and rook against king, solved from the rules of chess ------------------------------------------
-# White has king and rook, Black a king and the move. The class is the number of White's moves to mate under best play
-# ("zero": mated on the board) or "draw": the rows of UCI's krkopt.data, by Bain and van Hoff. A square is
-# 8 * file + rank (a1 = 0, a2 = 1, h8 = 63); arrays of positions are (white king, rook, black king).
-FILE, RANK = np.divmod(np.arange(64), 8)
-FILES, RANKS = abs(FILE[:, None] - FILE), abs(RANK[:, None] - RANK)          # (64, 64) distances
-NEAR = np.maximum(FILES, RANKS) <= 1                                         # includes the square itself
-STEPS = (NEAR & (FILES + RANKS > 0)).astype(np.float32)                      # of a king
-ROOK_STEPS = (FILES == 0) ^ (RANKS == 0)                                     # of a rook on an empty board
-# [a, b, c]: a rook that moves from a to b meets c, its ends included
-PASSED = ROOK_STEPS[:, :, None] & ((FILES + RANKS)[:, None] + (FILES + RANKS) == (FILES + RANKS)[:, :, None])
-
-
-def chess_positions() -> np.ndarray:
-    """All positions with Black to move, one of each class of board symmetries, in the order of krkopt.data.
-
-    Returns (28056, 7) integers: file and rank (0-7, 0 = a and 1) of white king, rook and black king, then the class:
-    0 for "draw", else 1 + moves to mate. Sorted by class, then by the squares in that order. About 0.6 s.
-    """
-    code = canonical(solve())
-    squares = np.nonzero(code >= 0)
-    label = code[squares]
-    rows = np.stack([part[square] for square in squares for part in (FILE, RANK)] + [label], axis=1)
-    return rows[np.argsort(label, kind="stable")]
-
-
-def solve() -> np.ndarray:
-    """Class of every position, Black to move: (64, 64, 64) integers; -1 where the position is impossible."""
-    king, rook, black = np.ix_(*[np.arange(64)] * 3)
-    attacked = ROOK_STEPS & ~PASSED.transpose(2, 0, 1)       # the black king shades nothing
-    legal = (king != rook) & (rook != black) & ~NEAR[:, None]
-    safe = ~NEAR[:, None] & ~attacked                        # where Black may step: an unguarded rook is among them
-    mobile, won = safe @ STEPS > 0, np.zeros_like(legal)
-    code = np.where(legal, 0, -1)
-    lost, mobile, depth = legal & attacked & ~mobile, legal & mobile, 0
-    while lost.any():
-        depth += 1
-        code[lost] = depth
-        won |= white_moves_into(lost, attacked)
-        escapes = (safe & ~won) @ STEPS > 0
-        lost, mobile = mobile & ~escapes, mobile & escapes
-    return code
-
-
-def white_moves_into(lost: np.ndarray, attacked: np.ndarray) -> np.ndarray:
-    """Positions with White to move from which one move of king or rook reaches one of `lost`."""
-    result = np.tensordot(STEPS, lost, 1) > 0
-    for rook in range(64):
-        free = attacked[:, rook, :, None] & ~PASSED[rook]    # the black king blocks the way
-        result[:, rook] |= (free & lost).any(1)
-    return result
-
-
-def canonical(code: np.ndarray) -> np.ndarray:
-    """Keep one position of each symmetry class, -1 for the others.
-
-    The published set puts the white king into the triangle a1-d1-d4. On its diagonal, the mirror image is removed by
-    the black king (on or below the diagonal a1-h8) and, where that lies on the diagonal too, by the rook.
-    """
-    king, rook, black = np.ix_(*[np.arange(64)] * 3)
-    side = np.sign(RANK - FILE)                              # -1 below the diagonal, 0 on it
-    first_off = np.where(side[king] != 0, side[king], np.where(side[black] != 0, side[black], side[rook]))
-    return np.where((FILE[king] < 4) & (first_off <= 0) & (side[king] <= 0), code, -1)

@@ -11,7 +11,7 @@ import pytest
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
-from crt_exp.data.tabular import BLANKS, FILE, LAYOUTS, RANK, chess_positions, file_of, load, solve
+from crt_exp.data.tabular import BLANKS, LAYOUTS, file_of, load
 
 official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
                               reason="CRT_DATA is not set: the official files are needed")
@@ -32,7 +32,7 @@ PUBLISHED = {
     "wine": (178, 13, 13, [59, 71, 48]),
     "boston": (506, 13, 14, None),
 }
-BUNDLED = {"wine": (178, 13), "breast_cancer": (569, 30), "iris": (150, 4), "digits": (1797, 64), "chess": (28056, 6)}
+BUNDLED = {"wine": (178, 13), "breast_cancer": (569, 30), "iris": (150, 4), "digits": (1797, 64)}
 
 
 @functools.cache
@@ -113,16 +113,6 @@ def test_embedded_sets_need_nothing(name, monkeypatch):
     table = load(name)
     assert table.encode().shape == BUNDLED[name] and np.isfinite(table.encode()).all()
     assert "embedded" in table.source and set(table.target) == set(range(len(table.classes)))
-
-
-def test_chess_values():
-    code = solve()
-    assert np.bincount(chess_positions()[:, 6]).tolist() == CHESS_COUNTS
-    for mirror in (8 * (7 - FILE) + RANK, 8 * FILE + 7 - RANK, 8 * RANK + FILE):
-        assert (code[np.ix_(mirror, mirror, mirror)] == code).all()
-    values = [code[tuple(8 * "abcdefgh".index(square[0]) + int(square[1]) - 1 for square in squares.split())]
-              for squares in ("c1 a3 a1", "a1 c1 d2", "c2 b2 a1", "d4 h8 d5")]
-    assert values == [1, 0, 0, -1]                     # mate on the edge, lost rook, stalemate, kings side by side
 
 
 @official
