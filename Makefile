@@ -91,8 +91,9 @@ $(DOCS): $(STAMP)
 	else $(PY) -m pip install -q --disable-pip-version-check -e '.[docs]'; fi
 	@touch $@
 
-data: $(STAMP)  ## fetch the data and models that the small pages need
-	@for name in uci glue wikitext2 ptb mnist speech/free-spoken-digit-dataset models/smollm2-135m models/minilm models/whisper-tiny.en; done
+data: $(STAMP)  ## fetch the data and models that the small pages need, into CRT_DATA
+	@failed=0; for name in uci glue wikitext2 ptb mnist speech/free-spoken-digit-dataset models/smollm2-135m models/minilm models/whisper-tiny.en; \
+	do $(PY) -m crt_exp.data fetch $$name || failed=1; done; exit $$failed
 
 $(TARGETS): $(STAMP)
 	@$(PY) -m crt_exp.report $@ --run --size $(SIZE) $(if $(METHODS),--methods "$(METHODS)") $(if $(SEEDS),--seeds $(SEEDS))
