@@ -235,6 +235,8 @@ def test_command_exists(words, recipes):
             assert extra is None or extra in project()["optional-dependencies"]
         case ("pip", "wheel", "--no-deps", "."):
             pass
+        case ("export", assignment):
+            assert re.fullmatch(r"CRT_DATA=\w+", assignment)
         case ("pip", "install", "gguf"):  # what tests/tools/fetch_wheel_models.py asks for
             pass
         case ("pip", "install", what):  # what is not on the index: a wheel, and the extras of what is installed
