@@ -296,6 +296,14 @@ def check_make(target, variables):
         assert name != "SIZE" or value in pages.SIZES
 
 
+def test_recipes_of_make_are_valid_shell():
+    """`bash -n` parses what each target of the Makefile would run."""
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    commands = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True)
+    assert "crt_exp.data fetch" in commands and done.returncode == 0, done.stderr
+
+
 def check_run(arguments):
     """The command line and the configuration that it composes, unless it asks for the version.
 
