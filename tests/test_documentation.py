@@ -235,6 +235,8 @@ def test_command_exists(words, recipes):
             assert extra is None or extra in project()["optional-dependencies"]
         case ("pip", "wheel", "--no-deps", "."):
             pass
+        case ("export", assignment):
+            assert re.fullmatch(r"CRT_DATA=\w+", assignment)
         case ("pip", "install", "gguf"):  # what tests/tools/fetch_wheel_models.py asks for
             pass
         case ("pip", "install", what):  # what is not on the index: a wheel, and the extras of what is installed
@@ -292,6 +294,14 @@ def check_make(target, variables):
     for name, value in variables.items():
         assert re.search(rf"^{name} +\?=", makefile, re.M)
         assert name != "SIZE" or value in pages.SIZES
+
+
+def test_recipes_of_make_are_valid_shell():
+    """`bash -n` parses what each target of the Makefile would run."""
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
+    commands = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True)
+    assert "crt_exp.data fetch" in commands and done.returncode == 0, done.stderr
 
 
 def check_run(arguments):

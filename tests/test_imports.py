@@ -1,4 +1,4 @@
-"""Who may import whom: the picture in docs/architecture.md, compared with the imports of every module."""
+"""Who may import whom: the diagram in docs/contributing.md, compared with the imports of every module."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "crt_exp"
-PICTURE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+PICTURE = (PACKAGE.parent / "docs" / "contributing.md").read_text()
 BOXES = {room: box for box, rooms in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M)
          for room in rooms.split(", ")}
 ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
@@ -50,7 +50,7 @@ def below(start):
 
 
 def test_every_import_follows_arrows_of_the_picture():
-    odd = [f"{name} imports {other}: docs/architecture.md has no arrows from {box(name)} to {box(other)}"
+    odd = [f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
            for name in MODULES if name != FRONT for other in sorted(imported(name))
            if box(other) not in below(box(name)) | {box(name)}]
     assert not odd, "\n".join(odd)

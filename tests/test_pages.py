@@ -85,8 +85,8 @@ def test_numbers_beside_a_report_are_its_own(page, text):
 
 
 def test_tasks_of_the_front_page_exist():
-    """It names those with a report; the page of commands names all."""
-    page = (ROOT / "docs" / "commands.md").read_text().split("## Tasks and their data")[1].split("\n## ")[0]
+    """It names those with a report; docs/run.md names all."""
+    page = (ROOT / "docs" / "run.md").read_text().split("\n## Tasks\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
     assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(choices("task"))
     named = {name for row in table_of_tasks() for name in re.findall(r"`(\w+)`", row[0])}
