@@ -1,10 +1,10 @@
-"""Pictures of the site open in full size when they are clicked: on a telephone they are small."""
+"""MkDocs hook: a click on a picture opens the picture in full size."""
 
 import re
 
 
 def on_page_content(html, page, config, files):
-    """A picture that is no link yet becomes one to itself."""
+    """Link each picture that has no link to its file."""
     return re.sub(r'(<a [^>]*>)?(<img [^>]*src="([^"]+)"[^>]*>)', linked, html)
 
 

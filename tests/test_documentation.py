@@ -1,7 +1,6 @@
-"""README.md and docs/: code runs, recipes work, commands and keys exist."""
+"""README.md and docs/: commands and keys exist; in the slow suite every block runs."""
 
 import importlib
-import json
 import os
 import re
 import shlex
@@ -27,9 +26,8 @@ from crt_exp.report import __main__ as report_command, pages
 from crt_exp.runner.command_line import check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "mermaid"}
-# of add-your-own.md by the recipes' tests below
-EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name != "add-your-own.md"
-            and block.page.parent.name != "gallery"]
+# The blocks of add-your-own.md run in the tests of the recipes.
+EXAMPLES = [block for block in BLOCKS if block.language == "python" and block.page.name != "add-your-own.md"]
 
 
 def names(blocks):
@@ -37,45 +35,17 @@ def names(blocks):
 
 
 def test_every_block_says_its_language():
-    """One that a test knows what to do with; what is a file of its own stands in a recipe."""
+    """Only recipes have blocks that are files."""
     assert not [block for block in BLOCKS if block.language not in LANGUAGES]
     assert not [block for block in BLOCKS if block.title and block.page.name != "add-your-own.md"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:in . of . layers the output of the new attention:UserWarning")
 @pytest.mark.parametrize("block", EXAMPLES, ids=names(EXAMPLES))
 def test_example(block, capsys):
     exec(block.text, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()
-
-
-GALLERY = [block for block in BLOCKS if block.page.parent.name == "gallery"]
-
-
-@pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")
-@pytest.mark.parametrize("block", GALLERY, ids=[block.page.stem for block in GALLERY])
-def test_picture_of_the_gallery(block, tmp_path, monkeypatch):
-    """It is saved under the name of the page."""
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    matplotlib.use("Agg")
-    save = matplotlib.figure.Figure.savefig
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, name: save(self, tmp_path / name))
-    exec(block.text, {"__name__": "__main__"})
-    plt.close("all")
-    assert (tmp_path / f"{block.page.stem}.png").stat().st_size > 5000 and block.page.with_suffix(".png").is_file()
-
-
-def test_the_notebook_runs_from_top_to_bottom(capsys):
-    cells = json.loads((ROOT / "docs" / "first_screen.ipynb").read_text())["cells"]
-    space = {"__name__": "__main__"}
-    for cell in cells:
-        assert not cell.get("outputs"), "a committed notebook holds no results"
-        if cell["cell_type"] == "code":
-            exec("".join(cell["source"]), space)
-    out = capsys.readouterr().out
-    assert "nearfar" in out and "No advice" in out and "RandomFeatures" in out
 
 
 # ---- the recipes -----------------------------------------------------------------------------------------------------
@@ -96,7 +66,6 @@ def table_of_recipes():
 
 
 RECIPES = dict(table_of_recipes())
-FAST = ("map",)  # the recipe whose commands are run with every test; the others are slow
 
 
 def at_work_in(folder, monkeypatch):
@@ -158,32 +127,19 @@ def run_in(folder, *words):
 
 
 def test_every_kind_has_its_recipe():
-    assert set(RECIPES) == {"map", "sampler", "baseline", "task", "page", "measuring"}
+    assert set(RECIPES) == {"map", "sampler", "attention", "task", "page"}
     assert sorted(sum((recipe.files for recipe in RECIPES.values()), [])) == sorted(b.title for b in BLOCKS if b.title)
 
 
-def lines_of_recipes():
-    """The recipes' Python that is no file."""
-    for kind, recipe in RECIPES.items():
-        for block in recipe.blocks:
-            if block.language == "python" and not block.title:
-                yield pytest.param(kind, block, id=kind)
-
-
-@pytest.mark.parametrize("recipe, block", list(lines_of_recipes()), indirect=["recipe"])
-def test_recipe_in_python(recipe, block, capsys):
-    exec(block.text, {"__name__": "__main__"})
-    assert capsys.readouterr().out.strip()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, indirect=True)
+@pytest.mark.parametrize("recipe", ["map"], indirect=True)
 def test_recipe_passes_its_own_tests(recipe):
-    """By a pytest of its own: their files are called as ours are."""
+    """In another process, because its test files have names of ours."""
     done = run_in(recipe, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["softmax", "gaussian"])
 def test_map_of_the_recipe_obeys_the_laws_of_all_maps(recipes, kernel):
     import test_features as laws
@@ -197,6 +153,7 @@ def test_map_of_the_recipe_obeys_the_laws_of_all_maps(recipes, kernel):
     laws.test_dtypes_and_gradients(phi)
 
 
+@pytest.mark.slow
 def test_map_of_the_recipe_attends_like_its_features(recipes):
     from mine.maps import ShiftedRF
 
@@ -346,10 +303,6 @@ TINY = {  # the same command in a second: overrides that are added to it
 }
 
 
-# tasks whose every run takes seconds; their own tests are among the fast ones
-SLOW = ("mae", "imagenet", "trembl", "lra", "pixels", "books", "recall")
-
-
 def task_of(words):
     return next((word.partition("=")[2] for word in words if word.startswith("task=")), "uci")
 
@@ -365,10 +318,10 @@ def runs():
         needs |= bool({"task.corpus=ptb", "task.dataset=cifar10", "task.scale=full"} & set(words))
         needs |= task == "books" and "task.text=wordnet" not in words
         if words[:3] == ("python", "-m", "crt_exp") and task in TINY and not no_run and not needs:
-            yield pytest.param(words[3:], TINY[task], marks=[pytest.mark.slow] if task in SLOW else [],
-                               id=" ".join(words[3:]))
+            yield pytest.param(words[3:], TINY[task], id=" ".join(words[3:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words, tiny", list(runs()))
 def test_command_runs(words, tiny, typed, folder):
     code, out, err = typed(*words, *tiny, "logger=none", "hydra.run.dir=run")
@@ -380,17 +333,17 @@ def commands_of_recipes():
     for kind, recipe in RECIPES.items():
         for block in recipe.blocks:
             for words in words_of(block.text) if block.language == "bash" else ():
-                slow = [pytest.mark.slow] if words[0] == "torchrun" or kind not in FAST else []
-                yield pytest.param(kind, words, marks=slow, id=" ".join(words))
+                yield pytest.param(kind, words, id=" ".join(words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, words", list(commands_of_recipes()), indirect=["recipe"])
 def test_command_of_a_recipe_runs(recipe, words, typed):
     """With the files of its recipe and no other; a run is made short."""
     if words[:3] == ("python", "-m", "crt_exp"):
         code, _, err = typed(*words[3:], *TINY[task_of(words)])
         assert code == 0, err
-        runs = 6 if "-m" in words[3:] else 1  # the page's sweep: two maps, three seeds
+        runs = 6 if "-m" in words[3:] else 1  # the sweep has two maps and three seeds
         assert len(list((recipe / "outputs").rglob("metrics.jsonl"))) == runs
         return
     done = run_in(recipe, *words, *(TINY[task_of(words)] if words[0] == "torchrun" else []))

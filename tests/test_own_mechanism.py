@@ -1,4 +1,4 @@
-"""A baseline and a map of one's own, of docs/add-your-own.md, through every way that takes the name of a mechanism."""
+"""The attention and the map of docs/add-your-own.md, in every place that takes the name of a mechanism."""
 
 import json
 import runpy
@@ -34,6 +34,21 @@ class Size(Measurement):
         yield {"size": mechanism.layer(2, 4)(q, q, q).square().mean().item()}
 """,
     "conf/task/size.yaml": "_target_: mine.sizes.Size\n",
+    "mine/clipped.py": """
+import math
+from dataclasses import dataclass
+from crt_exp.features import FeatureMap, Features
+from crt_exp.features.base import ONE
+from crt_exp.samplers import at_least_float32
+
+@dataclass(frozen=True)
+class ClippedRF(FeatureMap):
+    def phi_q(self, x, noise, params=()):
+        x, weight = at_least_float32(x), 0.5 if self.kernel == "softmax" else 1.0
+        squares = weight * x.square().sum(-1, keepdim=True)
+        return Features(ONE, noise.project(x).clamp(-3, 3) - squares - math.log(noise.m) / 2)
+""",
+    "conf/features/clipped.yaml": "_target_: mine.clipped.ClippedRF\n",
     "mine/shares.py": """
 from crt_exp.report import Page, mean_table, sweep
 
@@ -55,7 +70,7 @@ TINY = {"advise": ["task.length=32", "task.samples=2", "task.calibration=1", "ta
 @pytest.fixture
 def folder(tmp_path, monkeypatch, one_thread):
     """The working directory of a user, with both recipes."""
-    monkeypatch.chdir(write_recipes(tmp_path, "A map", "A baseline"))
+    monkeypatch.chdir(write_recipes(tmp_path, "A map", "An attention"))
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, name)
@@ -84,7 +99,8 @@ def task_of(words):
 @pytest.mark.parametrize("words", [
     ["--config-dir=conf", "task=mlm", "attention=topk", "attention.k=4", "logger=none"],
     ["--config-dir=conf", "task=uci", "features=shifted", "features.share=0.5", "logger=none"],
-    *commands("Everywhere", "crt_exp")], ids=" ".join)
+    ["--config-dir=conf", "task=uci", "features=clipped", "logger=none"],  # biased, without a variance
+    *commands("Use it everywhere", "crt_exp")], ids=" ".join)
 def test_command_lines_take_it(words, folder, typed):
     if "task.model=encoder" in words:
         write_model(folder / "encoder")
@@ -104,14 +120,14 @@ def test_a_page_takes_it(folder, monkeypatch):
 
 
 def test_python_takes_the_class(folder, capsys):
-    (code,) = section("Everywhere", "python")
+    (code,) = section("Use it everywhere", "python")
     exec(code, {"__name__": "__main__"})
     out = capsys.readouterr().out
-    assert "mine.baselines.TopK k=4" in out and "'mine.baselines.TopK', 'ShiftedRF'" in out
-    from mine.baselines import TopK
+    assert "mine.attention.TopK k=4" in out and "'mine.attention.TopK', 'ShiftedRF'" in out
+    from mine.attention import TopK
     from mine.maps import ShiftedRF
 
-    assert Mechanism.of(TopK, k=4) == Mechanism.parse("mine.baselines.TopK k=4") == Mechanism.parse(TopK, k=4)
+    assert Mechanism.of(TopK, k=4) == Mechanism.parse("mine.attention.TopK k=4") == Mechanism.parse(TopK, k=4)
     assert swap_attention(encoder(), TopK, k=3).layers[0].self_attn.swapped.k == 3
     made = Mechanism.of(ShiftedRF, m=8, **{"features.share": 0.5})
     assert made == Mechanism.of(ShiftedRF(share=0.5), m=8) == Mechanism.of(features=ShiftedRF(share=0.5), m=8)
@@ -124,12 +140,19 @@ def test_python_takes_the_class(folder, capsys):
     assert Mechanism.of(Local, k=2).layer(2, 4).k == 2
 
 
+def test_attention_takes_a_map_without_a_variance(folder):
+    from mine.clipped import ClippedRF
+
+    layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(heads=2, d=8, causal=True)
+    assert layer(*torch.randn(3, 1, 2, 20, 8)).isfinite().all()
+
+
 def test_advise_takes_the_class(folder):
     import transformers
 
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_positions=64, n_embd=8, n_layer=1,
                                                                  n_head=2))
-    names = ["mine.baselines.TopK", "mine.baselines.TopK k=2"]
+    names = ["mine.attention.TopK", "mine.attention.TopK k=2"]
     found = advise(model, torch.arange(40).repeat(8), length=32, attentions=names, samples=2, calibration=1, rounds=1)
     assert [row.attention for row in found.rows] == ["exact", *names]
 
@@ -138,7 +161,7 @@ def test_advise_takes_the_class(folder):
     ("topk k=0", "attention.k=0: expected an integer >= 1"),
     ("topk k=many", "attention.k=many: expected an integer >= 1"),
     ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
-    ("mine.baselines.TopK k=0", "attention.k=0: expected an integer >= 1"),
+    ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
     ("shifted features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
     ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
 ])
