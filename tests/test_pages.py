@@ -9,6 +9,8 @@ import yaml
 from pages import BLOCKS, PAGES, ROOT, project
 
 from crt_exp.config import choices
+from crt_exp.papers.results import SPEED, times
+from crt_exp.papers.swap import COMMON
 from crt_exp.report import mean_ci, pages
 from crt_exp.report.rows import read_rows
 
@@ -79,18 +81,14 @@ def test_numbers_beside_a_report_are_its_own(page, text):
     """Decimals and counts of three digits in a paragraph or a row stand in one of the pages that it links."""
     links = {(page.parent / link).with_suffix("") for link in re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)}
     reports = "".join(link.with_suffix(".md").read_text() for link in links if link.with_suffix(".md").is_file())
-    told = re.sub(r"` \| \d+ \| ", "", text)  # minutes are another test's
-    numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", told)
+    numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", text)
     assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
 
 
-def test_tasks_of_the_front_page_exist():
-    """It names those with a report; docs/run.md names all."""
+def test_every_task_is_documented():
     page = (ROOT / "docs" / "run.md").read_text().split("\n## Tasks\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
     assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(choices("task"))
-    named = {name for row in table_of_tasks() for name in re.findall(r"`(\w+)`", row[0])}
-    assert named <= set(choices("task"))
 
 
 def test_citation_and_version_agree():
@@ -101,16 +99,11 @@ def test_citation_and_version_agree():
     assert all({"title", "authors", "year"} <= set(paper) for paper in cited["references"])
 
 
-# The front page's tables: cell of the first column -> where its values are, and the method of each column.
-SMOLLM2 = {"metric": "above", "model": "SmolLM2-135M", "length": 4096}
-MODELS = {"new text": (SMOLLM2 | {"text": "new text"}, 1, ".3f"),
-          "repeated passage": (SMOLLM2 | {"text": "repeated"}, 1, ".3f"),
-          "LibriSpeech": ({"metric": "wer", "text": "utterances"}, 100, ".1f"),
-          "cosine": ({"metric": "cosine", "text": "new text", "length": 512, "sweep": "pretrained/embeddings"}, 1,
-                     ".3f")}
-CAUSAL = {"near-far": "nearfar", "window and first tokens": "window block=64 first=16",
-          "FAVOR++, m = 256": "favorpp m=256", "uniform": "uniform", "exact": "exact"}
-BOTH = {"cosine": CAUSAL | {"near-far": "nearfar exact_until=0"}}
+# ---- the tables of README.md
+
+
+METHODS = {"near-far attention": "nearfar", "window": "window block=64 first=16", "FAVOR++, m = 256": "favorpp m=256",
+           "uniform attention": "uniform"}
 
 
 def tables_of(head):
@@ -122,34 +115,24 @@ def tables_of(head):
             yield from (dict(zip(rows[0], row)) for row in rows[2:])
 
 
-def test_what_models_lose_is_that_of_the_page():
-    """Every cell has the values of its column's attention in the committed rows."""
-    rows, cells = read_rows("swap", ROOT / "outputs/report"), [*tables_of("without training")]
-    assert len(cells) == len(MODELS)
-    for row in cells:
-        (name,) = (name for name in MODELS if name in row["without training"])
-        where, scale, spec = MODELS[name]
-        for column, method in BOTH.get(name, CAUSAL).items():
-            values = scale * rows.values(method=method, **where)
-            itself = {"above": "0", "cosine": "1"}.get(where["metric"]) if method == "exact" else None
-            ends = f"{values.min():.0f} to {values.max():.0f}"  # of few samples
-            assert row[column] in (itself, f"{mean_ci(values):{spec}}", ends), (name, column)
-
-
-# ---- the front
-
-
-COLUMNS = {"Nystroem": ("Nystroem m=128", ""), "geom": ("geom", "geom"), "oprf": ("oprf", "oprf"),
-           "trig": ("trig m=64", "trig"), "RBFSampler": ("RBFSampler m=128", ""), "gerf": ("gerf m=64", "gerf"),
-           "pos": ("pos", "pos"), "exact kernel": ("exact", ""), "majority class": ("majority", "")}
-
-
-def test_maps_are_ranked_at_equal_columns():
-    """The front page's table, in descending order of that column, from the main table of the page."""
-    rows = [*tables_of("features")]
-    ranked = [float(row["128 columns"].split()[0]) for row in rows]
-    page = (ROOT / "outputs/report/crt_uci.md").read_text()
-    assert len(rows) == len(COLUMNS) and ranked == sorted(ranked, reverse=True)
+def test_cost_of_a_swap_is_that_of_the_page():
+    swap, speed = (read_rows(name, ROOT / "outputs/report") for name in ("swap", "perf_speed"))
+    spent = {SPEED[name]: each[4096] for name, each in times(speed, " causal").items() if 4096 in each}
+    rows = [*tables_of("SmolLM2-135M")]
+    assert len(rows) == len(METHODS)
     for row in rows:
-        for value in (row["128 columns"], row.get("128 projections", "")):
-            assert value.strip("| ") in page, row
+        method = METHODS[row["SmolLM2-135M"]]
+        for text, column in {"new text": "new text", "repeated": "repeated passage"}.items():
+            values = swap.values("above", method, model="SmolLM2-135M", length=4096, text=text, **COMMON)
+            assert row[column] == f"{mean_ci(values):.3f}", (method, column)
+        assert row.get("time of a training step", "") == (f"{spent[method]:.2g}" if method in spent else "")
+
+
+def test_accuracies_of_maps_are_those_of_the_page():
+    """In descending order, from the main table of the page."""
+    (row,) = tables_of("128 columns")
+    page = (ROOT / "outputs/report/crt_uci.md").read_text()
+    values = [value for name, value in row.items() if name != "128 columns"]
+    assert [*map(float, (value.split()[0] for value in values))] == sorted(
+        (float(value.split()[0]) for value in values), reverse=True)
+    assert all(f"| {value} |" in page for value in values)
