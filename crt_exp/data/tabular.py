@@ -1,12 +1,12 @@
-"""Tables of numbers and categories: the UCI files, the sets that need no file, and csv files of one's own.
+"""Tables of numbers and categories: UCI files, embedded sets and your own csv.
 
-`load("car")` reads $CRT_DATA/uci/car.data as UCI published it. Types, units and the orders of categories follow the
-documentation that UCI gives with each set (columns.csv). The task scales, shuffles and splits, on the training part.
+`load("car")` reads $CRT_DATA/uci/car.data as published by UCI. Types, units and the order of categories follow UCI's
+documentation of each set (columns.csv). The task scales, shuffles and splits; it fits the scaling on the training part.
 
-`read_own` reads a csv file with a header, one column of which is to be predicted. Columns of numbers are numbers, other
-columns categories. Missing values become the mean of the training part in a column of numbers, a level of their own in
-a category. Words such as NA are missing values among numbers alone. Columns of identifiers are left out. Numbers with
-decimal commas are read; a column that can be read in two ways, or that mixes numbers and words, is refused.
+`read_own` reads a csv file with a header and predicts one of its columns. Columns of numbers are numeric, other columns
+are categories. A missing number becomes the mean of the training part; a missing category is a level of its own. Words
+such as NA mark missing values only in columns of numbers. Columns of row identifiers are left out. Decimal commas are
+accepted. A column that is ambiguous, or that mixes numbers and words, is rejected.
 """
 
 import csv
@@ -24,21 +24,21 @@ from crt_exp.config import unknown
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, missing, no_folder, task_folder
 
-BLANKS = ("yeast", "wifi", "boston")  # files whose columns are separated by blanks, the others by commas
+BLANKS = ("yeast", "wifi", "boston")  # blank-separated files; others are comma-separated
 EMBEDDED = ("wine", "chess", "digits", "breast_cancer", "iris")
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One feature of n rows: float64 values, or int64 codes into `levels` where the feature is categorical."""
+    """One feature of n rows: float64 numbers, or int64 codes into `levels`."""
 
     name: str
     values: np.ndarray                    # (n,)
     levels: tuple[str, ...] | None = None
-    ordered: bool = False                 # levels are listed from low to high
+    ordered: bool = False                 # levels run from low to high
 
     def encode(self, coding: str) -> np.ndarray:
-        """(n, width) float64: the number, the place in the order, or one indicator per level; see `Table.encode`."""
+        """(n, width) float64 encoding; see `Table.encode` for `coding`."""
         if self.levels is not None and not (coding == "ordinal" and self.ordered):
             return np.eye(len(self.levels))[self.values]
         return self.values[:, None].astype(np.float64)
@@ -46,13 +46,13 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A data set: features and one target for each of n rows, in the order of the source."""
+    """A data set: features and one target of n rows, in source order."""
 
     name: str
     columns: tuple[Column, ...]
     target: np.ndarray                    # (n,) int64 codes into `classes`; float64 for regression
     classes: tuple[str, ...] | None       # None: regression
-    source: str                           # where the rows come from
+    source: str                           # origin of the rows
 
     def __len__(self) -> int:
         return len(self.target)
@@ -60,14 +60,14 @@ class Table:
     def encode(self, coding: str = "ordinal") -> np.ndarray:
         """All features as numbers: (n, width) float64, not scaled.
 
-        "ordinal": a category becomes its place 0, 1, ... in the documented order; where no order exists, indicators.
-        "onehot": every category becomes one 0/1 indicator per level.
+        coding: "ordinal" encodes an ordered category as 0, 1, ..., and an unordered category as 0/1 indicators.
+        "onehot" encodes every category as 0/1 indicators, one for each level.
         """
         return np.hstack([column.encode(coding) for column in self.columns])
 
 
-# by table, the columns of its file in their order: name, role (target, or dropped for what identifies the row), kind,
-# levels (in order, where there is one; two levels are ordered: 0 and 1 lose nothing) and another spelling of a level
+# Columns of each table's file, in file order: name, role (target, or dropped for row identifiers), kind, levels (from
+# low to high if ordered; two levels count as ordered, because 0/1 loses nothing) and an alias of a level.
 LAYOUTS = {name: [*rows.itertuples()] for name, rows in pd.read_csv(
     Path(__file__).with_name("columns.csv"), dtype=str, keep_default_na=False).groupby("table", sort=False)}
 
@@ -75,9 +75,9 @@ LAYOUTS = {name: [*rows.itertuples()] for name, rows in pd.read_csv(
 def load(name: str, data_dir: str | Path | None = None) -> Table:
     """Read or make the data set `name`.
 
-    Official files are read from `data_dir` (the option task.data_dir), by default $CRT_DATA/uci. A set that needs no
-    file is made on the spot; wine and chess are read from their files where `data_dir` is given. Raises DataError for
-    an unknown name, and for a file that is missing or is not the published one, down to its number of rows.
+    Official files are read from `data_dir` (option task.data_dir), by default $CRT_DATA/uci. Embedded sets need no
+    file; wine and chess are read from files if `data_dir` is given. Raises DataError if a file is missing, differs from
+    the published file, or is given to a set that reads none. Raises ConfigError for an unknown name.
     """
     if name in EMBEDDED and not (data_dir and name in LAYOUTS):
         no_folder(data_dir, f"task.dataset={name}, which is embedded")
@@ -88,7 +88,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
 
 
 def file_of(name: str, data_dir: str | Path | None) -> Path | None:
-    """The official file that is read; None for a set that needs none, and where nobody says where the files are."""
+    """Path of the official file; None for an embedded set or an unknown folder."""
     folder = task_folder("uci", data_dir)
     if folder is None or name not in LAYOUTS or (name in EMBEDDED and not data_dir):
         return None
@@ -96,7 +96,7 @@ def file_of(name: str, data_dir: str | Path | None) -> Path | None:
 
 
 def read_official(name: str, path: Path | None) -> Table:
-    """The published file of `name`. Raises DataError where it is missing or another one."""
+    """Read the published file of `name`; raises DataError if missing or different."""
     source, layout = SOURCES[f"uci/{name}"], LAYOUTS[name]
     if path is None or not path.is_file():
         raise missing(f"uci/{name}", path)
@@ -113,7 +113,10 @@ def read_official(name: str, path: Path | None) -> Table:
 
 
 def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
-    """(n,) numbers, or codes. Raises ValueError naming the row of a cell that is no finite number, or no level."""
+    """(n,) numbers, or codes of levels.
+
+    Raises ValueError with the row of a cell that is neither a finite number nor a level.
+    """
     levels, alias = field.levels.split(), field.aliases.split(" = ")
     if levels:
         values = pd.Index(levels).get_indexer(cells.replace(alias[0], alias[-1])).astype(np.int64)
@@ -129,7 +132,7 @@ def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
 
 
 def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
-    """arrays: the values of each column of the layout, in its order."""
+    """Table from the values of each column, in the order of its layout."""
     columns = {field.role or field.column: Column(field.column, values, tuple(field.levels.split()) or None,
                                                   field.kind == "ordered")
                for field, values in zip((field for field in LAYOUTS[name] if field.role != "dropped"), arrays)}
@@ -138,7 +141,7 @@ def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
 
 
 def embedded(name: str) -> Table:
-    """Chess from its rules, the others as scikit-learn carries them, in its own row order."""
+    """Chess computed from its rules, other sets from scikit-learn."""
     if name == "chess":
         return table_of(name, np.ascontiguousarray(chess_positions().T), "embedded: computed from the rules of chess")
     from sklearn import datasets
@@ -152,20 +155,23 @@ def embedded(name: str) -> Table:
 
 
 # ---- a csv file of one's own -----------------------------------------------------------------------------------------
-MOST_CLASSES = 20      # different whole numbers in a target of classes, where task.kind does not decide
-MOST_LEVELS = 100      # of a category
-LARGEST = 1e150        # whose square is a number too
-FEWEST_ROWS = 20       # in which whole numbers can be seen to count the rows
+MOST_CLASSES = 20      # distinct whole numbers of a target that counts as classes if task.kind is null
+MOST_LEVELS = 100      # levels of a category
+LARGEST = 1e150        # squares stay finite
+FEWEST_ROWS = 20       # minimum for recognising row numbers
 MISSING = {"na", "n/a", "n.a.", "n.d.", "nan", "none", "null", "nil", "-", "--", ".", "...", "missing", "unknown",
            "<na>", "#na", "#n/a", "#null!", "#value!", "#div/0!", "#ref!", "#num!", "#name?"}
 DECIMAL_COMMA = r"[-+]?(?:[1-9]\d{0,2}(?:\.\d{3})+|\d+)(?:,\d*)?(?:[eE][-+]?\d+)?"   # 1.234,5
-TWO_WAYS = r"[-+]?[1-9]\d{0,2}(?:[.,]\d{3})*"                                         # 1,234: of thousands or decimals
+TWO_WAYS = r"[-+]?[1-9]\d{0,2}(?:[.,]\d{3})*"                                         # 1,234: thousands or decimals
 LIKE_NUMBER = r"\W*\d[\d\s.,'’]*(?:[eE][-+]?\d+)?(?:[^\w\s]|[A-Z]{3}|\s[A-Za-z]{1,3})?"  # in any style, with a unit
 Kind = Literal["classification", "regression"]
 
 
 def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> tuple[Table, str]:
-    """The table, and a sentence on what is unusual in it. Raises DataError naming file, column and row."""
+    """Read a csv file; return the table and a sentence on unusual columns.
+
+    Raises DataError with file, column and row. Raises ConfigError for an unknown target.
+    """
     path, notes, features = Path(path).expanduser(), [], []
     frame = cells(path)
     if target not in frame:
@@ -187,14 +193,17 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
 
 
 def cells(path: Path) -> pd.DataFrame:
-    """All cells as strings, NaN where they are empty or hold a question mark; the row below the header is row 1."""
+    """All cells as strings, NaN if empty or a question mark.
+
+    Row 1 is the row below the header.
+    """
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as opened:
             separator = max(",;\t", key=opened.readline().count)
         parse = partial(pd.read_csv, path, sep=separator, header=None, dtype=str, keep_default_na=False,
                         skipinitialspace=True, encoding="utf-8-sig")
         frame = parse()
-        if (frame.iloc[:, -1] == "").any():                      # as the fast parser fills rows with too few cells
+        if (frame.iloc[:, -1] == "").any():                      # the fast parser fills short rows so
             short = parse(engine="python").isna().any(axis=1)
             if short.any():
                 raise ValueError(f"row {short.idxmax()} has fewer cells than the header")
@@ -212,13 +221,15 @@ def stated(texts: pd.Series) -> pd.Series:
 
 
 def matches(texts: pd.Series, pattern: str) -> bool:
-    return all(part.str.fullmatch(pattern).all() for part in (texts.iloc[:100], texts))   # a few cells rule most out
+    return all(part.str.fullmatch(pattern).all() for part in (texts.iloc[:100], texts))   # 100 cells rule most out
 
 
 def numbers(texts: pd.Series, commas: bool, mixed: bool, notes: list[str]) -> pd.Series:
-    """A column as float64, or as it is where it holds words. Raises ValueError.
+    """Column as float64, or unchanged if it holds words. Raises ValueError.
 
-    commas: some column has decimal commas. mixed: the column may hold numbers and words.
+    Args:
+        commas: whether some column has decimal commas.
+        mixed: whether the column may hold both numbers and words.
     """
     known = stated(texts)
     values = pd.to_numeric(known, errors="coerce").astype(np.float64).where(lambda value: value.abs() <= LARGEST)
@@ -240,7 +251,7 @@ def numbers(texts: pd.Series, commas: bool, mixed: bool, notes: list[str]) -> pd
 
 
 def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """The values to predict: numbers, or codes and the classes they stand for. Raises ValueError."""
+    """Numbers and None, or codes and the names of their classes. Raises ValueError."""
     number = labels.dtype == np.float64
     if labels.isna().any():
         raise ValueError(f"row {labels.isna().idxmax()} has no value to learn: fill it in, or remove the row")
@@ -259,7 +270,7 @@ def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[s
 
 
 def feature(column: pd.Series, notes: list[str]) -> list[Column]:
-    """The column, or none and a note where it tells nothing about other rows."""
+    """The feature column, or no column and a note if it carries no information."""
     name, missing, number = column.name, int(column.isna().sum()), column.dtype == np.float64
     levels = [] if number else sorted(column.dropna().unique())
     if missing == len(column) or (number and counts_rows(column.dropna().to_numpy())):
@@ -277,7 +288,10 @@ def feature(column: pd.Series, notes: list[str]) -> list[Column]:
 
 
 def counts_rows(values: np.ndarray) -> bool:
-    """Whether whole numbers identify the rows: all differ and are evenly spaced or fill a range almost."""
+    """Whether whole numbers identify the rows.
+
+    All values must differ, and be evenly spaced or nearly fill a range.
+    """
     steps, moves = np.diff(np.sort(values)), np.diff(values)
     if len(values) < FEWEST_ROWS or (values % 1 != 0).any() or (steps == 0).any():
         return False
@@ -286,23 +300,24 @@ def counts_rows(values: np.ndarray) -> bool:
 
 
 # ---- the endgame king and rook against king, solved from the rules of chess ------------------------------------------
-# White has king and rook, Black a king and the move. The class is the number of White's moves to mate under best play
-# ("zero": mated on the board) or "draw": the rows of UCI's krkopt.data, by Bain and van Hoff. A square is
-# 8 * file + rank (a1 = 0, a2 = 1, h8 = 63); arrays of positions are (white king, rook, black king).
+# White has king and rook, Black has a king and is to move. The class is White's number of moves to mate under best
+# play ("zero": mate on the board) or "draw". The rows are those of UCI's krkopt.data, by Bain and van Hoff. A square
+# is 8 * file + rank (a1 = 0, a2 = 1, h8 = 63). Arrays of positions have axes (white king, rook, black king).
 FILE, RANK = np.divmod(np.arange(64), 8)
 FILES, RANKS = abs(FILE[:, None] - FILE), abs(RANK[:, None] - RANK)          # (64, 64) distances
 NEAR = np.maximum(FILES, RANKS) <= 1                                         # includes the square itself
 STEPS = (NEAR & (FILES + RANKS > 0)).astype(np.float32)                      # of a king
 ROOK_STEPS = (FILES == 0) ^ (RANKS == 0)                                     # of a rook on an empty board
-# [a, b, c]: a rook that moves from a to b meets c, its ends included
+# [a, b, c]: a rook that moves from a to b passes c, a and b included
 PASSED = ROOK_STEPS[:, :, None] & ((FILES + RANKS)[:, None] + (FILES + RANKS) == (FILES + RANKS)[:, :, None])
 
 
 def chess_positions() -> np.ndarray:
-    """All positions with Black to move, one of each class of board symmetries, in the order of krkopt.data.
+    """All positions with Black to move up to board symmetry, as in krkopt.data.
 
-    Returns (28056, 7) integers: file and rank (0-7, 0 = a and 1) of white king, rook and black king, then the class:
-    0 for "draw", else 1 + moves to mate. Sorted by class, then by the squares in that order. About 0.6 s.
+    Returns (28056, 7) integers: file and rank (0-7, 0 = a and 1) of white king, rook and black king, then the class.
+    Class 0 is "draw", else 1 + moves to mate. Rows are sorted by class, then by squares. The computation takes about
+    0.6 s.
     """
     code = canonical(solve())
     squares = np.nonzero(code >= 0)
@@ -312,11 +327,11 @@ def chess_positions() -> np.ndarray:
 
 
 def solve() -> np.ndarray:
-    """Class of every position, Black to move: (64, 64, 64) integers; -1 where the position is impossible."""
+    """Class of every position with Black to move, (64, 64, 64); -1 if impossible."""
     king, rook, black = np.ix_(*[np.arange(64)] * 3)
-    attacked = ROOK_STEPS & ~PASSED.transpose(2, 0, 1)       # the black king shades nothing
+    attacked = ROOK_STEPS & ~PASSED.transpose(2, 0, 1)       # the king does not shield squares behind it
     legal = (king != rook) & (rook != black) & ~NEAR[:, None]
-    safe = ~NEAR[:, None] & ~attacked                        # where Black may step: an unguarded rook is among them
+    safe = ~NEAR[:, None] & ~attacked                        # for Black, who may take an unguarded rook
     mobile, won = safe @ STEPS > 0, np.zeros_like(legal)
     code = np.where(legal, 0, -1)
     lost, mobile, depth = legal & attacked & ~mobile, legal & mobile, 0
@@ -330,19 +345,19 @@ def solve() -> np.ndarray:
 
 
 def white_moves_into(lost: np.ndarray, attacked: np.ndarray) -> np.ndarray:
-    """Positions with White to move from which one move of king or rook reaches one of `lost`."""
+    """Positions with White to move from which one move reaches one of `lost`."""
     result = np.tensordot(STEPS, lost, 1) > 0
     for rook in range(64):
-        free = attacked[:, rook, :, None] & ~PASSED[rook]    # the black king blocks the way
+        free = attacked[:, rook, :, None] & ~PASSED[rook]    # the black king blocks the rook
         result[:, rook] |= (free & lost).any(1)
     return result
 
 
 def canonical(code: np.ndarray) -> np.ndarray:
-    """Keep one position of each symmetry class, -1 for the others.
+    """Keep one position of each symmetry class; set the others to -1.
 
-    The published set puts the white king into the triangle a1-d1-d4. On its diagonal, the mirror image is removed by
-    the black king (on or below the diagonal a1-h8) and, where that lies on the diagonal too, by the rook.
+    The published set puts the white king into the triangle a1-d1-d4. If the white king is on the diagonal, the black
+    king lies on or below a1-h8. If both are on the diagonal, the rook does.
     """
     king, rook, black = np.ix_(*[np.arange(64)] * 3)
     side = np.sign(RANK - FILE)                              # -1 below the diagonal, 0 on it
