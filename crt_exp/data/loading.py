@@ -1,7 +1,8 @@
-"""Micro-batches of images, listed or streamed, decoded and augmented in worker processes.
+"""Micro-batches of images, decoded and augmented in worker processes.
 
-They are the same for any number of workers and after any resume: the process that trains makes the order, and before a
-row is augmented the generators of Python, NumPy and torch are seeded from the row's own, and put back afterwards.
+Images are listed or streamed. Batches do not depend on the number of workers or on a resume: the training process
+determines the order. The global generators of Python, NumPy and torch are seeded for each row before its augmentation,
+and restored afterwards.
 """
 
 import random
@@ -25,19 +26,19 @@ from crt_exp.data.plan import Plan
 from crt_exp.options import Count, Whole
 
 Draw = np.random.Generator
-Row = tuple[int, Any, int]     # its number, which decides what is drawn, what `read` takes, and its label
-Asked = Iterator[list[Row]]    # micro-batches, yet to be read
+Row = tuple[int, Any, int]     # row number (seeds the augmentation), source for `read`, label
+Asked = Iterator[list[Row]]    # micro-batches of rows to read
 
 
 def listed(part: images.Images, split: str, plan: Plan, repeats: int = 1) -> Asked:
-    """The micro-batches that `plan` names of images that are listed."""
+    """Yield the micro-batches of `plan` from listed images."""
     for rows in plan.rows(len(part), split, repeats):
         places = rows % len(part)
         yield [(int(row), part.sources[i], int(part.labels[i])) for row, i in zip(rows, places)]
 
 
 class ImageHub(Hub):
-    """A set of the hub, or files that `datasets` reads, such as WebDataset's shards."""
+    """Hugging Face image data set, or files such as WebDataset shards."""
 
     split: str
     validation: str
@@ -49,7 +50,10 @@ class ImageHub(Hub):
 
 
 class Streamed:
-    """Images that `datasets` streams: "train" without end, and of "val" the first `validation_images`."""
+    """Images streamed by `datasets`.
+
+    "train" is endless. "val" is the first `validation_images` images.
+    """
 
     def __init__(self, hub: ImageHub):
         self.hub, self.names = hub, []
@@ -57,7 +61,7 @@ class Streamed:
         self.classes = tuple(self.names or map(str, range(hub["classes"] or 0)))
 
     def examples(self, split: str, **options: Any) -> Callable[[int], Iterator[dict[str, Any]]]:
-        """Those of each pass, with their images as they are stored."""
+        """Examples of each epoch, with undecoded images."""
         from datasets import Image
 
         def encoded(stream: Any) -> Any:
@@ -67,7 +71,10 @@ class Streamed:
         return hub_examples(self.hub, split, prepared=encoded, otherwise="Or give a folder, task.data_dir.", **options)
 
     def training(self, plan: Plan, repeats: int = 1) -> Asked:
-        """Pass after pass, each image `repeats` times; rows are numbered over all passes and processes."""
+        """Yield endless micro-batches, with each image `repeats` times in turn.
+
+        Row numbers are unique over epochs and processes.
+        """
         size = plan.batch // plan.world // plan.micro
         passes = self.examples(self.hub["split"], rank=plan.rank, world=plan.world, seed=plan.seed,
                                buffer=self.hub["buffer"])
@@ -77,18 +84,21 @@ class Streamed:
             yield [self.row(number * plan.world + plan.rank, each) for number, each in islice(mine, size)]
 
     def whole(self, examples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """All of a pass. Raises DataError where there is none, and where reading fails."""
+        """All examples of an epoch; raises DataError if empty or unreadable."""
         number = 0
         try:
             for number, each in enumerate(examples, 1):  # noqa: B007
                 yield each
-        except Exception as error:  # of tarfile, zlib, the network
+        except Exception as error:  # from tarfile, zlib or the network
             raise DataError(f"{self.hub['name']} cannot be read after image {number}: {reason_of(error)}") from None
         if not number:
             raise DataError(f"task.hub.split={self.hub['split']}: expected an image for each process, found fewer")
 
     def validation(self, plan: Plan) -> Asked:
-        """This process's part of the first images, in order. Raises DataError where there are fewer."""
+        """Yield this process's part of the first images, in order.
+
+        Raises DataError if the split has fewer images.
+        """
         wanted = self.hub["validation_images"]
         at, last = (wanted * rank // plan.world for rank in (plan.rank, plan.rank + 1))
         mine = islice(enumerate(self.whole(self.examples(self.hub["validation"], buffer=0)(0))), at, last)
@@ -99,7 +109,7 @@ class Streamed:
             raise DataError(f"task.hub.validation_images={wanted}: {self.hub['validation']} holds fewer, lower it")
 
     def row(self, number: int, example: dict[str, Any]) -> Row:
-        """Raises DataError where there is no image, or a label that is no class."""
+        """Row of an example; raises DataError for a missing image or an invalid label."""
         image, label = example.get(self.hub["image"]), example.get(self.hub["label"])
         name = f"{self.hub['name']}, {example.get('__key__') or f'image {number}'}"
         if not image or label not in range(len(self.classes)):
@@ -114,10 +124,13 @@ class Streamed:
 
 @dataclass(eq=False)
 class Micro(Dataset):
-    """Makes micro-batches of lists of rows, wherever it is called.
+    """Builds micro-batches from lists of rows, in any process.
 
-    read: a source to a PIL.Image, raises Unreadable. transform: that to a tensor (3, H, W), drawing from global
-    generators. finish: images (B, 3, H, W), labels (B,) and the rows' generators to the batch. rng: a row's generator.
+    Args:
+        read: returns the PIL.Image of a source, or raises Unreadable.
+        transform: PIL.Image to tensor (3, H, W); draws from global generators.
+        finish: images (B, 3, H, W), labels (B,) and row generators to a batch.
+        rng: row number to generator.
     """
 
     read: Callable[[Any], Any]
@@ -126,12 +139,12 @@ class Micro(Dataset):
     rng: Callable[[int], Draw]
 
     def __getitem__(self, rows: Sequence[Row]) -> tuple[dict[str, Tensor] | None, list[str]]:
-        """The batch of those that can be read (None: of none), and what is wrong with the others."""
+        """Batch of the readable rows (None if there are none), and problems of the others."""
         pixels, labels, draws, problems = [], [], [], []
         for number, source, label in rows:
             try:
                 image = self.read(source)
-            except images.Unreadable as error:               # an error that leaves a worker loses its class and words
+            except images.Unreadable as error:               # raising in a worker would lose class and message
                 problems.append(str(error))
                 continue
             draw = self.rng(number)
@@ -142,22 +155,25 @@ class Micro(Dataset):
         return self.finish(torch.stack(pixels), torch.tensor(labels), draws) if pixels else None, problems
 
     def batches(self, asked: Asked, workers: int) -> DataLoader:
-        """Batches and problems of `asked`, in order, by worker processes (0: by this one)."""
-        own = torch.Generator()                              # else each epoch would draw from the global one
+        """Load batches and problems of `asked` in order; workers=0: in this process."""
+        own = torch.Generator()                              # otherwise each epoch draws from the global generator
         return DataLoader(self, sampler=asked, batch_size=None, num_workers=workers, worker_init_fn=leave_signals,
                           generator=own)
 
 
 @contextmanager
 def drawing(draw: Draw) -> Iterator[None]:
-    """Global generators seeded from `draw`, put back at the end. Raises ConfigError in a thread next to training."""
+    """Seed the global generators from `draw`, and restore them at the end.
+
+    Raises ConfigError in a thread that runs beside training.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("task.workers=0 draws in the process that trains: set trainer.prefetch=0, or task.workers=1")
     kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     seeds = draw.integers(2**32, size=3).tolist()
     random.seed(seeds[0])
     np.random.seed(seeds[1])
-    torch.default_generator.manual_seed(seeds[2])            # torch.manual_seed would seed GPUs too
+    torch.default_generator.manual_seed(seeds[2])            # torch.manual_seed would also seed GPUs
     try:
         yield
     finally:
@@ -167,6 +183,6 @@ def drawing(draw: Draw) -> Iterator[None]:
 
 
 def leave_signals(worker: int) -> None:
-    """The process that trains decides what ^C and a closed terminal mean."""
+    """Ignore SIGINT and SIGHUP in workers; the training process handles both."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
