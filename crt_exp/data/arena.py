@@ -3,19 +3,17 @@
 listops and pathfinder are generated. image: grey pixels of CIFAR-10. text: bytes of IMDB reviews. retrieval: bytes of
 two AAN documents; the label states whether one cites the other.
 
-ListOps (Nangia and Bowman, 2018): nested lists of digits with operators, such as `[MAX 2 9 [MIN 4 7 ] 0 ]`, with the
-value 9 as class. MED is the median; for an even number of entries it is the mean of the middle two, rounded down. SM is
-the sum modulo 10. A node is a list with probability 1/4 and a digit at the maximum depth. Lists have 2 to `arguments`
-entries. Trees have more than `shortest` and fewer than `longest` symbols, and all differ.
+ListOps (Nangia and Bowman, 2018): nested lists of digits with operators. The class of `[MAX 2 9 [MIN 4 7 ] 0 ]` is its
+value, 9. MED is the median; for an even number of entries it is the mean of the middle two, rounded down. SM is the sum
+modulo 10. A node is a list with probability 1/4 and a digit at the maximum depth. Lists have 2 to `arguments` entries.
+Trees have more than `shortest` and fewer than `longest` symbols, and all differ.
 
-Pathfinder (Linsley et al., 2018): pictures of dashed curves with two dots; the label states whether one curve joins
+Pathfinder (Linsley et al., 2018): pictures of dashed curves with two dots. The label states whether one curve joins
 both dots. A dash has `dash` pixels, followed by a gap of `gap` pixels and a turn of at most `turn` radians. Pixels of
-different curves are at least `apart` pixels apart. This distance exceeds a gap, so that a curve has only one
-continuation. Each picture has two long curves and `distractors` short ones. One dot is at an end of the first curve.
-The other dot is at its other end (label 1) or at an end of the second curve (label 0). Nothing else depends on the
-label.
-
-Notation: n examples of a split, L symbols of a row.
+different curves have a Chebyshev distance of at least `apart`. This distance exceeds a gap, so that a curve has only
+one continuation. Each picture has two long curves and `distractors` short ones. One dot is at an end of the first
+curve. The other dot is at its other end (label 1) or at an end of the second curve (label 0). Nothing else depends on
+the label.
 """
 
 import random
@@ -231,7 +229,10 @@ def laid(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | 
 
 
 def walked(rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
-    """Pixels of a random curve; None if it comes too close to another or an edge."""
+    """Pixels of a random curve of `dashes` dashes.
+
+    None: the curve leaves the picture, or comes too close to a curve.
+    """
     place, heading, pixels = rng.uniform(0, rules["size"], 2), rng.uniform(0, 2 * np.pi), []
     for _ in range(dashes):
         ahead = np.array([np.sin(heading), np.cos(heading)])

@@ -155,7 +155,7 @@ def read(source: str | Path | bytes | tuple[bytes, str]) -> Any:
             with suppress(Exception):                        # damaged EXIF data has no orientation
                 ImageOps.exif_transpose(image, in_place=True)
             return in_rgb(image)
-    except Exception as error:  # each format's decoder raises its own
+    except Exception as error:  # decoders differ in their errors
         reason = "no image" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
         raise Unreadable(f"{name} cannot be read as an image: {reason}.") from None
 

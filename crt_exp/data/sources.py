@@ -28,8 +28,9 @@ class File:
 
     Attributes:
         rows: lines that are not blank, or files in a folder; 0: not checked.
-        digest: "kind:value"; empty: not checked. The kind is one of hashlib, `size` (bytes), `gunzip` (SHA-256 of the
-            decompressed content) or `rows` (SHA-256 of the fields after unifying separators and line ends).
+        digest: "kind:value"; empty: not checked. Kinds are those of hashlib, `size` (bytes), `gunzip` and `rows`.
+            `gunzip` is the SHA-256 of the decompressed content. `rows` is the SHA-256 of the fields, with uniform
+            separators and line ends.
     """
 
     path: str

@@ -154,7 +154,7 @@ def embedded(name: str) -> Table:
     return Table(name, columns, target, tuple(map(str, bunch.target_names)), source)
 
 
-# ---- a csv file of one's own -----------------------------------------------------------------------------------------
+# ---- your own csv file -----------------------------------------------------------------------------------------------
 MOST_CLASSES = 20      # distinct whole numbers of a target that counts as classes if task.kind is null
 MOST_LEVELS = 100      # levels of a category
 LARGEST = 1e150        # squares stay finite

@@ -27,9 +27,9 @@ LONGEST = 2**16                                              # longest line for 
 
 
 def new_tokenizer(kind: Kind, text: Text, size: int, lowercase: bool = True, cache_dir: str | Path | None = None):
-    """Train a transformers tokenizer with at most `size` entries, with a cache.
+    """Train a transformers tokenizer with at most `size` entries.
 
-    A small text may give fewer entries. `cache_dir` stores the result. Raises DataError if `size` is too small for the
+    A small text gives fewer entries. `cache_dir` stores the result. Raises DataError if `size` is too small for the
     characters or the 256 bytes.
     """
     from transformers import BertTokenizerFast

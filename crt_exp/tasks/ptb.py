@@ -163,7 +163,7 @@ class PTB(Task):
                                            seed=mechanism.seed)}
         return SampledSoftmax(make[self.softmax](), embedding, options["negatives"], rebuild_every=1)
 
-    # ---- training, with a state that is carried
+    # ---- training with carried state
 
     def check_shards(self) -> None:
         if self.softmax != "full":
@@ -218,7 +218,7 @@ class PTB(Task):
         counts = self.text.counts + 1.0
         return counts / counts.sum()
 
-    # ---- what is left
+    # ---- results
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}

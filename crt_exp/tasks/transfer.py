@@ -154,7 +154,7 @@ def calibrate(taught: Transferring, batches: Iterable) -> None:
 
 
 def release(taught: Transferring, wanted: Iterable[nn.Parameter] = ()) -> nn.Module:
-    """Remove the hooks and return the model; `wanted` parameters get gradients."""
+    """Remove the hooks and return the model; `wanted` parameters require gradients."""
     for hook in taught.hooks:
         hook.remove()
     for parameter in wanted:
