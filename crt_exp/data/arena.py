@@ -1,20 +1,19 @@
-"""The five sets of the Long Range Arena (Tay et al., 2021): sequences of symbols, a class for each, or for each pair.
+"""Long Range Arena (Tay et al., 2021): five sets of sequence classification.
 
-listops, pathfinder: generated. image: grey pixels of CIFAR-10. text: the bytes of IMDB's reviews. retrieval: the bytes
-of two documents of AAN, and whether one cites the other.
+listops and pathfinder are generated. image: grey pixels of CIFAR-10. text: bytes of IMDB reviews. retrieval: bytes of
+two AAN documents; the label states whether one cites the other.
 
-ListOps (Nangia and Bowman, 2018) are nested lists of digits under operators, `[MAX 2 9 [MIN 4 7 ] 0 ]`, and the digit
-that each is worth, here 9. MED is the median (the mean of the middle two of an even number, rounded down), SM the sum
-modulo 10. A node is a list with chance 1/4, at the last depth always a digit; lists have 2 to `arguments` entries; only
-trees of more than `shortest` and fewer than `longest` symbols are taken, none twice.
+ListOps (Nangia and Bowman, 2018): nested lists of digits with operators. The class of `[MAX 2 9 [MIN 4 7 ] 0 ]` is its
+value, 9. MED is the median; for an even number of entries it is the mean of the middle two, rounded down. SM is the sum
+modulo 10. A node is a list with probability 1/4 and a digit at the maximum depth. Lists have 2 to `arguments` entries.
+Trees have more than `shortest` and fewer than `longest` symbols, and all differ.
 
-Pathfinder (Linsley et al., 2018) are pictures of dashed curves, two of which end in dots, and whether one curve joins
-both dots. A curve is drawn dash by dash: `dash` pixels in a row, `gap` empty ones, and a turn of at most `turn`
-radians. Pixels of different curves are at least `apart` pixels from each other, more than a gap, so that gaps can be
-crossed in one way only. Two long curves and some short ones are in each picture; one dot is at an end of the first,
-the other at its other end (label 1) or at an end of the second (label 0): nothing else tells the labels.
-
-Legend: n examples of a split, L symbols of a row.
+Pathfinder (Linsley et al., 2018): pictures of dashed curves with two dots. The label states whether one curve joins
+both dots. A dash has `dash` pixels, followed by a gap of `gap` pixels and a turn of at most `turn` radians. Pixels of
+different curves have a Chebyshev distance of at least `apart`. This distance exceeds a gap, so that a curve has only
+one continuation. Each picture has two long curves and `distractors` short ones. One dot is at an end of the first
+curve. The other dot is at its other end (label 1) or at an end of the second curve (label 0). Nothing else depends on
+the label.
 """
 
 import random
@@ -35,22 +34,22 @@ from crt_exp.data.text import numbered_lines
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
 SPLITS = ("train", "validation", "test")
-HELD_OUT = 0.05                                              # of the training examples of image and text
-LONGEST = 4000                                               # bytes of a text, in the Long Range Arena
+HELD_OUT = 0.05                                              # validation share of train (image, text)
+LONGEST = 4000                                               # bytes of a text in the Long Range Arena
 PAGES = {"text": "https://ai.stanford.edu/~amaas/data/sentiment",
          "retrieval": "https://github.com/google-research/long-range-arena (lra_release, tsv_data)"}
-LABELS = ("0", "1", "0.0", "1.0")                            # of pairs
-SIDE, BYTES = 32, 256                                        # pixels of an image; symbols
+LABELS = ("0", "1", "0.0", "1.0")                            # labels of retrieval
+SIDE, BYTES = 32, 256                                        # pixels of an image side; number of symbols
 OPERATORS = {"[MIN": min, "[MAX": max, "[MED": lambda entries: int(median(entries)),
              "[SM": lambda entries: sum(entries) % 10}
 SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")
 LINE, DOT = 160, 255                                         # grey values
-TRIES = 100_000                                              # trees in vain, after which the rules are refused
-CURVES, PICTURES = 200, 20                                   # attempts at a curve, and at all curves of a picture
+TRIES = 100_000                                              # rejected trees in a row before an error
+CURVES, PICTURES = 200, 20                                   # attempts per curve and per picture
 
 
-# Examples of each split. The root of a tree has depth 1; curves have so many dashes, long and short ones, and pictures
-# so many short ones.
+# train, validation, test: examples. depth: 1 is the root of a tree. dashes, short: dashes of a long and a short curve.
+# distractors: short curves of a picture.
 LISTOPS = {"train": 2000, "validation": 500, "test": 500, "shortest": 8, "longest": 64, "depth": 4, "arguments": 5}
 PATHFINDER = {"train": 4000, "validation": 500, "test": 500, "size": 16, "dashes": 3, "short": 2, "distractors": 1,
               "dash": 3, "gap": 1, "apart": 3, "turn": 0.6}
@@ -59,12 +58,15 @@ PRESETS = {"listops": {"small": LISTOPS, "full": {"train": 96_000, "validation":
            "pathfinder": {"small": PATHFINDER, "full": PATHFINDER | {
                "train": 160_000, "validation": 20_000, "test": 20_000, "size": 32, "dashes": 6, "short": 3,
                "distractors": 4}}}
-LEAST = {"shortest": 0, "distractors": 0, "gap": 0, "turn": 0, "arguments": 2}   # of a rule, else 1
+LEAST = {"shortest": 0, "distractors": 0, "gap": 0, "turn": 0, "arguments": 2}   # smallest value of a rule; others: 1
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """rows: of symbols (L,) uint8; of pairs those of example i are 2 i and 2 i + 1. labels (n,) int64."""
+    """Rows of symbols with labels.
+
+    rows: (L,) uint8 each; for pairs, rows 2 i and 2 i + 1 belong to example i. labels: (n,) int64.
+    """
 
     rows: Sequence[np.ndarray]
     labels: np.ndarray
@@ -78,7 +80,12 @@ class Labelled:
 
 
 class Arena(NamedTuple):
-    """splits: "train", "validation", "test". symbols: kinds of them, without padding. together: rows of an example."""
+    """One set: splits "train", "validation" and "test".
+
+    Attributes:
+        symbols: number of symbols without padding.
+        together: rows of an example, 2 for pairs.
+    """
 
     splits: dict[str, Labelled]
     symbols: int
@@ -87,7 +94,12 @@ class Arena(NamedTuple):
 
 
 def load(dataset: Dataset, data_dir: str | None, rules: dict[str, Any], scale: str, cache_dir: str | None) -> Arena:
-    """Raises DataError for files that are missing or malformed, ConfigError for rules that are none."""
+    """Read or generate a set.
+
+    Raises:
+        DataError: files are missing or malformed.
+        ConfigError: the rules are invalid.
+    """
     if dataset in PRESETS:
         no_folder(data_dir, f"task.dataset={dataset}, which is generated")
         symbols, classes = (len(SYMBOLS), 10) if dataset == "listops" else (BYTES, 2)
@@ -109,7 +121,10 @@ def load(dataset: Dataset, data_dir: str | None, rules: dict[str, Any], scale: s
 
 
 def generated(dataset: str, changes: dict[str, Any], scale: str, cache_dir: str | None) -> dict[str, Labelled]:
-    """Raises ConfigError for rules that are none, DataError for those that make too few examples."""
+    """Splits of listops or pathfinder.
+
+    Raises ConfigError for invalid rules, DataError for rules that give too few examples.
+    """
     rules = PRESETS[dataset][scale] | changes
     for name, value in changes.items():
         kind = float if name == "turn" else int
@@ -128,7 +143,7 @@ def flat(split: str, rows: Sequence[np.ndarray], labels: Sequence[int]) -> dict[
 
 
 def lists(rules: dict[str, int]) -> dict[str, np.ndarray]:
-    """Sequences, all different. Raises DataError where the rules make too few."""
+    """Distinct ListOps sequences; raises DataError if the rules give too few."""
     rng, found, vain = random.Random(0), {}, 0
     wanted = rules["train"] + rules["validation"] + rules["test"]
     while len(found) < wanted:
@@ -147,7 +162,7 @@ def lists(rules: dict[str, int]) -> dict[str, np.ndarray]:
 
 
 def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
-    """The words of a tree; none where it has more than `room`."""
+    """Symbols of a random tree; empty if the tree has more than `room` symbols."""
     if depth >= rules["depth"] or rng.random() > 0.25:
         return [str(rng.randrange(10))] if room else []
     words, count = [], rng.randint(2, rules["arguments"])
@@ -160,7 +175,7 @@ def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> li
 
 
 def worth(words: Sequence[str]) -> int:
-    opened: list[tuple[str, list[int]]] = [("", [])]         # the operator and the entries of each open list
+    opened: list[tuple[str, list[int]]] = [("", [])]         # operator and entries of each open list
     for word in words:
         if word in OPERATORS:
             opened.append((word, []))
@@ -173,7 +188,10 @@ def worth(words: Sequence[str]) -> int:
 
 
 def pictures(rules: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Every second picture has label 1. Raises DataError where the curves do not fit into a picture."""
+    """Pathfinder pictures; every second one has label 1.
+
+    Raises DataError if the curves do not fit into a picture.
+    """
     arrays = {}
     for which, split in enumerate(SPLITS):
         rng, labels = np.random.default_rng([0, which]), np.arange(rules[split]) % 2
@@ -182,7 +200,7 @@ def pictures(rules: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
-    """(size, size) uint8: lines, and a dot on each of two ends."""
+    """Picture (size, size) uint8: curves, and a dot on each of two ends."""
     curves = next(filter(None, (laid(rules, rng) for _ in range(PICTURES))), None)
     if curves is None:
         raise DataError("task.rules: the curves do not fit into a picture; set a larger size, or fewer, shorter ones")
@@ -195,7 +213,10 @@ def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np
 
 
 def laid(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | None:
-    """The pixels (., 2) of each curve from end to end, the two long ones first; None where one has no room."""
+    """Pixels (., 2) of each curve from end to end, the two long curves first.
+
+    None: a curve does not fit.
+    """
     curves: list[np.ndarray] = []
     for length in (rules["dashes"], rules["dashes"], *[rules["short"]] * rules["distractors"]):
         taken = np.concatenate([np.zeros((0, 2), np.int64), *curves])
@@ -208,7 +229,10 @@ def laid(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | 
 
 
 def walked(rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
-    """A curve that keeps its distance, along the axis that is farther apart; None where it came too close."""
+    """Pixels of a random curve of `dashes` dashes.
+
+    None: the curve leaves the picture, or comes too close to a curve.
+    """
     place, heading, pixels = rng.uniform(0, rules["size"], 2), rng.uniform(0, 2 * np.pi), []
     for _ in range(dashes):
         ahead = np.array([np.sin(heading), np.cos(heading)])
@@ -228,7 +252,7 @@ def walked(rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random
 
 
 def pairs(path: Path) -> Labelled:
-    """Lines of label, id, id, text, text with tabs between. Raises DataError."""
+    """Read lines of label, id, id, text, text, separated by tabs. Raises DataError."""
     lines = [line.split("\t") for _, line in numbered_lines(path)]
     wrong = [i for i, cells in enumerate(lines, 1) if len(cells) != 5 or cells[0] not in LABELS or not all(cells[3:])]
     if wrong or not lines:
@@ -239,7 +263,7 @@ def pairs(path: Path) -> Labelled:
 
 
 def grey_images(data_dir: str | None) -> Arena:
-    """Grey values of 32 x 32 pixels, row by row; the images of val/ are the test."""
+    """CIFAR-10 as grey values of 32 x 32 pixels in raster order; test is val/."""
     loaded = images.load("cifar10", data_dir)
     train, validation = loaded["train"].held_out(HELD_OUT)
     splits = {"train": train, "validation": validation, "test": loaded["val"]}
@@ -249,7 +273,7 @@ def grey_images(data_dir: str | None) -> Arena:
 
 
 def reviews(folder: Path) -> Arena:
-    """IMDB's layout: train/pos/*.txt, train/neg, test/pos, test/neg. Raises DataError."""
+    """Read IMDB: train/pos/*.txt, train/neg, test/pos, test/neg. Raises DataError."""
     read = {}
     for split in ("train", "test"):
         files = [sorted((folder / split / name).glob("*.txt")) for name in ("neg", "pos")]

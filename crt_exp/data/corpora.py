@@ -1,10 +1,10 @@
-"""Texts for language models: word ids in columns (task=ptb), tokens of documents in rows (task=books), texts of pages.
+"""Text corpora: words in columns (task=ptb), tokens of documents (task=books).
 
-A text in columns is cut into as many pieces as are read side by side, and each batch goes on where the last one ended.
-Every word is predicted from those before it in its column, the first of a text from <eos>.
+A text in columns is cut into equal parts that are read in parallel. Each batch continues where the last one ended.
+Every word is predicted from earlier words of its column; the first word of the text is predicted from <eos>. The module
+also makes the texts and configurations that options of result pages name.
 
-Legend: V words of the vocabulary, n words or tokens of a text, B columns, T words of each column in a batch, L tokens
-of a row.
+Notation: V words of the vocabulary, n words or tokens of a text, T tokens of a row.
 """
 
 import math
@@ -31,17 +31,17 @@ from crt_exp.data.vocabularies import new_tokenizer
 EOS, UNKNOWN = "<eos>", "<unk>"
 OFFICIAL = ("ptb", "wikitext2")
 PARTS = {"train": "train", "validation": "valid", "test": "test"}
-HELD_OUT = 0.05                                              # of a text file's lines, for validation; as many for test
-COUNTED = 2**24                                              # tokens that are counted at once
+HELD_OUT = 0.05                                              # share of lines for validation, and again for test
+COUNTED = 2**24                                              # tokens per call of bincount
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
 class Corpus(NamedTuple):
-    """A text as word ids, one <eos> at the end of each line."""
+    """A text as word ids, with <eos> at the end of each line."""
 
-    words: tuple[str, ...]                                   # (V,) from the most frequent in the training text down
+    words: tuple[str, ...]                                   # (V,) by falling frequency in the training text
     parts: dict[str, np.ndarray]                             # train, validation, test: (n,) int32
 
     @property
@@ -50,12 +50,15 @@ class Corpus(NamedTuple):
 
     @property
     def counts(self) -> np.ndarray:
-        """How often each word is in the training text, (V,)."""
+        """Count of each word in the training text, (V,)."""
         return np.bincount(self.parts["train"], minlength=len(self.words))
 
 
 def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> list[Path]:
-    """What is read: the official files of "ptb" or "wikitext2", or one text file, also "wordnet". Raises DataError."""
+    """Official files of "ptb" or "wikitext2", or one text file ("wordnet" works).
+
+    Raises DataError.
+    """
     if name in OFFICIAL:
         return [official_file(name, part, data_dir, source) for part in PARTS.values()]
     no_folder(data_dir, f"task.corpus={name}, a file of its own")
@@ -64,12 +67,14 @@ def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> 
 
 def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | None = None, source: str = "auto"
                 ) -> Corpus:
-    """The words of `word_files`; of a single file the last lines are for validation and test.
+    """Words of `word_files`; a single file is split into three parts by lines.
 
-    Words rarer than min_count (None: 1 of official files, 2 of others) in the training text, or missing there, are
-    <unk>. Equal counts are ordered by the word,
-    so that ids do not depend on the order of the articles. Raises DataError where the training text has no <unk> for
-    a word of another part, and for texts that are too short.
+    The last lines of a single file are the validation and test parts. Words that are rarer than min_count in the
+    training text, or missing there, become <unk>. min_count=None is 1 for official files and 2 for others. Words of
+    equal count are sorted, so that ids do not depend on the order of articles.
+
+    Raises DataError for texts that are too short. Also raises DataError if another part has a new word and the training
+    text has no <unk>.
     """
     files = word_files(name, data_dir, source)
     lines = [[line.split() for _, line in numbered_lines(file) if line.strip() or name in OFFICIAL] for file in files]
@@ -94,10 +99,10 @@ def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | 
 
 
 def columns(text: np.ndarray, count: int, eos: int, whole: bool) -> np.ndarray:
-    """The text in `count` columns of equal length: what is read and what is to be predicted, (2, count, length) int64.
+    """Inputs and targets of a text in `count` equal columns, (2, count, length) int64.
 
-    whole: every word has its place, and the last column is filled up with places that count for nothing; else the last
-    n mod count words are left out.
+    whole=True keeps every word and pads the last column with ignored targets. whole=False drops the last n mod count
+    words.
     """
     length = -(-len(text) // count) if whole else len(text) // count
     text = text[:count * length]
@@ -111,8 +116,14 @@ def columns(text: np.ndarray, count: int, eos: int, whole: bool) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class TokenText:
-    """tokens (n,) uint16 or uint32, END behind each document, or behind each line; ends: the places behind these;
-    words (n,) float32: how many words end with each token, a line end counts as one, for it is predicted too."""
+    """Token ids of documents, with the end token after each document or line.
+
+    Attributes:
+        tokens: (n,) uint16 or uint32.
+        ends: index after each end token.
+        words: (n,) float32, number of words that end with each token. A line end counts as a word, because it is
+            predicted.
+    """
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -121,15 +132,15 @@ class TokenText:
     @classmethod
     def read(cls, files: Sequence[Path], tokenizer, end: int, apart: bool,
              cache_dir: str | Path | None = None) -> "TokenText":
-        """The tokens of files, each a document, kept in `cache_dir`.
+        """Tokens of files, one document each, stored in `cache_dir`.
 
-        apart: END stands behind each line. Raises DataError for a file without words.
+        apart: put the end token after each line. Raises DataError for a file without words.
         """
         key = content_key(cache_dir, files, "documents 1", apart, end, fingerprint(tokenizer))
         return cls(**cached(cache_dir, key, lambda: tokens_of(files, tokenizer, end, apart)))
 
     def counts(self, symbols: int) -> np.ndarray:
-        """How often each of them is there; COUNTED tokens at a time are in memory."""
+        """Count of each token id, with bounded memory."""
         return sum((np.bincount(self.tokens[at:at + COUNTED], minlength=symbols)
                     for at in range(0, len(self.tokens), COUNTED)), np.zeros(symbols, np.int64))
 
@@ -138,7 +149,10 @@ class TokenText:
         return TokenText(self.tokens[first:last], ends, self.words[first:last])
 
     def held_out(self, share: float, apart: bool) -> dict[str, "TokenText"]:
-        """The last two shares are for validation and test; lines that stand apart stay whole. Raises DataError."""
+        """Split off the last two shares for validation and test.
+
+        With apart=True lines stay whole. Raises DataError if a split is empty.
+        """
         counted = len(self.ends) if apart else len(self.tokens)
         held = round(share * counted)
         if not 0 < held < counted / 2:
@@ -151,7 +165,7 @@ class TokenText:
 
 
 def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
-    """What a TokenText holds."""
+    """Arrays of a TokenText."""
     tokens, words, ends = array("I"), array("f"), array("q")
 
     def close() -> None:
@@ -177,8 +191,11 @@ def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> dict[s
 
 
 def words_of(line: str, spans: list[tuple[int, int]], count: int) -> list[float]:
-    """How many of the line's words end with each of its tokens. count: its words as the file has them, which are not
-    those between its blanks where marks were undone."""
+    """Number of words that end with each token of a line.
+
+    count: words of the line in the file. Undoing WikiText's marks changes the number of words between blanks, so the
+    result is scaled to `count`.
+    """
     if not spans:
         return []
     ends = [*(match.end() for match in re.finditer(r"\S+", line)), len(line)]
@@ -187,7 +204,7 @@ def words_of(line: str, spans: list[tuple[int, int]], count: int) -> list[float]
 
 
 class Row(NamedTuple):
-    """What is read and what is predicted, (T,) each."""
+    """Input tokens and labels, (T,) each."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -195,7 +212,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of tokens first[i] to last[i]; each goes on where the one before ended, or, apart, begins with END."""
+    """Rows of tokens first[i] to last[i].
+
+    A row continues the row before it; with apart=True each row begins with the end token.
+    """
 
     text: TokenText
     first: np.ndarray
@@ -205,14 +225,14 @@ class Rows:
 
     @classmethod
     def packed(cls, text: TokenText, longest: int, end: int, whole: bool) -> "Rows":
-        """Exactly `longest` tokens a row. whole: the last tokens, which fill none, are a shorter row."""
+        """Rows of exactly `longest` tokens; whole: add a shorter last row."""
         n = len(text.tokens)
         first = np.arange(0, n if whole else n - longest + 1, longest)
         return cls(text, first, np.minimum(first + longest, n), end, False)
 
     @classmethod
     def of_lines(cls, text: TokenText, longest: int, end: int) -> "Rows":
-        """A row for each line, cut to `longest` tokens."""
+        """One row for each line, truncated to `longest` tokens."""
         first = np.concatenate([[0], text.ends])[:-1]
         return cls(text, first, np.minimum(text.ends, first + longest), end, True)
 
@@ -233,7 +253,7 @@ class Rows:
         return float(sum(b - a for a, b in spans) / sum(float(self.text.words[a:b].sum()) for a, b in spans))
 
 
-# ---- texts and models without weights that options of pages name -----------------------------------------------------
+# ---- texts and model configurations of result pages ------------------------------------------------------------------
 
 FOLDER = Path("outputs/texts")
 LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -241,9 +261,12 @@ LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Make what options name in FOLDER, alone or in a list, where it is not there: "validation-8.tokens",
-    "drawn-14000.tokens", "characters-88", "llama-2048", "qnli-2" and "sst2-20000". Whole or not at all: other processes
-    may read."""
+    """Make the texts and configurations in FOLDER that options name.
+
+    Names, alone or in a list, are such as "validation-8.tokens", "drawn-14000.tokens", "characters-88", "llama-2048",
+    "qnli-2" and "sst2-20000". Existing ones stay. Each is moved into place when complete, because other processes may
+    read it.
+    """
     for place in (Path(name) for option in options for name in re.split(r"[\[\],]", option.partition("=")[2])):
         if place.parent == FOLDER and not place.exists():
             kind, _, number = place.stem.partition("-")
@@ -255,20 +278,20 @@ def prepare(options: Sequence[str]) -> None:
 
 
 def held_out(file: Path, every: int) -> None:
-    """Every `every`-th line of the validation text."""
+    """Write every `every`-th line of WikiText-2's validation text."""
     lines = official_file("wikitext2", "valid").read_text(encoding="utf-8").splitlines(keepends=True)
     file.write_text("".join([line for line in lines if line.strip()][::every]), encoding="utf-8")
 
 
 def random_words(file: Path, lines: int) -> None:
-    """Lines of 40 random words of the training text: only a repetition predicts them."""
+    """Write lines of 40 random training words, predictable only by repetition."""
     words = sorted({*official_file("wikitext2", "train").read_text(encoding="utf-8").lower().split()})
     draw = random.Random(0)
     file.write_text("\n".join(" ".join(draw.choices(words, k=40)) for _ in range(lines)), encoding="utf-8")
 
 
 def llama(folder: Path, size: int) -> None:
-    """Sizes and a tokenizer of `size` byte pairs of the training text, without weights."""
+    """Save a Llama configuration and a byte-pair tokenizer of `size` entries."""
     from transformers import LlamaConfig
 
     tokenizer = new_tokenizer("byte_pairs", official_file("wikitext2", "train"), size, True, FOLDER / "tokens")
@@ -278,7 +301,10 @@ def llama(folder: Path, size: int) -> None:
 
 
 def characters(folder: Path, size: int) -> None:
-    """vocab.txt of the most frequent characters of the training text, each to begin a word and to go on with it."""
+    """Write vocab.txt of the `size` most frequent characters of the training text.
+
+    Each character has two entries: at the start of a word and inside.
+    """
     folder.mkdir()
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(SPECIAL) + "\n")
@@ -290,7 +316,10 @@ def characters(folder: Path, size: int) -> None:
 
 
 def qnli(folder: Path, parity: int) -> None:
-    """Half of the questions of the published dev.tsv as train.tsv, the other half, of this parity, as dev.tsv."""
+    """Split the questions of the published dev.tsv into halves train.tsv and dev.tsv.
+
+    parity: selects the half for dev.tsv.
+    """
     head, *lines = published_lines("QNLI", "dev")
     questions = {question: i for i, question in enumerate(dict.fromkeys(line.split("\t")[1] for line in lines))}
     halves = [[line for line in lines if questions[line.split("\t")[1]] % 2 == each] for each in (0, 1)]
@@ -298,8 +327,10 @@ def qnli(folder: Path, parity: int) -> None:
 
 
 def sst2(folder: Path, rows: int) -> None:
-    """At least `rows` rows of the published train.tsv as dev.tsv, and those that share no sentence with them as
-    train.tsv. A row belongs to the sentences that contain it as a phrase; rows of sentences on both sides are left out.
+    """Split the published train.tsv so that train and dev share no sentence.
+
+    dev.tsv has at least `rows` rows. A row belongs to every sentence that contains it as a phrase. Rows of sentences on
+    both sides are left out.
     """
     head, *lines = published_lines("SST-2", "train")
     texts = [tuple(line.split("\t")[0].split()) for line in lines]
@@ -319,7 +350,10 @@ def sst2(folder: Path, rows: int) -> None:
 
 
 def published_lines(name: str, split: str) -> list[str]:
-    """Of a file of GLUE, its header first. Raises DataError where the file is missing."""
+    """Lines of a published GLUE file, header first.
+
+    Raises DataError if the file is missing.
+    """
     path = (task_folder(f"glue/{name}") or Path()) / f"{split}.tsv"
     if not path.is_file():
         raise missing(f"glue/{name}", path, ("train", "dev").index(split))

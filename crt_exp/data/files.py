@@ -1,4 +1,4 @@
-"""Files of a folder by their endings, and arrays kept in a cache folder."""
+"""Files of a folder by suffix, and arrays in a cache folder."""
 
 import hashlib
 import os
@@ -24,12 +24,15 @@ Arrays = dict[str, np.ndarray]
 
 
 def hidden(path: str | Path) -> bool:
-    """Whether a relative path, or a folder of it, is kept by a system or program beside the data."""
+    """Whether a relative path is hidden or made by a system program."""
     return any(part.startswith(".") or part in SYSTEM for part in str(path).split(os.sep))
 
 
 def files_ending(folder: Path, endings: tuple[str, ...], paths: Iterable[str | Path] | None = None) -> list[str]:
-    """The files with these endings (lower case), sorted, of `paths` or of the whole folder; hidden ones apart."""
+    """Sorted files with these lower-case suffixes, without hidden files.
+
+    paths: the candidates; None: all files in the folder. Warns about files with other suffixes.
+    """
     if paths is None:
         paths = (os.path.join(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
     start = len(str(folder)) + 1
@@ -42,27 +45,27 @@ def files_ending(folder: Path, endings: tuple[str, ...], paths: Iterable[str | P
     return taken
 
 
-# ---- arrays that are made once and mapped from a cache folder --------------------------------------------------------
+# ---- arrays in a cache folder ----------------------------------------------------------------------------------------
 
 
 def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -> Arrays:
-    """The arrays of `make()`, kept in the folder KEY of `directory` and mapped from there (None: in memory).
+    """Arrays of `make()`, memory-mapped from a cache folder.
 
-    The key must hold all that the arrays depend on. Raises DataError where the directory cannot be written, and for
-    a file that is too short.
+    The arrays lie in `directory`/`key`; None keeps them in memory. The key must contain everything that determines the
+    arrays. Raises DataError if the directory is not writable or a file is truncated.
     """
     if directory is None:
         return make()
     folder = Path(directory).expanduser() / key
     try:
-        with alone(folder.parent):                           # the ranks of a run then make them once
+        with alone(folder.parent):                           # only one rank makes the arrays
             if not folder.exists():
                 with TemporaryDirectory(dir=folder.parent) as place:
                     part = Path(place, key)
                     part.mkdir()
                     for name, array in make().items():
                         np.save(part / name, array)
-                    part.rename(folder)                      # whole or not at all
+                    part.rename(folder)                      # atomic
     except OSError as error:
         raise DataError(f"task.cache_dir={directory}: {error}; expected a writable folder, or null") from None
     try:
@@ -72,7 +75,7 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
 
 
 def alone(directory: Path) -> FileLock:
-    """Create the directory and wait until no other process makes something for it."""
+    """Create the directory and return its lock between processes."""
     directory.mkdir(parents=True, exist_ok=True)
     return FileLock(f"{directory}.lock")
 

@@ -1,8 +1,9 @@
-"""The GLUE tasks: the official TSV files or the copy on the Hugging Face hub, and their sentences as token ids.
+"""GLUE data: official TSV files or the Hugging Face copy, and their token ids.
 
-`load("rte", "dev")` reads $CRT_DATA/glue/RTE/dev.tsv. The files are read without quoting: a field may hold an unpaired
-double quote. Columns are read by their names, which differ between parts of a task; CoLA's train and dev have none.
-Legend: n examples of a split, B of a batch, L tokens of the longest example of a batch.
+`load("rte", "dev")` reads $CRT_DATA/glue/RTE/dev.tsv. Files are read without quoting, because a field may hold an
+unpaired double quote. Columns are found by name, because their order differs between the files of a task. The train and
+dev files of CoLA have no header.
+Notation: n examples of a split, B of a batch, L tokens of the longest example of a batch.
 """
 
 import random
@@ -22,15 +23,16 @@ from crt_exp.data.sources import from_hub, how_to_fetch, is_on_hub, missing, tas
 from crt_exp.data.text import numbered_lines
 
 HUB = "nyu-mll/glue"
-GROUP = 10_000                                               # examples that are tokenized at once
+GROUP = 10_000                                               # examples per call of the tokenizer
 
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One GLUE task: its files, columns, classes and metrics.
+    """Files, columns, classes and metrics of one GLUE task.
 
-    spelled: how the files write the classes, in the order of `names`; both empty: a score from 0 to 5.
-    metrics: the one that the paper's table reports comes first.
+    Attributes:
+        spelled: labels of the classes in the files, in the order of `names`. Both are empty for a score from 0 to 5.
+        metrics: the metric of the paper's table comes first.
     """
 
     folder: str
@@ -38,11 +40,11 @@ class GlueTask:
     names: tuple[str, ...] = ()
     spelled: tuple[str, ...] = ("0", "1")
     columns: tuple[str, ...] = ("sentence1", "sentence2")
-    hub_columns: tuple[str, ...] = ()                        # where they differ from `columns`
-    headless: tuple[str, ...] = ()                           # columns of files that have no header line
+    hub_columns: tuple[str, ...] = ()                        # if they differ from `columns`
+    headless: tuple[str, ...] = ()                           # columns of files without a header line
     metrics: tuple[str, ...] = ("accuracy",)
     two_devs: bool = False                                   # matched and mismatched
-    broken: float = 0.0                                      # share of broken rows that the published files have
+    broken: float = 0.0                                      # share of broken rows in the published files
 
     @property
     def source(self) -> str:
@@ -50,12 +52,12 @@ class GlueTask:
 
     @property
     def outputs(self) -> int:
-        """Width of the model's head: classes, or 1 for a score."""
+        """Width of the model's head: the number of classes, or 1 for a score."""
         return len(self.names) or 1
 
     @property
     def splits(self) -> dict[str, str]:
-        """Split -> name of its file, without suffix. Labels of tests are not published."""
+        """File name without suffix of each split; test labels are not published."""
         devs = {"dev": "dev_matched", "dev_mm": "dev_mismatched"} if self.two_devs else {"dev": "dev"}
         return {"train": "train", **devs}
 
@@ -68,7 +70,7 @@ TASKS = {
     "sst2": GlueTask("SST-2", "label", ("negative", "positive"), columns=("sentence",)),
     "mrpc": GlueTask("MRPC", "Quality", ("not_equivalent", "equivalent"), columns=("#1 String", "#2 String"),
                      hub_columns=("sentence1", "sentence2"), metrics=("f1", "accuracy")),
-    # Some published question pairs are broken over two lines; every reader in use leaves them out.
+    # Some published question pairs are broken over two lines; other readers leave them out too.
     "qqp": GlueTask("QQP", "is_duplicate", ("not_duplicate", "duplicate"), columns=("question1", "question2"),
                     metrics=("accuracy", "f1"), broken=1e-3),
     "stsb": GlueTask("STS-B", "score", spelled=(), metrics=("spearman", "pearson")),
@@ -81,7 +83,10 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Examples:
-    """n examples of a task, in the order of the file: one or two lists of sentences, and classes or scores."""
+    """n examples in file order: one or two lists of sentences, and their labels.
+
+    labels: classes, or scores.
+    """
 
     texts: list[list[str]]
     labels: list[int] | list[float]
@@ -90,14 +95,17 @@ class Examples:
         return len(self.labels)
 
     def subsample(self, n: int | None, seed: int = 0) -> "Examples":
-        """n examples drawn without replacement, in the order of the file; all, where there are no more or n is None.
+        """Random n examples without replacement, in file order; all for n = None.
 
-        The sample depends on (seed, number of examples) alone, and a smaller one is part of a larger one.
+        The sample depends only on the seed and the number of examples. A smaller sample is part of a larger one.
         """
         return self if n is None or n >= len(self) else self.rows(self.order(seed)[:n])
 
     def apart(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
-        """The others and n that are held out, drawn as those of `subsample`. Raises DataError where none is left."""
+        """Split off n held-out examples: (other examples, held-out examples).
+
+        The held-out examples are those of `subsample`. Raises DataError if no other example is left.
+        """
         if n >= len(self):
             raise DataError(f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples")
         order = self.order(seed)
@@ -116,9 +124,9 @@ class Examples:
 def load(name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "auto") -> Examples:
     """Read one split (train, dev; MNLI also dev_mm) of the GLUE task `name`.
 
-    source: "files", the official TSVs in `data_dir` (default $CRT_DATA/glue/<TASK>), "hub", the copy on the Hugging
-    Face hub, or "auto", files where they are there. Raises DataError for a missing or empty file, a row with too few
-    columns, and an unknown label.
+    source: "files" reads the official TSVs in `data_dir` (default $CRT_DATA/glue/<TASK>). "hub" reads the copy on the
+    Hugging Face hub. "auto" reads the files if they exist, else the hub. Raises DataError for a missing or empty file,
+    too many rows with a wrong number of columns, and an unknown label.
     """
     task = TASKS[name]
     if is_on_hub(source, task.source, task_folder(task.source), data_dir):
@@ -142,7 +150,7 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
 
 
 def label_of(task: GlueTask, text: str, place: str) -> int | float:
-    """The class, or the score, that a label stands for."""
+    """Class or score of a label; raises DataError for other labels."""
     if text in task.spelled:
         return task.spelled.index(text)
     if not task.spelled and re.fullmatch(r"[0-4](\.\d+)?|5(\.0+)?", text):
@@ -163,8 +171,11 @@ def from_copy(name: str, split: str) -> Examples:
 
 
 def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> list[dict[str, Any]]:
-    """Token ids of each example, with the tokenizer's special tokens; what exceeds `max_length` is cut off, from the
-    longer sentence of a pair first. Raises DataError for a `max_length` without room."""
+    """Token ids and label of each example, with special tokens.
+
+    Truncation to `max_length` removes tokens from the longer sentence of a pair first. Raises DataError if `max_length`
+    leaves no room for text.
+    """
     special = tokenizer.num_special_tokens_to_add(pair=len(examples.texts) > 1)
     if max_length <= special or tokenizer.pad_token_id is None:
         raise DataError(f"task.max_length={max_length}: expected more than the {special} special tokens, and a "
@@ -179,8 +190,11 @@ def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> lis
 
 
 def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
-    """Examples, padded on the right to the longest: input_ids, attention_mask (1 = token), token_type_ids where there
-    are any, (B, L) int64, and labels (B,)."""
+    """Batch of examples, padded on the right to the longest.
+
+    Returns labels (B,), and int64 tensors (B, L): input_ids, attention_mask (1 = token) and, if present,
+    token_type_ids.
+    """
     lengths = torch.tensor([len(item["input_ids"]) for item in batch])
     out = {"labels": torch.from_numpy(np.array([item["labels"] for item in batch])),
            "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long()}

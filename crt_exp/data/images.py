@@ -1,6 +1,6 @@
-"""Images by class, in folders or scikit-learn's digits, and single images.
+"""Images by class from folders or scikit-learn's digits, and single images.
 
-Legend: n images, s pixels of a side, C channels.
+Notation: n images, s pixels of a side, C channels.
 """
 
 import os
@@ -23,22 +23,25 @@ SPLITS = ("train", "val")
 SPLIT = re.compile(r"(?i)(train|val|valid|test|dev|eval)(ing|idation|uation|set|data|images?|[\W\d_])*")
 DIGITS = "digits"
 STAND_IN = stand_in("ImageNet", "scikit-learn's digits", "dataset=imagenette2-320", "images/imagenette2-320")
-SHARE = 0.2                                                  # of a folder without splits is held out
-DIGITS_VAL = 360                                             # of 1797
-VALUES = 256                                                 # of a channel
+SHARE = 0.2                                                  # held-out share of a folder without splits
+DIGITS_VAL = 360                                             # of 1797 images
+VALUES = 256                                                 # pixel values of a channel
 
 
 class Unreadable(DataError):
-    """A file that is no image, or not a whole one; the message names it."""
+    """A file is not a complete image; the message names the file."""
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images of a split. `read(sources[i])` is image i in RGB, a PIL.Image; it raises Unreadable."""
+    """Images of a split.
+
+    `read(sources[i])` returns image i as a PIL.Image in RGB, or raises Unreadable.
+    """
 
     classes: tuple[str, ...]
-    labels: np.ndarray                                       # (n,) int64: places in `classes`
-    sources: Sequence[Any]                                   # (n,): paths, or pixels
+    labels: np.ndarray                                       # (n,) int64: indices into `classes`
+    sources: Sequence[Any]                                   # (n,): paths or pixels
     read: Callable[[Any], Any]
 
     def __len__(self) -> int:
@@ -48,7 +51,10 @@ class Images:
         return replace(self, labels=self.labels[rows], sources=self.sources[rows])
 
     def held_out(self, share: float) -> tuple["Images", "Images"]:
-        """What is left, and `share` of each class, always the same. Raises DataError where one is empty."""
+        """Split off a fixed `share` of each class: (other images, held-out images).
+
+        Raises DataError if one part is empty.
+        """
         rng, chosen = np.random.default_rng(0), np.zeros(len(self), bool)
         for label in range(len(self.classes)):
             rows = rng.permutation(np.flatnonzero(self.labels == label))
@@ -63,10 +69,15 @@ class Images:
 
 
 def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str, Images]:
-    """The splits "train" and "val" of a folder, or of the embedded digits.
+    """Splits "train" and "val" of an image folder, or of the embedded digits.
 
-    dataset: "digits", or a name below $CRT_DATA/images. data_dir: the folder itself. It holds train/<class>/ and
-    val/<class>/ with images anywhere below each class, or <class>/ alone. Raises DataError for another layout.
+    Args:
+        dataset: "digits", or a folder name in $CRT_DATA/images.
+        data_dir: the image folder itself. It holds train/<class>/ and val/<class>/, or only <class>/. Images may lie in
+            subfolders of a class.
+
+    Raises:
+        DataError: the folder is missing or has another layout.
     """
     if dataset == DIGITS and data_dir is None:
         return digits()
@@ -82,7 +93,7 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
 
 
 def divided(root: Path) -> dict[str, Images]:
-    """Of <class>/ alone: SHARE of each class, always the same, is val."""
+    """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
     names = folders_in(root)
     inner = [f"{name}/{each}" for name in names for each in folders_in(root / name)]
     splits = [name for name in [*names, *inner] if SPLIT.fullmatch(Path(name).name)]
@@ -95,13 +106,13 @@ def divided(root: Path) -> dict[str, Images]:
 
 
 def images_in(folder: Path) -> Images:
-    """The images below the class folders. Raises DataError for a class without any."""
+    """Images in the class folders; raises DataError for a class without images."""
     files = {name: files_ending(folder / name, IMAGES) for name in folders_in(folder)}
     counts = [len(each) for each in files.values()]
     if 0 in counts or not counts:
         place = folder / [*files][counts.index(0)] if counts else f"{folder}/<class>"
         raise DataError(f"{place}: no images there: expected files that end with {' '.join(IMAGES)}")
-    paths = np.array([os.fsencode(path) for each in files.values() for path in each])   # a million in 100 MB
+    paths = np.array([os.fsencode(path) for each in files.values() for path in each])   # 100 MB for a million paths
     return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read)
 
 
@@ -131,17 +142,20 @@ def digits() -> dict[str, Images]:
 
 
 def read(source: str | Path | bytes | tuple[bytes, str]) -> Any:
-    """A file, or its content and name, as a PIL.Image in RGB, upright by its EXIF orientation. Raises Unreadable."""
+    """Read an image as a PIL.Image in RGB, upright by its EXIF orientation.
+
+    source: a path, or the content of a file and its name. Raises Unreadable.
+    """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     file, name = (BytesIO(source[0]), source[1]) if isinstance(source, tuple) else (os.fsdecode(source),) * 2
     try:
         with Image.open(file) as image:
             image.load()
-            with suppress(Exception):                        # damaged EXIF names no orientation
+            with suppress(Exception):                        # damaged EXIF data has no orientation
                 ImageOps.exif_transpose(image, in_place=True)
             return in_rgb(image)
-    except Exception as error:  # each format's decoder raises its own
+    except Exception as error:  # decoders differ in their errors
         reason = "no image" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
         raise Unreadable(f"{name} cannot be read as an image: {reason}.") from None
 
@@ -153,8 +167,11 @@ def read_pixels(pixels: np.ndarray) -> Any:
 
 
 def in_rgb(image: Any) -> Any:
-    """Eight bits a channel, without transparency. Raises ValueError for 32-bit integers and floats."""
-    if image.mode.startswith("I;16"):                        # convert() would clip all above 255
+    """RGB with 8 bits a channel, without transparency.
+
+    Raises ValueError for 32-bit integers and floats.
+    """
+    if image.mode.startswith("I;16"):                        # convert() would clip values above 255
         return read_pixels((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no scale: expected 8 or 16 bits a channel")
@@ -165,15 +182,15 @@ def in_rgb(image: Any) -> Any:
 
 
 def squared(images: Images, i: int, side: int, channels: int) -> np.ndarray:
-    """Image i as `in_square`. Raises Unreadable for what is no image."""
+    """Image i cropped and resized by `in_square`; raises Unreadable."""
     name = f"image {i}" if images.read is read_pixels else os.fsdecode(images.sources[i])
     return in_square(images.read(images.sources[i]), side, channels, name)
 
 
 def in_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
-    """The middle square, averaged down to `side` pixels: (side, side, channels) uint8, channels 3 or 1 (grey).
+    """Central square, averaged down to (side, side, channels) uint8.
 
-    Raises DataError, naming the image, for one with fewer pixels.
+    channels: 3, or 1 for grey. Raises DataError, with the image's name, for an image smaller than `side`.
     """
     from PIL import Image
 
@@ -188,7 +205,7 @@ def in_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
 
 
 def save_grid(pictures: Sequence[np.ndarray], path: Path) -> None:
-    """Writes pictures (s, s, C) uint8 as a PNG, eight in a row."""
+    """Save pictures (s, s, C) uint8 as a PNG, eight in a row."""
     from torchvision.transforms.functional import to_tensor
     from torchvision.utils import save_image
 

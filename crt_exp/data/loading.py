@@ -1,7 +1,8 @@
-"""Micro-batches made by worker processes, and the images of these, listed or streamed, decoded and augmented.
+"""Micro-batches made in worker processes, and images to make them of.
 
-They are the same for any number of workers and after any resume: the process that trains makes the order, and before a
-row is augmented the generators of Python, NumPy and torch are seeded from the row's own, and put back afterwards.
+Images are listed or streamed. Batches do not depend on the number of workers or on a resume: the training process
+determines the order. The global generators of Python, NumPy and torch are seeded for each row before its augmentation,
+and restored afterwards.
 """
 
 import json
@@ -31,20 +32,20 @@ from crt_exp.data.plan import Plan
 from crt_exp.options import Count, Whole
 
 Draw = np.random.Generator
-Row = tuple[int, Any, int]     # its number, which decides what is drawn, what `read` takes, and its label
-Asked = Iterator[list[Row]]    # micro-batches, yet to be read
+Row = tuple[int, Any, int]     # row number (seeds the augmentation), source for `read`, label
+Asked = Iterator[list[Row]]    # micro-batches of rows to read
 Workers = Annotated[int, Field(ge=0, le=128)] | None
 
 
 def listed(part: images.Images, split: str, plan: Plan, repeats: int = 1) -> Asked:
-    """The micro-batches that `plan` names of images that are listed."""
+    """Yield the micro-batches of `plan` from listed images."""
     for rows in plan.rows(len(part), split, repeats):
         places = rows % len(part)
         yield [(int(row), part.sources[i], int(part.labels[i])) for row, i in zip(rows, places)]
 
 
 class ImageHub(Hub):
-    """A set of the hub, or files that `datasets` reads, such as WebDataset's shards."""
+    """Hugging Face image data set, or files such as WebDataset shards."""
 
     split: str
     validation: str
@@ -56,8 +57,11 @@ class ImageHub(Hub):
 
 
 class Mark(NamedTuple):
-    """Where a window of a stream begins. number: images that this process has read before; place: of the file among
-    its files of the pass; state: of `datasets`, within that file."""
+    """Start of a shuffle window in a stream.
+
+    number: images that this process read before. place: index of the file among those of the process in this pass.
+    state: position of `datasets` within the file.
+    """
 
     number: int = 0
     epoch: int = 0
@@ -66,10 +70,11 @@ class Mark(NamedTuple):
 
 
 class Streamed:
-    """Images that `datasets` streams: "train" without end, and of "val" the first `validation_images`.
+    """Images streamed by `datasets`.
 
-    Processes share out the files of each pass, in a new order. A process draws the order of its images in windows of
-    `buffer`. A checkpoint holds the mark of the window under way, and a run that goes on reads that window again.
+    "train" is endless. "val" is the first `validation_images` images. Each pass deals the files to the processes in a
+    new order. A process shuffles its images in windows of `buffer`. A checkpoint holds the mark of the current window;
+    a resumed run reads this window again.
     """
 
     def __init__(self, hub: ImageHub):
@@ -82,7 +87,7 @@ class Streamed:
         self.classes = tuple(names or map(str, range(hub["classes"] or 0)))
 
     def split(self, name: str) -> Any:
-        """An IterableDataset of images as they are stored. Raises DataError."""
+        """IterableDataset of undecoded images. Raises DataError."""
         from datasets import Image, load_dataset
 
         hub, files = self.hub, self.hub["data_files"]
@@ -91,7 +96,10 @@ class Streamed:
         return stream.cast_column(hub["image"], Image(decode=False))
 
     def training(self, plan: Plan, repeats: int = 1) -> Asked:
-        """Pass after pass, each image `repeats` times; rows are numbered over all passes and processes."""
+        """Yield endless micro-batches, with each image `repeats` times in turn.
+
+        Row numbers are unique over epochs and processes.
+        """
         size = plan.batch // plan.world // plan.micro
         self.marks, self.images_per_step = deque([self.marks[0]]), plan.micro * size / repeats
         first = self.marks[0].number * repeats
@@ -101,7 +109,7 @@ class Streamed:
             yield [self.row(number * plan.world + plan.rank, each) for number, each in islice(mine, size)]
 
     def shuffled(self, plan: Plan) -> Iterator[dict[str, Any]]:
-        """This process's images from the first mark on; each one that leaves a window brings in one of the next."""
+        """This process's images from the first mark on, shuffled in windows."""
         number, examples = self.marks[0].number, self.passes(plan, self.marks[0])
 
         def window() -> Iterator[dict[str, Any]]:
@@ -120,7 +128,7 @@ class Streamed:
         raise DataError(f"task.hub.split={self.hub['split']}: a process found no image in its files")
 
     def passes(self, plan: Plan, mark: Mark) -> Iterator[dict[str, Any] | None]:
-        """This process's images from a mark on, as they are stored; None at the end of each pass."""
+        """This process's images from a mark on, in stored order; None ends a pass."""
         files, state, first = np.arange(self.stream.num_shards), mark.state, mark.place
         for epoch in count(mark.epoch):
             order = np.random.default_rng([plan.seed, epoch, 2]).permutation(files) if self.hub["buffer"] else files
@@ -133,14 +141,14 @@ class Streamed:
             yield None
 
     def readable(self, examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """All of them. Raises DataError where reading fails."""
+        """The examples. Raises DataError if reading fails."""
         try:
             yield from examples
         except Exception as error:  # of tarfile, zlib, the network
             raise DataError(f"{self.hub['name']} cannot be read: {reason_of(error)}") from None
 
     def trained(self, step: int) -> None:
-        """Forget the marks that a checkpoint of this step does not need."""
+        """Drop the marks that a checkpoint of this step does not need."""
         while len(self.marks) > 1 and self.marks[1].number <= step * self.images_per_step:
             self.marks.popleft()
 
@@ -148,14 +156,17 @@ class Streamed:
         return {"stream": json.dumps(self.marks[0]), "processes": world_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError for the checkpoint of another number of processes, or of a version that kept no mark."""
+        """Raises DataError if the number of processes changed, or if there is no mark."""
         if state.get("processes") != world_size():
             raise DataError(f"the checkpoint has stream positions of {state.get('processes', 0)} processes, expected "
                             f"{world_size()}; continue with as many, or start over in another hydra.run.dir")
         self.marks = deque([Mark(*json.loads(state["stream"]))])
 
     def validation(self, plan: Plan) -> Asked:
-        """This process's part of the first images, in order. Raises DataError where there are fewer."""
+        """Yield this process's part of the first images, in order.
+
+        Raises DataError if the split has fewer images.
+        """
         wanted = self.hub["validation_images"]
         at, last = (wanted * rank // plan.world for rank in (plan.rank, plan.rank + 1))
         mine = islice(enumerate(self.readable(self.split(self.hub["validation"]))), at, last)
@@ -166,7 +177,7 @@ class Streamed:
             raise DataError(f"task.hub.validation_images={wanted}: {self.hub['validation']} holds fewer, lower it")
 
     def row(self, number: int, example: dict[str, Any]) -> Row:
-        """Raises DataError where there is no image, or a label that is no class."""
+        """Row of an example; raises DataError for a missing image or an invalid label."""
         image, label = example.get(self.hub["image"]), example.get(self.hub["label"])
         name = f"{self.hub['name']}, {example.get('__key__') or f'image {number}'}"
         if not image or label not in range(len(self.classes)):
@@ -190,7 +201,10 @@ class Made(Dataset):
 
 
 def by_workers(make: Callable[[Any], Any], asked: Iterable[Any], workers: int | None) -> DataLoader:
-    """`make` of all that is asked, in order, by worker processes (0: by this one; None: one a core, at most 8)."""
+    """Apply `make` to each item in order, in worker processes.
+
+    workers: number of processes; 0: in this process; None: one per core, at most 8.
+    """
     if workers is None:                                      # the processes of a run share the machine's cores
         workers = max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     own = torch.Generator()                                  # else each epoch would draw from the global one
@@ -200,10 +214,13 @@ def by_workers(make: Callable[[Any], Any], asked: Iterable[Any], workers: int | 
 
 @dataclass(eq=False)
 class Micro:
-    """Makes micro-batches of lists of rows, wherever it is called.
+    """Builds micro-batches from lists of rows, in any process.
 
-    read: a source to a PIL.Image, raises Unreadable. transform: that to a tensor (3, H, W), drawing from global
-    generators. finish: images (B, 3, H, W), labels (B,) and the rows' generators to the batch. rng: a row's generator.
+    Args:
+        read: returns the PIL.Image of a source, or raises Unreadable.
+        transform: PIL.Image to tensor (3, H, W); draws from global generators.
+        finish: images (B, 3, H, W), labels (B,) and row generators to a batch.
+        rng: row number to generator.
     """
 
     read: Callable[[Any], Any]
@@ -212,12 +229,12 @@ class Micro:
     rng: Callable[[int], Draw]
 
     def __call__(self, rows: Sequence[Row]) -> tuple[dict[str, Tensor] | None, list[str]]:
-        """The batch of those that can be read (None: of none), and what is wrong with the others."""
+        """Batch of the readable rows (None if there are none), and problems of the others."""
         pixels, labels, draws, problems = [], [], [], []
         for number, source, label in rows:
             try:
                 image = self.read(source)
-            except images.Unreadable as error:               # an error that leaves a worker loses its class and words
+            except images.Unreadable as error:               # raising in a worker would lose class and message
                 problems.append(str(error))
                 continue
             draw = self.rng(number)
@@ -230,14 +247,17 @@ class Micro:
 
 @contextmanager
 def drawing(draw: Draw) -> Iterator[None]:
-    """Global generators seeded from `draw`, put back at the end. Raises ConfigError in a thread next to training."""
+    """Seed the global generators from `draw`, and restore them at the end.
+
+    Raises ConfigError in a thread that runs beside training.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("task.workers=0 draws in the process that trains: set trainer.prefetch=0, or task.workers=1")
     kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     seeds = draw.integers(2**32, size=3).tolist()
     random.seed(seeds[0])
     np.random.seed(seeds[1])
-    torch.default_generator.manual_seed(seeds[2])            # torch.manual_seed would seed GPUs too
+    torch.default_generator.manual_seed(seeds[2])            # torch.manual_seed would also seed GPUs
     try:
         yield
     finally:
@@ -247,6 +267,6 @@ def drawing(draw: Draw) -> Iterator[None]:
 
 
 def leave_signals(worker: int) -> None:
-    """The process that trains decides what ^C and a closed terminal mean."""
+    """Ignore SIGINT and SIGHUP in workers; the training process handles both."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)

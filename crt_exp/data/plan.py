@@ -1,4 +1,4 @@
-"""Who reads which rows, in which order."""
+"""Assignment of data rows to processes and micro-batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows one process reads, in which order: a pure function of these numbers,
-    so that a run can stop and go on anywhere.
+    """Rows that one process reads, in order.
 
-    batch: rows of an optimiser step over all processes and micro-batches (evaluation: rows a process reads at once);
-    micro: micro-batches a process makes of its share of a step; start: steps of this epoch that are already done.
+    The rows are a pure function of the fields, so that a run can stop and resume at any step.
+
+    Args:
+        batch: rows of an optimiser step over all processes and micro-batches. In evaluation: rows that a process reads
+            at once.
+        micro: micro-batches of a process in a step.
+        start: completed steps of this epoch.
+        world: number of processes.
     """
 
     batch: int
@@ -26,16 +31,22 @@ class Plan:
     world: int = 1
 
     def rows(self, n: int, split: str, repeats: int = 1) -> Iterator[np.ndarray]:
-        """Row numbers of each micro-batch of this process:
-        shuffled for "train", every row once and in order for other splits.
+        """Yield the row numbers of each micro-batch of this process.
 
-        repeats: a training row comes so many times in turn, as row, row + n, row + 2n, ...: `rng` draws again for each.
-        The epoch keeps its length, so it sees n / repeats of the rows.
+        The "train" split is shuffled. Other splits yield every row once, in order.
+
+        Args:
+            n: rows of the split.
+            repeats: copies of each training row, numbered row, row + n, row + 2n, ..., so that `rng` differs between
+                copies. The epoch keeps its length and covers n / repeats of the rows.
         """
         return self.shuffled(n, repeats) if split == "train" else self.ordered(n)
 
     def shuffled(self, n: int, repeats: int = 1) -> Iterator[np.ndarray]:
-        """A new permutation each epoch, the same on every process; the last n mod batch rows of it are left out."""
+        """Yield rows of a new permutation each epoch, the same on every process.
+
+        The last n mod batch rows of the permutation are left out.
+        """
         order = np.random.default_rng([self.seed, self.epoch]).permutation(n)
         if repeats > 1:
             order = (order[:, None] + n * np.arange(repeats)).reshape(-1)
@@ -45,22 +56,26 @@ class Plan:
             yield from mine.reshape(self.micro, -1)
 
     def ordered(self, n: int) -> Iterator[np.ndarray]:
-        """Consecutive blocks: joined in the order of ranks, they are 0 .. n - 1."""
+        """Yield consecutive blocks; joined in rank order they are 0 .. n - 1."""
         first, last = n * self.rank // self.world, n * (self.rank + 1) // self.world
         for i in range(first, last, self.batch):
             yield np.arange(i, min(i + self.batch, last))
 
     def by_cost(self, costs: Sequence[float], budget: float, split: str) -> Iterator[np.ndarray]:
-        """`rows` for rows of unequal cost (seconds of audio, pixels, tokens), in micro-batches that keep a budget.
+        """Yield row numbers in micro-batches that keep a cost budget.
 
-        A micro-batch is padded to its dearest row, so rows x dearest cost <= budget, and so is the sum. "train": rows
-        of like cost together, every row once an epoch, steps in a new order each epoch; rows change places with those
-        of equal cost alone, so round costs up where batches should differ between epochs. Other splits: every row once
-        and in order. Micro-batches differ in size, so the task's `weight` must say what the mean in its loss runs over;
-        its `epoch_steps` is `plan.steps(costs, budget)`.
+        Costs are positive, such as seconds of audio, pixels or tokens. A micro-batch is padded to its most expensive
+        row. So rows x largest cost <= budget.
 
-        Costs are positive. Raises ValueError for one above the budget, and for fewer rows than a step has
-        micro-batches.
+        "train": rows of similar cost are grouped. Each epoch reads every row once and shuffles the steps. Rows change
+        places only with rows of equal cost; round costs up if batches should differ between epochs. Other splits yield
+        every row once, in order.
+
+        Micro-batches differ in size. The task's `weight` must return the normaliser of its loss. Its `epoch_steps` must
+        return `plan.steps(costs, budget)`.
+
+        Raises:
+            ValueError: a cost exceeds the budget, or the rows are fewer than the micro-batches of a step.
         """
         costs = np.asarray(costs, np.float64)
         if costs.max(initial=0) > budget:
@@ -68,12 +83,15 @@ class Plan:
         return self._packed(costs, budget) if split == "train" else self._cut(costs, budget)
 
     def steps(self, costs: Sequence[float], budget: float) -> int:
-        """Optimiser steps of an epoch that is read by cost: the same in every epoch, and on all processes together."""
+        """Optimiser steps of an epoch that is read with `by_cost`.
+
+        The number is the same in every epoch and on every process.
+        """
         group = self.micro * self.world
         return len(self._sizes(np.sort(costs), budget)) // group
 
     def _packed(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
-        """Neighbours in the order of costs make micro-batches, neighbours of those a step; steps are shuffled."""
+        """Group rows of similar cost into micro-batches and steps, and shuffle the steps."""
         rng = np.random.default_rng([self.seed, self.epoch, 2])
         order = np.lexsort((rng.permutation(len(costs)), costs))
         batches = np.split(order, np.cumsum(self._sizes(costs[order], budget))[:-1])
@@ -82,7 +100,7 @@ class Plan:
             yield from batches[step * group + self.rank * self.micro:][:self.micro]
 
     def _sizes(self, ascending: np.ndarray, budget: float) -> list[int]:
-        """Rows of each micro-batch of an epoch, whole steps of them: the largest are halved until they are."""
+        """Rows of each micro-batch; the largest are halved until all steps are full."""
         group = self.micro * self.world
         if len(ascending) < group:
             raise ValueError(f"{len(ascending)} rows do not fill the {group} micro-batches of a step; set a smaller "
@@ -95,20 +113,22 @@ class Plan:
         return sizes
 
     def _cut(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
-        """This process's share of the rows, in order."""
+        """Yield this process's share of the rows, in order."""
         first, last = (len(costs) * each // self.world for each in (self.rank, self.rank + 1))
         for size in packed(costs[first:last], budget):
             yield np.arange(first, first + size)
             first += size
 
     def rng(self, row: int) -> np.random.Generator:
-        """For what is drawn again each epoch (masks, crops):
-        the same for a row on any process, in any batch, after any resume."""
+        """Generator of a row for values that are drawn each epoch, such as masks.
+
+        The generator depends neither on the process nor on the batch, and is the same after a resume.
+        """
         return np.random.default_rng([self.seed, self.epoch, int(row), 1])
 
 
 def packed(costs: np.ndarray, budget: float) -> list[int]:
-    """How many rows, one after another, each batch takes at most while rows x dearest cost keeps the budget."""
+    """Numbers of consecutive rows per batch, where rows x largest cost <= budget."""
     sizes, dearest = [], 0.0
     for cost in costs.tolist():
         dearest = max(dearest, cost)
@@ -124,8 +144,10 @@ def packed(costs: np.ndarray, budget: float) -> list[int]:
 
 
 def by_length(lengths: np.ndarray, split: str, plan: Plan, like_together: bool) -> Iterator[np.ndarray]:
-    """Rows of each batch. Evaluation goes by length, for metrics do not depend on the order and batches then hold
-    little padding; training does where rows of like length are to be together."""
+    """Yield the rows of each batch, with rows of similar length together.
+
+    Evaluation always sorts by length, to reduce padding. Training groups by length only with `like_together`.
+    """
     if split == "train":
         return bucketed(lengths, plan) if like_together else plan.rows(len(lengths), split)
     order = np.argsort(lengths, kind="stable")
@@ -133,10 +155,11 @@ def by_length(lengths: np.ndarray, split: str, plan: Plan, like_together: bool) 
 
 
 def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.ndarray]:
-    """Rows of each training micro-batch, as `plan.rows(n, "train")`, but with examples of like length together.
+    """Yield the rows of each training micro-batch, grouped by length.
 
-    Of `pool` batches at a time, so that batches still vary; it saves padding. The same rows as without, in other
-    batches; as there, a pure function of the plan, and a process has its share of every batch.
+    The function sorts `pool` batches at a time, which reduces padding and still varies the batches. It reads the same
+    rows as `plan.rows(n, "train")`. The order is a pure function of the plan, and a process has its share of every
+    batch.
     """
     n, share = len(lengths), plan.batch // plan.world
     steps = n // plan.batch
@@ -151,7 +174,7 @@ def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.nda
 
 
 def padded(rows: Sequence[np.ndarray], pad: int) -> Tensor:
-    """(B, L) int64, L the longest: `pad` behind the shorter ones."""
+    """Stack rows into (B, L) int64, L the longest; `pad` fills the shorter rows."""
     result = torch.full((len(rows), max(map(len, rows))), pad)
     for i, row in enumerate(rows):
         result[i, :len(row)] = torch.from_numpy(np.asarray(row, np.int64))
@@ -159,14 +182,14 @@ def padded(rows: Sequence[np.ndarray], pad: int) -> Tensor:
 
 
 def masked(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-    """tokens (B, L), and key_mask (B, L), True = keep, where there is padding."""
+    """tokens (B, L), and key_mask (B, L), True = token, if there is padding."""
     if min(lengths) == tokens.shape[1]:
         return {"tokens": tokens}
     return {"tokens": tokens, "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]}
 
 
 def few(rows: int, count: int | None) -> np.ndarray:
-    """`count` row numbers in their order, drawn once and for all; all where there are no more, or count is None."""
+    """Fixed random sample of `count` row numbers, sorted; None: all rows."""
     if count is None or count >= rows:
         return np.arange(rows)
     return np.sort(np.random.default_rng(0).permutation(rows)[:count])

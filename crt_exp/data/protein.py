@@ -1,11 +1,11 @@
-"""Proteins as tokens: FASTA files, splits, single sequences and chains of them, statistics, the unigram baseline.
+"""Protein sequences: FASTA files, splits, rows of tokens, statistics, unigram.
 
-Splits: a digest of its letters puts a sequence into training, validation or test, in every release of the data. The
-first of equal sequences is kept. Out of distribution (ood) are those of held-out Pfam families, or of held-out files,
-and their copies. Performers, appendix C. A digest has 64 bits: that any two different sequences of TrEMBL's 139 million
-share one has probability 1 / 2000.
+A hash of its letters assigns a sequence to training, validation or test, in every release of the data. Only the first
+of equal sequences is kept. Sequences of held-out Pfam families or files, and their copies, are out of distribution
+(ood). Source: Performers, appendix C. The hash has 64 bits: among the 139 million sequences of TrEMBL, the probability
+of any collision is 1 / 2000.
 
-Legend: B rows of a batch, L the longest row.
+Notation: n sequences, B rows of a batch, L tokens of the longest row.
 """
 
 import gzip
@@ -33,17 +33,17 @@ from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
 from crt_exp.options import Count, Whole
 
-STANDARD, ANOMALOUS = "ACDEFGHIKLMNPQRSTVWY", "BOUXZ"       # UniProt's ambiguous, rare and unknown ones
+STANDARD, ANOMALOUS = "ACDEFGHIKLMNPQRSTVWY", "BOUXZ"       # ambiguous, rare and unknown amino acids in UniProt
 LETTERS = STANDARD + ANOMALOUS
 PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
 TOKENS = len(LETTERS) + 4
-UNKNOWN = 255                                                # what CODES makes of a byte that is no letter
+UNKNOWN = 255                                                # code of a byte that is not a letter
 CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
 ENDINGS = tuple(name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz"))
-HEADER = re.compile(r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)")  # UniProt's without a version
-BLOCK = 1 << 14                                              # sequences that are written at once
-LINES = 1 << 20                                              # of a table of families, read at once
-COUNTED = 100_000                                            # training rows that the unigram baseline is counted on
+HEADER = re.compile(r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)")  # drops UniProt's version
+BLOCK = 1 << 14                                              # sequences per write
+LINES = 1 << 20                                              # lines per read of a table of families
+COUNTED = 100_000                                            # training rows that give the unigram baseline
 ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": "S16", "digests": np.uint64,
           "repeated": np.bool_, "files": np.uint16}
 SPLITS = ("train", "validation", "test", "ood")
@@ -55,10 +55,12 @@ HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "P
 # ---- files -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences by row, memory-mapped: letters of row i are tokens[ends[i - 1]:ends[i]].
+    """Memory-mapped sequences; row i is tokens[ends[i - 1]:ends[i]].
 
-    digests: 64 bits of the letters, to split by. repeated: whether an earlier one has the same. files: the place of its
-    file, or generated family, in names.
+    Attributes:
+        digests: 64-bit hashes of the letters, for splits.
+        repeated: whether an earlier sequence is equal.
+        files: index in `names` of the file or generated family.
     """
 
     tokens: np.ndarray                                       # (letters,) uint8
@@ -78,12 +80,15 @@ class Sequences:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Letters of each sequence, (n,) int64."""
+        """Length of each sequence, (n,) int64."""
         return np.diff(self.ends, prepend=0)
 
 
 def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
-    """The sequences of all FASTA files of a folder, by default $CRT_DATA/protein. Raises DataError."""
+    """Sequences of all FASTA files of a folder, by default $CRT_DATA/protein.
+
+    Raises DataError.
+    """
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
         raise missing("protein", folder and folder / "UP000000625_83333.fasta")
@@ -94,7 +99,7 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
 
 
 def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Accession of each sequence and its letters as their places in LETTERS. Raises DataError."""
+    """Yield accession and letter codes of each sequence. Raises DataError."""
     from Bio.SeqIO.FastaIO import SimpleFastaParser
 
     try:
@@ -113,14 +118,15 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def digest_of(content: bytes, size: int = 8) -> int:
-    """A number of `size` bytes that depends on the content alone."""
+    """Hash of the content with `size` bytes, as an integer."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=size).digest(), "little")
 
 
 def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Sequences:
-    """Reads FASTA files once; `cache_dir` keeps their arrays (None: a temporary folder) until a file changes.
+    """Read FASTA files into memory-mapped arrays.
 
-    The folder's name has the size and time of each file. Raises DataError.
+    cache_dir: stores the arrays; None uses a temporary folder. The folder's name depends on the size and time of each
+    file, so a changed file is read again. Raises DataError.
     """
     from filelock import FileLock
 
@@ -143,8 +149,10 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
 
 
 def write_arrays(files: Sequence[Path], folder: Path) -> None:
-    """Writes the arrays of `Sequences` block by block: TrEMBL has more letters than memory holds, which takes its
-    digests alone."""
+    """Write the arrays of `Sequences` in blocks, because TrEMBL exceeds the memory.
+
+    Only the hashes of all sequences are in memory at once.
+    """
     import pandas as pd
 
     folder.mkdir()
@@ -166,7 +174,10 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
 def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.ndarray:
-    """Which sequences are of held-out files: (n,) bool; None: of the last of several. Raises ConfigError."""
+    """Mask of sequences in held-out files, (n,) bool. Raises ConfigError.
+
+    names: None holds out the last of several files.
+    """
     known = sequences.names
     names = (known[-1:] if len(known) > 1 else ()) if names is None else names
     if not set(names) <= set(known) or set(names) == set(known):
@@ -175,9 +186,9 @@ def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.nd
 
 
 def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequence[str]) -> np.ndarray:
-    """Which sequences are of a held-out family: (n,) bool.
+    """Mask of sequences in held-out Pfam families, (n,) bool. Raises DataError.
 
-    path: Pfam-A.regions.uniprot.tsv.gz, which Pfam publishes, or some lines of it and the first. Raises DataError.
+    path: Pfam-A.regions.uniprot.tsv.gz as published by Pfam, or its header with some lines.
     """
     import pandas as pd
 
@@ -194,8 +205,10 @@ def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequenc
 
 
 def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: float) -> dict[str, np.ndarray]:
-    """Rows of each split, in order, without repeated sequences; out (n,) bool: out of distribution, with their copies.
-    Raises DataError where a split is empty."""
+    """Rows of each split in order, without repeated sequences.
+
+    out: (n,) bool, out-of-distribution sequences; their copies join them. Raises DataError if a split is empty.
+    """
     import pandas as pd
 
     digests, at = pd.Series(sequences.digests), sequences.digests / 2.0**64
@@ -214,7 +227,7 @@ def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: f
 # ---- rows ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Singles:
-    """One sequence a row, cut to L letters."""
+    """Rows of one sequence each, truncated to L letters."""
 
     sequences: Sequences
     rows: np.ndarray
@@ -233,7 +246,10 @@ class Singles:
 
 @dataclass(frozen=True)
 class Chains:
-    """All sequences, one after another with END between, in rows of exactly L tokens; the last ones fill none."""
+    """All sequences joined with END tokens, in rows of exactly L tokens.
+
+    Tokens that do not fill a last row are left out.
+    """
 
     sequences: Sequences
     rows: np.ndarray
@@ -241,7 +257,7 @@ class Chains:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """Where each sequence and its END end in the chain."""
+        """End of each sequence with its END token in the chain."""
         return np.cumsum(self.sequences.lengths[self.rows] + 1)
 
     @property
@@ -261,50 +277,60 @@ class Chains:
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
 def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
-    """BEGIN and the row without its last token, to predict the row; END behind a sequence that ends within L."""
+    """Batch for next-token prediction: inputs begin with BEGIN, labels are the row.
+
+    A row shorter than L also predicts END.
+    """
     targets = [np.append(row, END) if len(row) < longest else row for row in rows]
     return batch_of([np.append(BEGIN, target[:-1]) for target in targets], targets)
 
 
 def masked_tokens(rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator],
                   masking: Masking) -> dict[str, Tensor]:
-    """BERT's corruption of each row, by a generator of the row's own."""
+    """Batch with BERT's masking of each row, by a generator of the row's own."""
     made = [masking(row[None].astype(np.int64), rng.random((3, 1, len(row)))) for row, rng in zip(rows, generators)]
     return batch_of(*([each[key][0].numpy() for each in made] for key in ("input_ids", "labels")))
 
 
 def masking(share: float) -> Masking:
-    """A letter to predict becomes MASK (80%), one of all letters (10%) or stays."""
+    """BERT's masking of letters: 80% MASK, 10% a random letter, 10% unchanged."""
     special = table(TOKENS, range(len(LETTERS), TOKENS))
     return Masking(MASK, special, share, len(LETTERS))
 
 
 def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """tokens, labels (B, L) int64, labels -100 at padding; key_mask (B, L) where there is padding."""
+    """tokens, labels (B, L) int64, and key_mask (B, L) if there is padding.
+
+    Labels are -100 at padding.
+    """
     return masked(padded(inputs, PAD), [len(row) for row in inputs]) | {"labels": padded(labels, IGNORED)}
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
 def statistics(lengths: np.ndarray) -> dict[str, float]:
-    """Of whole sequences, as Performers Table 1 has them."""
+    """Length statistics of whole sequences (Performers Table 1)."""
     return {"sequences": len(lengths), "length_min": int(lengths.min()), "length_max": int(lengths.max()),
             "length_mean": float(lengths.mean()), "length_std": float(lengths.std()),
             "length_median": float(np.median(lengths))}
 
 
 def frequencies(rows: Singles | Chains) -> np.ndarray:
-    """Share of each letter in the rows, (25,): of at most COUNTED of them, spread evenly; one more of each letter.
+    """Letter frequencies with add-one smoothing, (25,).
 
-    Performers C.2: the empirical baseline predicts by these alone.
+    At most COUNTED rows are counted, spread evenly. They define the empirical baseline of Performers C.2.
     """
     chosen = np.linspace(0, len(rows) - 1, min(COUNTED, len(rows))).astype(np.int64)
     counts = sum(np.bincount(rows[i], minlength=TOKENS)[:len(LETTERS)] for i in chosen) + 1.0
     return counts / counts.sum()
 
 
-# ---- generated families of sequences, which need no file -------------------------------------------------------------
+# ---- generated families of sequences ---------------------------------------------------------------------------------
 class FamilyOptions(TypedDict):
-    """What is generated: `families` in distribution and `held_out` others, the lengths of sequences, and of lags."""
+    """Options of generated families.
+
+    `families` are in distribution, `held_out` others are not. Sequence lengths are in [shortest, longest], lags in
+    [nearest, farthest]. `copied` is the probability of a copied letter.
+    """
 
     sequences: Count
     families: Count
@@ -318,15 +344,20 @@ class FamilyOptions(TypedDict):
 
 
 class Families:
-    """A Markov chain over the 20 amino acids and a lag for each of F families.
+    """Generator of protein-like sequences from F families.
 
-    With probability `copied` a letter is the one `lag` places before it, else the chain's next one: a model needs the
-    distant letter, and the family, which the letters so far alone show. Lengths are uniform.
-    chains (F, 20, 20): of the next letter after each. starts (F, 20): of the first letters. lags (F,).
+    Each family has a Markov chain over the 20 amino acids and a lag. With probability `copied` a letter repeats the
+    letter `lag` positions earlier, else the chain gives the next letter. A model therefore needs the distant letter,
+    and must infer the family from the letters so far. Lengths are uniform.
+
+    Attributes:
+        chains: (F, 20, 20), distribution of the next letter after each letter.
+        starts: (F, 20), distribution of the first letter.
+        lags: (F,).
     """
 
     def __init__(self, options: FamilyOptions):
-        """Raises ConfigError for bounds in the wrong order."""
+        """Raises ConfigError for a lower bound above its upper bound."""
         for low, high in (("shortest", "longest"), ("nearest", "farthest")):
             if options[low] > options[high]:
                 raise ConfigError(f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}")
@@ -335,10 +366,13 @@ class Families:
         self.starts = rng.dirichlet(np.full(len(STANDARD), 3.0), count)
         self.lags = rng.integers(options["nearest"], options["farthest"] + 1, count)
         self.shortest, self.longest, self.copied = options["shortest"], options["longest"], options["copied"]
-        self.inside = options["families"]                    # the first of them; the others are held out
+        self.inside = options["families"]                    # the first families; the others are held out
 
     def sample(self, n: int, seed: int) -> Sequences:
-        """n sequences, split by their accession, and of held-out families a tenth as many; `files` has the family."""
+        """n sequences, and n / 10 of held-out families; `files` holds the family.
+
+        Sequences are split by their accession.
+        """
         rng = np.random.default_rng([seed, 1])
         family = rng.integers(0, self.inside, n)
         if len(self.lags) > self.inside:
@@ -352,7 +386,7 @@ class Families:
                          tuple(f"family {i}" for i in range(len(self.lags))))
 
     def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """(n, T) uint8."""
+        """Letters of each sequence, (n, T) uint8, before truncation to its length."""
         result, rows, lag = np.zeros((len(family), self.longest), np.uint8), np.arange(len(family)), self.lags[family]
         for t in range(self.longest):
             chances = self.starts[family] if t == 0 else self.chains[family, result[:, t - 1]]

@@ -1,10 +1,10 @@
-"""Where every data set comes from: one table, folders of files, and sets of the Hugging Face hub.
+"""Sources of all data sets: the table of files, and Hugging Face data sets.
 
-The table is sources.csv, read by the loaders' messages and by list, fetch and verify: a line for each file, whose
-columns are the fields of `Source` and `File`; what belongs to the set stands in its first line. Paths are relative to
-the data folder ($CRT_DATA). A new data set is a new line; URLs lead to the publisher's own server, or to the
-publisher's stand-in where that server is gone. The order of the articles in WikiText-2's training file differs between
-copies, so only its size is checked.
+The table sources.csv has a line for each file. Its columns are the fields of `Source` and `File`; fields of the set
+stand in the first line of the set. Error messages of loaders and the commands list, fetch and verify read the table.
+Paths are relative to the data folder ($CRT_DATA). A new data set is a new line. URLs lead to the publisher's server, or
+to the publisher's replacement. The order of articles in WikiText-2's training file differs between copies, so only its
+size is checked.
 """
 
 import csv
@@ -22,38 +22,40 @@ from crt_exp.atomic_write import whole
 
 @dataclass(frozen=True)
 class File:
-    """One file, or one folder that is taken whole.
+    """One file, or one folder that is fetched as a whole.
 
-    rows: lines that are not blank (in a folder: its files); 0 = not checked. digest: "kind:value", with a kind of
-    hashlib, `size` (bytes), `gunzip` (SHA-256 of the decompressed content) or `rows` (SHA-256 of the fields, separators
-    and line ends made alike); empty: not checked.
+    Attributes:
+        rows: lines that are not blank, or files in a folder; 0: not checked.
+        digest: "kind:value"; empty: not checked. Kinds are those of hashlib, `size` (bytes), `gunzip` and `rows`.
+            `gunzip` is the SHA-256 of the decompressed content. `rows` is the SHA-256 of the fields, with uniform
+            separators and line ends.
     """
 
     path: str
-    url: str = ""                # the file or the archive that holds it; empty: it can only be got by hand
-    member: str = ""             # its name inside the archive
+    url: str = ""                # of the file or its archive; empty: manual download
+    member: str = ""             # name inside the archive
     rows: int = 0
     digest: str = ""
     archive_sha256: str = ""
-    ending: str = ""             # of a folder's files, put behind names that lack it; empty: recordings, images
+    ending: str = ""             # suffix of files in a folder, added to names without it; empty: audio, images
 
 
 @dataclass(frozen=True)
 class Source:
-    """One data set: the name for fetch and verify, which tasks read it, its official page and its files."""
+    """One data set: name for fetch and verify, tasks, official page and files."""
 
     name: str
     tasks: str
     page: str
-    embedded: str = ""           # not empty: usable without any file
+    embedded: str = ""           # not empty: needs no file
     size: str = ""               # of the download
-    note: str = ""               # how to get it, and its licence
-    hub: str = ""                # its name on the Hugging Face hub, then its configuration there
+    note: str = ""               # how to get the set, and its licence
+    hub: str = ""                # name and configuration on the Hugging Face hub
     files: list[File] = field(default_factory=list)
 
 
 def rows_of(table: str) -> Iterator[dict[str, str]]:
-    """The lines of a csv file of this folder."""
+    """Lines of a csv file in this folder."""
     with Path(__file__).with_name(table).open(newline="", encoding="utf-8") as stream:
         yield from csv.DictReader(stream)
 
@@ -73,7 +75,10 @@ SOURCES = read_sources()
 
 
 def select(name: str) -> list[Source]:
-    """The source called `name`, else all below it ("uci" is every uci/...). DataError where there is none."""
+    """Source called `name`, else all sources in `name`/, such as "uci".
+
+    Raises DataError if there is none.
+    """
     name = name.strip("/")
     found = [SOURCES[name]] if name in SOURCES else [SOURCES[each] for each in SOURCES if each.startswith(name + "/")]
     if not found:
@@ -83,25 +88,34 @@ def select(name: str) -> list[Source]:
 
 
 def data_root(folder: str | Path | None = None) -> Path | None:
-    """The folder that holds uci/, glue/ and so on: `folder`, else $CRT_DATA, else None."""
+    """Folder that holds uci/, glue/ and others: `folder`, else $CRT_DATA, else None."""
     folder = folder or os.environ.get("CRT_DATA")
     return Path(folder).expanduser() if folder else None
 
 
 def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
-    """The folder of one task's files: `data_dir` (the option task.data_dir), else $CRT_DATA/name, else None."""
+    """Folder of a task's files: `data_dir`, else $CRT_DATA/name, else None.
+
+    data_dir: the option task.data_dir.
+    """
     root = data_root()
     return Path(data_dir).expanduser() if data_dir else root and root / name
 
 
 def no_folder(data_dir: str | Path | None, by: str, instead: str = "leave it out") -> None:
-    """Raises DataError where a folder is given to something that reads none: it would be taken for what was read."""
+    """Raise DataError if a data folder is set for a source that reads none.
+
+    Otherwise a user would believe that the folder was read.
+    """
     if data_dir:
         raise DataError(f"task.data_dir={data_dir} is not used by {by}: {instead}")
 
 
 def missing(name: str, path: Path | None, file: int = 0) -> DataError:
-    """The error for a file of source `name` that is not at `path`; None: nobody said where the data are."""
+    """Error for a missing file of source `name`.
+
+    path: the expected place; None: neither $CRT_DATA nor task.data_dir is set. file: index in the files of the source.
+    """
     source, root = SOURCES[name], data_root() or Path("DIR")
     wanted = Path(source.files[file].path)
     what = f"{path} is not there" if path else "CRT_DATA is not set"
@@ -111,12 +125,15 @@ def missing(name: str, path: Path | None, file: int = 0) -> DataError:
                      + on_hub)
 
 
-PATIENCE = 5  # seconds for the hub's first answer
+PATIENCE = 5  # seconds to wait for the hub
 
 
 class Hub(TypedDict):
-    """A set, named as on the hub, such as "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or files in a format
-    such as "text", "json" or "webdataset". Tasks add what they read of it."""
+    """A Hugging Face data set, or local files.
+
+    Examples: name "Salesforce/wikitext" with config "wikitext-103-raw-v1"; or name "text", "json" or "webdataset" with
+    data_files. Tasks add the columns and splits that they read.
+    """
 
     name: str | None
     config: str | None
@@ -125,10 +142,15 @@ class Hub(TypedDict):
 
 # ---- files or the hub ------------------------------------------------------------------------------------------------
 def is_on_hub(source: str, name: str, path: Path | None, data_dir: str | Path | None = None) -> bool:
-    """Whether task.source = auto, files or hub means the hub for the set `name` of the table of sources.
+    """Whether to read set `name` from the hub, given task.source.
 
-    auto: files where task.data_dir is set or `path`, a file or folder of the set, is there; else the hub, with a line
-    that says so. Raises DataError for a folder that the hub has no use for.
+    Args:
+        source: auto, files or hub. auto reads files if task.data_dir is set or `path` exists. Else it reads the hub and
+            warns.
+        path: a file or folder of the set.
+
+    Raises:
+        DataError: source=hub with a data folder.
     """
     if source == "hub":
         no_folder(data_dir, "task.source=hub", "leave it out, or set task.source=files")
@@ -140,7 +162,10 @@ def is_on_hub(source: str, name: str, path: Path | None, data_dir: str | Path | 
 
 
 def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> Path | None:
-    """The folder with the files of the text `name`, which are written once where they come from the hub."""
+    """Folder with the files of the text `name`.
+
+    A text from the hub is written to files once.
+    """
     files, folder = SOURCES[name].files, task_folder(name, data_dir)
     if not is_on_hub(source, name, folder, data_dir):
         return folder
@@ -149,7 +174,7 @@ def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> P
     folder = Path(config.HF_DATASETS_CACHE, "crt_exp", name)
     folder.mkdir(parents=True, exist_ok=True)
     hub, *configs = SOURCES[name].hub.split()
-    revision = None if configs else "refs/convert/parquet"   # of a set whose own branch holds a script
+    revision = None if configs else "refs/convert/parquet"   # the main branch holds a script
     for file, split in zip(files, ("train", "validation", "test")):
         path = folder / Path(file.path).name
         if not path.is_file():
@@ -162,7 +187,7 @@ def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> P
 
 
 def stand_in(name: str, read: str, choice: str, source: str) -> str:
-    """For `Task.stand_in`: what is read in place of `name`, which a choice reads after `fetch source`."""
+    """Value of `Task.stand_in`: the substitute, and how to read `name` instead."""
     return f"no {name} here: {read} (task.{choice} after `python -m crt_exp.data fetch {source}`)"
 
 
@@ -172,12 +197,15 @@ def how_to_fetch(name: str) -> str:
 
 @cache
 def check_network() -> None:
-    """Where the hub does not answer, its libraries read their copies at once, without attempts for half a minute."""
+    """Switch Hugging Face libraries to offline mode if the hub does not answer.
+
+    Otherwise the libraries retry for half a minute before they read local copies.
+    """
     from huggingface_hub import constants, get_session
 
     try:
         constants.HF_HUB_OFFLINE or get_session().head(constants.ENDPOINT, timeout=PATIENCE)
-    except Exception:  # each version's client has its own
+    except Exception:  # error classes differ between versions
         constants.HF_HUB_OFFLINE = True
         if "datasets" in sys.modules:
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
@@ -185,19 +213,23 @@ def check_network() -> None:
 
 def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text files of your own.",
              files: Any = None) -> Any:
-    """`load()`, whose errors become one DataError: no connection, no such set, no such configuration or split.
+    """Return `load()`; turn its errors into one DataError.
 
-    files: those that are read in place of a set of the hub. otherwise: what else to do.
+    Errors include no connection, no such set, and no such configuration or split.
+
+    Args:
+        otherwise: advice that ends the message.
+        files: local files that are read instead of a hub data set.
     """
     if not files:
         check_network()
     try:
         return load()
-    except Exception as error:  # each library and format has its own
+    except Exception as error:  # each library has its own errors
         place, check = (files, "") if files else ("the Hugging Face hub", " Check the name and the network.")
         raise DataError(f"{name} cannot be read from {place}: {reason_of(error)}.{check} {otherwise}") from None
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what a reader says."""
+    """First line of an error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

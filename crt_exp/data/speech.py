@@ -1,7 +1,7 @@
-"""Speech with transcripts: LibriSpeech's layout, strings of spoken digits, tables, sets of the hub; audio at one rate.
+"""Speech with transcripts from LibriSpeech, spoken digits, tables or the hub.
 
-Audio that cannot be used is known before training where a header shows it: an error, or left out and counted. Nothing
-here draws from a global generator.
+All audio is resampled to one rate. Headers show most unusable audio before training; it raises an error, or is left out
+and counted. No function draws from a global generator.
 """
 
 import csv
@@ -26,16 +26,16 @@ from crt_exp.data.text import numbered_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = "speech/free-spoken-digit-dataset"
-SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  # 0 to 4 are the official test set
-LENGTHS = range(3, 9)              # digits of a string
-GAPS = (0.02, 0.2)                 # seconds between them, at least and at most
-SHORTEST = 0.1                     # seconds, of which a frame of the encoder is left after a change of speed
-LOUDEST = 2                        # of samples from -1 to 1, which decoders of lossy formats exceed a little
-ENDLESS = 2**31 - 4096             # bytes: sizes in headers of WAV files that were written into a pipe are larger
+SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  # indices; test is the official test set
+LENGTHS = range(3, 9)              # digits per string
+GAPS = (0.02, 0.2)                 # smallest and largest silence between digits, in seconds
+SHORTEST = 0.1                     # seconds; leaves one encoder frame after a change of speed
+LOUDEST = 2                        # largest sample; lossy formats slightly exceed [-1, 1]
+ENDLESS = 2**31 - 4096             # bytes; WAV files from a pipe state larger sizes
 
 
 class AudioPart(NamedTuple):
-    """A file, or the content of one with its name, and its length by its header."""
+    """Name and length (by its header) of a file, and its content if in memory."""
 
     name: str
     seconds: float
@@ -43,7 +43,7 @@ class AudioPart(NamedTuple):
 
 
 class Utterance(NamedTuple):
-    """Audio with its transcript: parts one after another, with a silence after each but the last."""
+    """Transcript and audio: parts in sequence, with silences (gaps) between."""
 
     name: str
     text: str
@@ -56,11 +56,14 @@ class Utterance(NamedTuple):
 
 
 class BadAudio(DataError):
-    """Audio that cannot be read; the message names it."""
+    """Audio is unreadable; the message names the file."""
 
 
 class Faults:
-    """What cannot be used, reported at once: as an error, or with `skip` left out and counted."""
+    """Collects unusable utterances and reports them together.
+
+    bad: "error" raises; "skip" leaves them out with a warning.
+    """
 
     def __init__(self, bad: Literal["error", "skip"], what: str):
         self.bad, self.what, self.noted = bad, what, []
@@ -69,7 +72,10 @@ class Faults:
         self.noted.append(str(reason))
 
     def settle(self, left: int) -> None:
-        """Raises DataError where anything was noted that is not left out, or where nothing is left."""
+        """Report the noted faults; left: the number of usable utterances.
+
+        Raises DataError if nothing usable is left, or for any fault with bad="error".
+        """
         if left == 0 and not self.noted:
             raise DataError(f"{self.what}: there are none; expected some for training, validation and test each")
         found = f"{self.what}: {len(self.noted)} cannot be used, {left} can: {'; '.join(self.noted[:3])}"
@@ -83,7 +89,10 @@ class Faults:
 
 
 def audio_files(name: str | Path, option: str) -> list[Path]:
-    """The file, or those below the folder but hidden ones, sorted. Raises DataError, naming `option`, for none."""
+    """The audio file, or all visible ones in the folder, sorted.
+
+    Raises DataError, naming `option`, if there are none.
+    """
     path = Path(name).expanduser()
     files = [path] if path.is_file() else [Path(file) for file in files_ending(path, AUDIO)]
     if not files:
@@ -92,9 +101,9 @@ def audio_files(name: str | Path, option: str) -> list[Path]:
 
 
 def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
-    """The utterances of subsets in the official layout, <subset>/<speaker>/<chapter>/*.flac with *.trans.txt, sorted.
+    """Yield sorted utterances of subsets in LibriSpeech's layout.
 
-    Raises DataError for a subset that is not there or holds nothing.
+    The layout is <subset>/<speaker>/<chapter>/*.flac with *.trans.txt. Raises DataError for a missing or empty subset.
     """
     root = task_folder("speech/LibriSpeech", data_dir)
     for subset in subsets:
@@ -115,7 +124,7 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
 
 def utterance_of(source: Path | io.BytesIO, name: str, text: str | None, faults: Faults,
                  content: Callable[[], bytes] | None = None) -> Iterator[Utterance]:
-    """Audio with its transcript; none, and noted, where one of them cannot be used."""
+    """Yield the utterance; note a fault and yield nothing if it is unusable."""
     try:
         part, text = AudioPart(name, seconds_of(source, name), content), " ".join((text or "").split())
         if not text:
@@ -126,23 +135,24 @@ def utterance_of(source: Path | io.BytesIO, name: str, text: str | None, faults:
 
 
 def table_utterances(path: str | Path, split: str, faults: Faults) -> Iterator[Utterance]:
-    """Of one split of a table of one's own."""
+    """Utterances of one split of your own table."""
     table = read_table(Path(path).expanduser())
     for audio, text in table[table.split == split][["audio", "text"]].itertuples(index=False):
         yield from utterance_of(Path(audio), audio, text, faults)
 
 
 def read_table(path: Path):
-    """A csv, tsv or jsonl file as a data frame: audio (a path from the file's folder), text and split.
+    """Read a csv, tsv or jsonl table as a data frame of audio, text and split.
 
-    Without a column split a hash of the path puts a tenth each into validation and test. Raises DataError.
+    audio: path relative to the table's folder. Without a column split, a hash of the path assigns 10% each to
+    validation and test. Raises DataError.
     """
     import pandas as pd
 
     try:
         if path.suffix == ".jsonl":
             table = pd.read_json(path, lines=True, dtype=False)
-        else:  # in a .tsv, as Common Voice writes them, a quotation mark is a character as any other
+        else:  # .tsv files of Common Voice do not quote
             tabs = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
             table = pd.read_csv(path, dtype=str, keep_default_na=False, **tabs)
     except (OSError, ValueError) as error:
@@ -160,7 +170,7 @@ def read_table(path: Path):
 
 
 def by_hash(name: str) -> str:
-    """The same split for a name whatever else the table holds."""
+    """Split of a name by its hash, independent of other rows."""
     place = int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8], 16) % 10
     return {0: "validation", 1: "test"}.get(place, "train")
 
@@ -169,7 +179,7 @@ def by_hash(name: str) -> str:
 
 
 def recordings(data_dir: str | None) -> list[AudioPart]:
-    """The files `<digit>_<speaker>_<index>.wav`, sorted. Raises DataError for others."""
+    """Sorted files `<digit>_<speaker>_<index>.wav`; raises DataError for others."""
     folder = task_folder(f"{DIGITS}/recordings", data_dir)
     if folder is None or not folder.is_dir():
         raise missing(DIGITS, folder)
@@ -180,10 +190,10 @@ def recordings(data_dir: str | None) -> list[AudioPart]:
 
 
 def digit_strings(every: list[AudioPart], split: str, count: int) -> list[Utterance]:
-    """`count` strings of 3 to 8 digits, each of one speaker, with short silences between; always the same ones.
+    """`count` fixed strings of 3 to 8 digits by one speaker each, with short silences.
 
-    Recordings 0 to 4 make the test strings, 5 to 7 those for validation, the others those for training. Raises
-    DataError where there are none.
+    Recordings 0 to 4 form test strings, 5 to 7 validation strings, others training strings. Raises DataError if there
+    are none.
     """
     speakers: dict[str, list[tuple[str, AudioPart]]] = {}
     for part in every:
@@ -207,7 +217,7 @@ def digit_strings(every: list[AudioPart], split: str, count: int) -> list[Uttera
 
 
 class SpeechHub(Hub):
-    """Splits of a set of the hub, and its columns of audio and transcripts."""
+    """Splits and columns (audio, transcript) of a Hugging Face data set."""
 
     train: str
     validation: str
@@ -217,7 +227,7 @@ class SpeechHub(Hub):
 
 
 def hub_utterances(hub: SpeechHub, split: str, faults: Faults) -> Iterator[Utterance]:
-    """Of a split that `datasets` downloads once. Raises DataError."""
+    """Utterances of a hub split, downloaded once by `datasets`. Raises DataError."""
     from datasets import Audio, load_dataset
 
     load = partial(load_dataset, hub["name"], hub["config"], split=hub[split], data_files=hub["data_files"])
@@ -239,7 +249,7 @@ def content_of(rows: Any, i: int, column: str) -> bytes:
 
 
 def seconds_of(source: Path | io.BytesIO, name: str) -> float:
-    """By the header. Raises BadAudio for what is no audio, or shorter than its header states."""
+    """Length by the header; raises BadAudio for invalid or truncated audio."""
     import soundfile
 
     try:
@@ -253,7 +263,10 @@ def seconds_of(source: Path | io.BytesIO, name: str) -> float:
 
 
 def decoded(part: AudioPart, rate: int) -> np.ndarray:
-    """(samples,) float32 at `rate`, channels averaged. Raises BadAudio, also where it ends before its header says."""
+    """Mono audio (samples,) float32 at `rate`; channels are averaged.
+
+    Raises BadAudio for unreadable or truncated audio.
+    """
     import soundfile
 
     try:
@@ -275,7 +288,10 @@ def resampled(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
 
 
 def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:
-    """(samples,) float32; speed 1.1 is a tenth faster, and higher, as of a tape. Raises BadAudio naming the file."""
+    """Audio of an utterance, (samples,) float32.
+
+    speed: 1.1 is 10% faster and higher in pitch. Raises BadAudio, naming the file.
+    """
     pieces = []
     for i, part in enumerate(utterance.parts):
         gap = utterance.gaps[i] if i < len(utterance.gaps) else 0
@@ -288,12 +304,12 @@ def as_int16(audio: np.ndarray) -> np.ndarray:
 
 
 def padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
-    """(B, longest), with zeros after the shorter ones."""
+    """Stack rows into (B, longest), padded with zeros."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
 def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> list[Utterance]:
-    """Those of an allowed length; the others are noted."""
+    """Utterances of an allowed length; others are noted as faults."""
     kept = []
     for each in utterances:
         if SHORTEST <= each.seconds <= longest:
@@ -304,12 +320,18 @@ def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> l
 
 
 def rounded_up(seconds: float) -> float:
-    """To a quarter of a second: rows change places with those of equal cost, so batches differ between epochs."""
+    """Round up to a quarter of a second.
+
+    Rows of equal cost change places, so that batches differ between epochs.
+    """
     return math.ceil(4 * seconds) / 4
 
 
 def stretches(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
-    """(count, 2) int64: stretches of at most `share` of the length, first index and the one after the last."""
+    """Random intervals (count, 2) int64: first index, last index + 1.
+
+    Each covers at most `share` of the length.
+    """
     widths = rng.integers(math.floor(share * length) + 1, size=count)
     starts = rng.integers(length - widths + 1)
     return np.stack([starts, starts + widths], -1)

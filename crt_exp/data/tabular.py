@@ -1,12 +1,12 @@
-"""Tables of numbers and categories: the UCI files, the sets that need no file, and csv files of one's own.
+"""Tables of numbers and categories: UCI files, embedded sets and your own csv.
 
-`load("car")` reads $CRT_DATA/uci/car.data as UCI published it. Types, units and the orders of categories follow the
-documentation that UCI gives with each set (columns.csv). The task scales, shuffles and splits, on the training part.
+`load("car")` reads $CRT_DATA/uci/car.data as published by UCI. Types, units and the order of categories follow UCI's
+documentation of each set (columns.csv). The task scales, shuffles and splits; it fits the scaling on the training part.
 
-`read_own` reads a csv file with a header, one column of which is to be predicted. Columns of numbers are numbers, other
-columns categories. Missing values become the mean of the training part in a column of numbers, a level of their own in
-a category. Words such as NA are missing values among numbers alone. Columns of identifiers are left out. Numbers
-in another style than 1234.5, and columns that mix numbers and words, are refused.
+`read_own` reads a csv file with a header and predicts one of its columns. Columns of numbers are numeric, other columns
+are categories. A missing number becomes the mean of the training part; a missing category is a level of its own. Words
+such as NA mark missing values only in columns of numbers. Columns of row identifiers are left out. Numbers in another
+style than 1234.5, and columns that mix numbers and words, are rejected.
 """
 
 import csv
@@ -24,21 +24,21 @@ from crt_exp.config import unknown
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, missing, no_folder, task_folder
 
-BLANKS = ("yeast", "wifi", "boston")  # files whose columns are separated by blanks, the others by commas
+BLANKS = ("yeast", "wifi", "boston")  # blank-separated files; others are comma-separated
 EMBEDDED = ("wine", "digits", "breast_cancer", "iris")
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One feature of n rows: float64 values, or int64 codes into `levels` where the feature is categorical."""
+    """One feature of n rows: float64 numbers, or int64 codes into `levels`."""
 
     name: str
     values: np.ndarray                    # (n,)
     levels: tuple[str, ...] | None = None
-    ordered: bool = False                 # levels are listed from low to high
+    ordered: bool = False                 # levels run from low to high
 
     def encode(self, coding: str) -> np.ndarray:
-        """(n, width) float64: the number, the place in the order, or one indicator per level; see `Table.encode`."""
+        """(n, width) float64 encoding; see `Table.encode` for `coding`."""
         if self.levels is not None and not (coding == "ordinal" and self.ordered):
             return np.eye(len(self.levels))[self.values]
         return self.values[:, None].astype(np.float64)
@@ -46,13 +46,13 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A data set: features and one target for each of n rows, in the order of the source."""
+    """A data set: features and one target of n rows, in source order."""
 
     name: str
     columns: tuple[Column, ...]
     target: np.ndarray                    # (n,) int64 codes into `classes`; float64 for regression
     classes: tuple[str, ...] | None       # None: regression
-    source: str                           # where the rows come from
+    source: str                           # origin of the rows
 
     def __len__(self) -> int:
         return len(self.target)
@@ -60,14 +60,14 @@ class Table:
     def encode(self, coding: str = "ordinal") -> np.ndarray:
         """All features as numbers: (n, width) float64, not scaled.
 
-        "ordinal": a category becomes its place 0, 1, ... in the documented order; where no order exists, indicators.
-        "onehot": every category becomes one 0/1 indicator per level.
+        coding: "ordinal" encodes an ordered category as 0, 1, ..., and an unordered category as 0/1 indicators.
+        "onehot" encodes every category as 0/1 indicators, one for each level.
         """
         return np.hstack([column.encode(coding) for column in self.columns])
 
 
-# by table, the columns of its file in their order: name, role (target, or dropped for what identifies the row), kind,
-# levels (in order, where there is one; two levels are ordered: 0 and 1 lose nothing) and another spelling of a level
+# Columns of each table's file, in file order: name, role (target, or dropped for row identifiers), kind, levels (from
+# low to high if ordered; two levels count as ordered, because 0/1 loses nothing) and an alias of a level.
 LAYOUTS = {name: [*rows.itertuples()] for name, rows in pd.read_csv(
     Path(__file__).with_name("columns.csv"), dtype=str, keep_default_na=False).groupby("table", sort=False)}
 
@@ -75,9 +75,9 @@ LAYOUTS = {name: [*rows.itertuples()] for name, rows in pd.read_csv(
 def load(name: str, data_dir: str | Path | None = None) -> Table:
     """Read or make the data set `name`.
 
-    Official files are read from `data_dir` (the option task.data_dir), by default $CRT_DATA/uci. A set that needs no
-    file comes from scikit-learn; wine is read from its file where `data_dir` is given. Raises DataError for
-    an unknown name, and for a file that is missing or is not the published one, down to its number of rows.
+    Official files are read from `data_dir` (option task.data_dir), by default $CRT_DATA/uci. Embedded sets come from
+    scikit-learn; wine is read from its file if `data_dir` is given. Raises DataError if a file is missing, differs from
+    the published file, or is given to a set that reads none. Raises ConfigError for an unknown name.
     """
     if name in EMBEDDED and not (data_dir and name in LAYOUTS):
         no_folder(data_dir, f"task.dataset={name}, which is embedded")
@@ -88,7 +88,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
 
 
 def file_of(name: str, data_dir: str | Path | None) -> Path | None:
-    """The official file that is read; None for a set that needs none, and where nobody says where the files are."""
+    """Path of the official file; None for an embedded set or an unknown folder."""
     folder = task_folder("uci", data_dir)
     if folder is None or name not in LAYOUTS or (name in EMBEDDED and not data_dir):
         return None
@@ -96,7 +96,7 @@ def file_of(name: str, data_dir: str | Path | None) -> Path | None:
 
 
 def read_official(name: str, path: Path | None) -> Table:
-    """The published file of `name`. Raises DataError where it is missing or another one."""
+    """Read the published file of `name`; raises DataError if missing or different."""
     source, layout = SOURCES[f"uci/{name}"], LAYOUTS[name]
     if path is None or not path.is_file():
         raise missing(f"uci/{name}", path)
@@ -113,7 +113,10 @@ def read_official(name: str, path: Path | None) -> Table:
 
 
 def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
-    """(n,) numbers, or codes. Raises ValueError naming the row of a cell that is no finite number, or no level."""
+    """(n,) numbers, or codes of levels.
+
+    Raises ValueError with the row of a cell that is neither a finite number nor a level.
+    """
     levels, alias = field.levels.split(), field.aliases.split(" = ")
     if levels:
         values = pd.Index(levels).get_indexer(cells.replace(alias[0], alias[-1])).astype(np.int64)
@@ -129,7 +132,7 @@ def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
 
 
 def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
-    """arrays: the values of each column of the layout, in its order."""
+    """Table from the values of each column, in the order of its layout."""
     columns = {field.role or field.column: Column(field.column, values, tuple(field.levels.split()) or None,
                                                   field.kind == "ordered")
                for field, values in zip((field for field in LAYOUTS[name] if field.role != "dropped"), arrays)}
@@ -149,11 +152,11 @@ def embedded(name: str) -> Table:
     return Table(name, columns, target, tuple(map(str, bunch.target_names)), source)
 
 
-# ---- a csv file of one's own -----------------------------------------------------------------------------------------
-MOST_CLASSES = 20      # different whole numbers in a target of classes, where task.kind does not decide
-MOST_LEVELS = 100      # of a category
-LARGEST = 1e150        # whose square is a number too
-FEWEST_ROWS = 20       # in which whole numbers can be seen to count the rows
+# ---- your own csv file -----------------------------------------------------------------------------------------------
+MOST_CLASSES = 20      # distinct whole numbers of a target that counts as classes if task.kind is null
+MOST_LEVELS = 100      # levels of a category
+LARGEST = 1e150        # squares stay finite
+FEWEST_ROWS = 20       # minimum for recognising row numbers
 MISSING = {"na", "n/a", "n.a.", "n.d.", "nan", "none", "null", "nil", "-", "--", ".", "...", "missing", "unknown",
            "<na>", "#na", "#n/a", "#null!", "#value!", "#div/0!", "#ref!", "#num!", "#name?"}
 LIKE_NUMBER = r"\W*\d[\d\s.,'’]*(?:[eE][-+]?\d+)?(?:[^\w\s]|[A-Z]{3}|\s[A-Za-z]{1,3})?"  # in any style, with a unit
@@ -161,7 +164,10 @@ Kind = Literal["classification", "regression"]
 
 
 def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> tuple[Table, str]:
-    """The table, and a sentence on what is unusual in it. Raises DataError naming file, column and row."""
+    """Read a csv file; return the table and a sentence on unusual columns.
+
+    Raises DataError with file, column and row. Raises ConfigError for an unknown target.
+    """
     path, notes, features = Path(path).expanduser(), [], []
     frame = cells(path)
     if target not in frame:
@@ -181,14 +187,17 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
 
 
 def cells(path: Path) -> pd.DataFrame:
-    """All cells as strings, NaN where they are empty or hold a question mark; the row below the header is row 1."""
+    """All cells as strings, NaN if empty or a question mark.
+
+    Row 1 is the row below the header.
+    """
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as opened:
             separator = max(",;\t", key=opened.readline().count)
         parse = partial(pd.read_csv, path, sep=separator, header=None, dtype=str, keep_default_na=False,
                         skipinitialspace=True, encoding="utf-8-sig")
         frame = parse()
-        if (frame.iloc[:, -1] == "").any():                      # as the fast parser fills rows with too few cells
+        if (frame.iloc[:, -1] == "").any():                      # the fast parser fills short rows so
             short = parse(engine="python").isna().any(axis=1)
             if short.any():
                 raise ValueError(f"row {short.idxmax()} has fewer cells than the header")
@@ -202,9 +211,9 @@ def cells(path: Path) -> pd.DataFrame:
 
 
 def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
-    """A column as float64, or unchanged if it holds words. Raises ValueError for numbers in another style.
+    """Column as float64, or unchanged if it holds words.
 
-    mixed: the column may hold numbers and words.
+    mixed: whether the column may hold both numbers and words. Raises ValueError for numbers in another style.
     """
     known = texts[~texts.str.lower().isin(MISSING)].dropna()
     values = pd.to_numeric(known, errors="coerce").astype(np.float64).where(lambda value: value.abs() <= LARGEST)
@@ -220,7 +229,7 @@ def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
 
 
 def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """The values to predict: numbers, or codes and the classes they stand for. Raises ValueError."""
+    """Numbers and None, or codes and the names of their classes. Raises ValueError."""
     number = labels.dtype == np.float64
     if labels.isna().any():
         raise ValueError(f"row {labels.isna().idxmax()} has no value to learn: fill it in, or remove the row")
@@ -239,7 +248,7 @@ def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[s
 
 
 def feature(column: pd.Series, notes: list[str]) -> list[Column]:
-    """The column, or none and a note where it tells nothing about other rows."""
+    """The feature column, or no column and a note if it carries no information."""
     name, missing, number = column.name, int(column.isna().sum()), column.dtype == np.float64
     levels = [] if number else sorted(column.dropna().unique())
     if missing == len(column) or (number and counts_rows(column.dropna().to_numpy())):
@@ -257,7 +266,10 @@ def feature(column: pd.Series, notes: list[str]) -> list[Column]:
 
 
 def counts_rows(values: np.ndarray) -> bool:
-    """Whether whole numbers identify the rows: all differ and are evenly spaced or fill a range almost."""
+    """Whether whole numbers identify the rows.
+
+    All values must differ, and be evenly spaced or nearly fill a range.
+    """
     steps, moves = np.diff(np.sort(values)), np.diff(values)
     if len(values) < FEWEST_ROWS or (values % 1 != 0).any() or (steps == 0).any():
         return False

@@ -1,8 +1,8 @@
-"""Text as token ids: files and sets of the Hugging Face hub, blocks of tokens, and masks.
+"""Text as token ids: files, Hugging Face data sets, token blocks and masks.
 
-Nothing here draws from a global generator: the masks of a block come from a generator that the caller names, such as
-`Plan.rng`, so that a resumed run reads what the uninterrupted run reads.
-Legend: B sequences of a batch, L tokens of a sequence, V entries of a vocabulary.
+No function draws from a global generator. Masks of a block come from a generator of the caller, such as `Plan.rng`, so
+that a resumed run reads the same batches.
+Notation: B sequences of a batch, L tokens of a sequence, V entries of a vocabulary.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, from_hub, missing, text_folder
 
 Paths = str | Path | Sequence[str | Path]
-IGNORED = -100                                               # the label of a token that has no share in the loss
+IGNORED = -100                                               # label of tokens that the loss ignores
 SUFFIXES = (".txt", ".tokens", ".raw")
-GROUP = 256                                                  # texts that a tokenizer takes at once, in parallel
+GROUP = 256                                                  # strings per call of the tokenizer, which are parallel
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDNET, DEFINITIONS = "wordnet", 2200
 WORDNET_DIGEST = "8a4e99a1fe7aa0622bb487359b3db2ef7b7abd445e2e90c224823e8932ea6efd"
@@ -36,7 +36,10 @@ WORDNET_DIGEST = "8a4e99a1fe7aa0622bb487359b3db2ef7b7abd445e2e90c224823e8932ea6e
 
 # ------------------------------------------------------------------------------------------------------- files
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line, without line ends and byte order mark. Raises DataError."""
+    """Number and text of each line, without line end and byte order mark.
+
+    Raises DataError.
+    """
     try:
         with open(path, "rb") as stream:
             for number, raw in enumerate(stream, 1):
@@ -49,8 +52,10 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def text_files(paths: Paths) -> list[Path]:
-    """The files meant by `paths`: files, all .txt, .tokens and .raw files of folders, and "wordnet". Raises
-    DataError."""
+    """Files named by `paths`: files, text files in folders, and "wordnet".
+
+    A folder gives all its .txt, .tokens and .raw files. Raises DataError.
+    """
     files = []
     for name in [paths] if isinstance(paths, (str, Path)) else paths:
         path = text_path(name)
@@ -64,16 +69,17 @@ def text_files(paths: Paths) -> list[Path]:
 
 
 def text_path(name: str | Path) -> Path:
-    """A path as typed; "wordnet" is the file of definitions, unless a file has that name."""
+    """Path as typed; "wordnet" is the file of definitions unless such a path exists."""
     path = Path(name).expanduser()
     return wordnet_file() if str(name) == WORDNET and not path.exists() else path
 
 
 def wordnet_file() -> Path:
-    """2200 definitions of WordNet 3.0, one a line, 207 kB, written once in $XDG_CACHE_HOME/crt_exp. Raises DataError.
+    """2200 definitions of WordNet 3.0 in random order, one a line, 207 kB.
 
-    They come with the package timm, whose classes of ImageNet are WordNet's nouns, and stand in random order. WordNet
-    is (c) 2006 by Princeton University, which lets anybody use, copy, change and distribute it without fee.
+    The file is written once, in $XDG_CACHE_HOME/crt_exp. The definitions come with the package timm, whose ImageNet
+    classes are WordNet nouns. WordNet is (c) 2006 by Princeton University, which permits use, copies, changes and
+    distribution without fee. Raises DataError if the file has other content.
     """
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crt_exp" / f"{WORDNET}.txt"
     if not path.is_file():
@@ -89,8 +95,10 @@ def wordnet_file() -> Path:
 
 
 def official_file(name: str, split: str, data_dir: str | Path | None = None, source: str = "auto") -> Path:
-    """The file of "ptb" or "wikitext2" for train, valid or test; data_dir: by default $CRT_DATA/NAME.
-    source: auto, files or hub. Raises DataError."""
+    """File of "ptb" or "wikitext2" for the split train, valid or test.
+
+    data_dir: default $CRT_DATA/NAME. source: auto, files or hub. Raises DataError.
+    """
     place = ("train", "valid", "test").index(split)
     folder = text_folder(source, name, data_dir)
     path = folder / Path(SOURCES[name].files[place].path).name if folder else None
@@ -100,7 +108,10 @@ def official_file(name: str, split: str, data_dir: str | Path | None = None, sou
 
 
 def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
-    """Lines that are not blank; WikiText's own marks (in .tokens files) undone, its <unk> turned into `unknown`."""
+    """Lines that are not blank, without WikiText's marks.
+
+    In .tokens files, " @-@ " becomes "-" and <unk> becomes `unknown`.
+    """
     if isinstance(text, HubText):
         yield from (line for document in text.data for line in document.splitlines() if line.strip())
         return
@@ -122,14 +133,17 @@ def content(file: Path) -> str:
 
 
 class HubText(NamedTuple):
-    """A column of a set of the Hugging Face hub, a document a row. key: changes with its content."""
+    """A text column of a Hugging Face data set, one document per row.
+
+    key: changes with the content.
+    """
 
     data: Sequence[str]
     key: str
 
     @classmethod
     def load(cls, name: str, config: str | None, split: str, column: str, data_files: Any = None) -> "HubText":
-        """Raises DataError where the set cannot be had or has no such column."""
+        """Load the column; raises DataError if the set or the column is unavailable."""
         from datasets import load_dataset
 
         data = from_hub(lambda: load_dataset(name, config, split=split, data_files=data_files), name)
@@ -142,7 +156,10 @@ Text = HubText | Paths
 
 
 def content_key(cache_dir: str | Path | None, text: Text, *parts: Any) -> str:
-    """The key of what is made of a text and `parts`; nothing is read where there is no cache."""
+    """Cache key of a result that depends on a text and `parts`.
+
+    Without a cache, the function reads no text.
+    """
     if cache_dir is None or isinstance(text, HubText):
         return key_of(*parts, cache_dir and text.key)
     return key_of(*parts, *(f"{file.suffix}:{content(file)}" for file in text_files(text)))
@@ -150,7 +167,7 @@ def content_key(cache_dir: str | Path | None, text: Text, *parts: Any) -> str:
 
 # -------------------------------------------------------------------------------------------------- tokenizers
 def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
-    """A BERT WordPiece tokenizer from a vocab.txt (or the folder that holds one). Raises DataError."""
+    """BERT WordPiece tokenizer of a vocab.txt or its folder. Raises DataError."""
     from transformers import BertTokenizerFast
 
     path = Path(vocabulary).expanduser()
@@ -162,9 +179,10 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
 
 
 def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None) -> None:
-    """Raise DataError where the tokenizer makes ids that the model has no embedding for, or pads with another token.
+    """Raise DataError if the tokenizer does not fit the model.
 
-    vocab_size, pad_token_id: those of the model's configuration; a model may have unused entries at the end.
+    The tokenizer's ids must have embeddings, and its padding id must be the model's. vocab_size, pad_token_id: those of
+    the model's configuration. A model may have unused entries at the end.
     """
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     problem = ""
@@ -177,7 +195,10 @@ def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None
 
 
 def fingerprint(tokenizer) -> str:
-    """Equal for tokenizers that turn every text into the same ids, however they were used before: 64 hex digits."""
+    """Hash (64 hex digits), equal for tokenizers that give the same ids.
+
+    Earlier truncation and padding settings do not change the hash.
+    """
     import tokenizers
 
     if tokenizer.is_fast:
@@ -188,7 +209,10 @@ def fingerprint(tokenizer) -> str:
 
 
 def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterator[Any]:
-    """The ids of each text, without special tokens; spans: (ids, their (first, last) characters), of a fast one."""
+    """Token ids of each string, without special tokens.
+
+    spans: yield (ids, (first, last) characters of each token); needs a fast tokenizer.
+    """
     texts = iter(texts)
     while group := list(islice(texts, GROUP)):
         coded = tokenizer(group, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
@@ -199,10 +223,10 @@ def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterato
 # ------------------------------------------------------------------------------------------------------ blocks
 def running_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | None = None,
                    end: str = "\n") -> np.ndarray:
-    """Lines of a text, each with its `end`, joined and cut into blocks: (n, length) int32.
+    """Lines of a text, each with `end`, joined and cut into (n, length) int32.
 
-    The tokens are kept in `cache_dir`. What does not fill the last block is left out. Raises DataError where not one
-    block is filled.
+    `cache_dir` stores the tokens. Tokens that do not fill the last block are left out. Raises DataError if the text
+    does not fill one block.
     """
     def make() -> dict[str, np.ndarray]:
         tokens = array("i")
@@ -218,7 +242,7 @@ def running_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | N
 
 
 def local_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | None = None) -> np.ndarray:
-    """Blocks [CLS] ... [SEP] of a text, as `running_blocks`, without line ends: (n, length) int32."""
+    """Blocks [CLS] ... [SEP] of `running_blocks` without line ends, (n, length) int32."""
     return framed(running_blocks(text, tokenizer, body_length(tokenizer, length), cache_dir, end=""), tokenizer)
 
 
@@ -230,7 +254,7 @@ def body_length(tokenizer, length: int) -> int:
 
 
 def framed(bodies: np.ndarray, tokenizer) -> np.ndarray:
-    """(n, length - 2) -> (n, length) int32."""
+    """Add [CLS] and [SEP]: (n, length - 2) to (n, length) int32."""
     marks = ((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id))
     return np.pad(bodies, ((0, 0), (1, 1)), constant_values=marks).astype(np.int32)
 
@@ -238,29 +262,31 @@ def framed(bodies: np.ndarray, tokenizer) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------- masking
 @dataclass(frozen=True, eq=False)
 class Masking:
-    """BERT's corruption: `share` of the tokens are to be predicted; of these 80% become [MASK], 10% a random token,
-    10% stay. Special tokens (and unknown ones) are never chosen. Every row that has a token to choose gets at least
-    one. Source: Devlin et al., 2019, section 3.1.
+    """BERT's masking (Devlin et al., 2019, section 3.1).
+
+    `share` of the tokens are predicted. Of these, 80% become [MASK], 10% become a random token and 10% stay. Special
+    tokens, which include [UNK], are never predicted. Every row with a candidate has at least one predicted token.
     """
 
     mask_id: int
     special: np.ndarray                                      # (V,) bool
     share: float = 0.15
-    drawn: int = 0                                           # a random token is one of the first so many; 0: of all
+    drawn: int = 0                                           # random tokens are among the first `drawn` ids; 0: all ids
 
     @classmethod
     def of(cls, tokenizer, share: float = 0.15) -> "Masking":
-        """Raises DataError for a tokenizer without mask token."""
+        """Masking of a tokenizer; raises DataError without a mask token."""
         if tokenizer.mask_token_id is None:
             raise DataError(f"{type(tokenizer).__name__} has no mask token: expected one of a masked language model")
         size = max(tokenizer.get_vocab().values()) + 1
         return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), share)
 
     def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
-        """ids (B, L) -> {"input_ids", "labels"}, (B, L) int64 each; the label is -100 where nothing is to be predicted.
+        """Mask ids (B, L); return input_ids and labels, (B, L) int64 each.
 
-        uniform: (3, B, L) numbers in [0, 1), see `uniforms`: which tokens are chosen, what becomes of them, and into
-        which random token they turn. NumPy throughout: on batches this small, torch's threads cost more than the work.
+        Labels are -100 where nothing is predicted. uniform: (3, B, L) numbers in [0, 1) from `uniforms`. They select
+        the predicted tokens, their replacement and the random token. NumPy is faster here: on small batches, torch's
+        threads cost more than the work.
         """
         score, action, token = uniform
         score = np.where(self.special[ids], 2.0, score)
@@ -279,12 +305,12 @@ def table(size: int, members: Sequence[int]) -> np.ndarray:
 
 
 def uniforms(generators: Iterable[np.random.Generator | torch.Generator], length: int) -> np.ndarray:
-    """What `Masking` draws, row by row from a generator of the row's own: (3, B, length) float64."""
+    """Random numbers of `Masking`, (3, B, length) float64, a generator for each row."""
     return np.stack([torch.rand(3, length, generator=draw, dtype=torch.float64).numpy()
                      if isinstance(draw, torch.Generator) else draw.random((3, length)) for draw in generators], axis=1)
 
 
 def generator_of(*numbers: int) -> torch.Generator:
-    """Independent streams for different tuples of non-negative integers."""
+    """Generator for a tuple of non-negative integers, independent for each tuple."""
     state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(state >> np.uint64(1)))

@@ -1,4 +1,4 @@
-"""Vocabularies made from text: WordPieces, byte pairs, pieces of sentencepiece; and what a recogniser writes.
+"""Vocabularies from text: WordPiece, byte pairs, sentencepiece, speech symbols.
 
 The same text gives the same vocabulary in every process.
 """
@@ -19,17 +19,18 @@ from crt_exp.data.files import cached
 from crt_exp.data.text import SPECIAL, Text, content_key, lines_of
 
 Kind = Literal["wordpiece", "byte_pairs", "sentencepiece"]
-END, UNKNOWN = "<|endoftext|>", "<unk>"                      # every byte is known: WikiText has <unk> for rare words
+END, UNKNOWN = "<|endoftext|>", "<unk>"                      # WikiText writes <unk> for rare words
 BYTES = 256
-ALPHABET = 1000                                              # most frequent characters that WordPieces know
-SENTENCES = 2_000_000                                        # the first lines, which sentencepiece reads
-LONGEST = 2**16                                              # bytes of a line that sentencepiece reads
+ALPHABET = 1000                                              # most frequent characters in a WordPiece vocabulary
+SENTENCES = 2_000_000                                        # lines that sentencepiece reads
+LONGEST = 2**16                                              # longest line for sentencepiece, in bytes
 
 
 def new_tokenizer(kind: Kind, text: Text, size: int, lowercase: bool = True, cache_dir: str | Path | None = None):
-    """A tokenizer of transformers with `size` entries, or fewer where the text has no more, kept in `cache_dir`.
+    """Train a transformers tokenizer with at most `size` entries.
 
-    Raises DataError for a size without room for the characters or the 256 bytes.
+    A small text gives fewer entries. `cache_dir` stores the result. Raises DataError if `size` is too small for the
+    characters or the 256 bytes.
     """
     from transformers import BertTokenizerFast
 
@@ -50,8 +51,11 @@ def fast_tokenizer(description: str, **marks: str):
 
 
 def wordpieces(text: Text, size: int, lowercase: bool) -> str:
-    """The number of each piece, as JSON. The library numbers the "##" characters in the order of a hash table, and
-    breaks ties by it: they are given beforehand."""
+    """JSON of the ids of WordPieces.
+
+    The library numbers "##" characters in hash order and breaks ties by this order. Passing the characters as special
+    tokens makes the result deterministic.
+    """
     from tokenizers.implementations import BertWordPieceTokenizer
 
     tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
@@ -68,13 +72,13 @@ def wordpieces(text: Text, size: int, lowercase: bool) -> str:
 
 
 def byte_pairs(text: Text, size: int, lowercase: bool) -> str:
-    """As JSON."""
+    """JSON of a byte-pair tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     check_size(size, BYTES + 2, f"the {BYTES} bytes and two marks")
     tokenizer = lowercased(Tokenizer(models.BPE()), lowercase)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    lines = (f"{line}\n" for line in lines_of(text, UNKNOWN))   # what follows a line matters too
+    lines = (f"{line}\n" for line in lines_of(text, UNKNOWN))   # line ends are tokens too
     tokenizer.train_from_iterator(lines, trainers.BpeTrainer(
         vocab_size=size, special_tokens=[UNKNOWN, END], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
@@ -82,7 +86,11 @@ def byte_pairs(text: Text, size: int, lowercase: bool) -> str:
 
 
 def pieces(text: Text, size: int, lowercase: bool) -> str:
-    """As JSON: words begin with their blank, a line ends in a piece of its own, unknown characters become bytes."""
+    """JSON of a sentencepiece unigram tokenizer.
+
+    A piece that begins a word includes the blank before the word. A line end is a piece of its own. Unknown characters
+    become bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     lines = islice(lines_of(text, " "), SENTENCES)
@@ -101,8 +109,10 @@ def pieces(text: Text, size: int, lowercase: bool) -> str:
 
 
 def unigram_model(texts: Iterable[str], wanted: str, instead: str, **options: Any) -> bytes:
-    """The model of sentencepiece, trained by one thread. Raises DataError: what was `wanted`, and what to set
-    `instead`."""
+    """Train a sentencepiece model on one thread.
+
+    wanted, instead: what fails and what to set, for the message. Raises DataError.
+    """
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -134,15 +144,18 @@ def check_size(size: int, least: int, what: str) -> None:
         raise DataError(f"task.vocabulary_size={size}: expected at least {least}, room for {what}")
 
 
-# ---- what a recogniser writes ----------------------------------------------------------------------------------------
+# ---- symbols of speech recognition -----------------------------------------------------------------------------------
 
-LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # LibriSpeech's
+LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of LibriSpeech transcripts
 SymbolKind = Literal["characters", "words", "pieces"]
 
 
 @dataclass(frozen=True)
 class Symbols:
-    """The vocabulary; `pieces` keeps a model of sentencepiece, `entries` its pieces."""
+    """Output vocabulary of a speech recogniser.
+
+    pieces: serialised sentencepiece model; `entries` then holds its pieces.
+    """
 
     kind: SymbolKind
     entries: tuple[str, ...]
@@ -150,7 +163,7 @@ class Symbols:
 
     @classmethod
     def of(cls, kind: SymbolKind, texts: Sequence[str], size: int) -> "Symbols":
-        """Those of the texts: all their characters or words, or `size` pieces, fewer where the texts have no more."""
+        """Vocabulary of the texts: all characters, all words, or at most `size` pieces."""
         if kind == "pieces":
             return cls.of_pieces(unigram_model(texts, f"{size} pieces", "task.pieces, or task.symbols=characters",
                                                vocab_size=size, character_coverage=1.0))
@@ -170,7 +183,7 @@ class Symbols:
         return len(self.entries)
 
     def encode(self, text: str) -> list[int]:
-        """Raises DataError for a symbol that the vocabulary does not hold."""
+        """Ids of a string; raises DataError for a symbol outside the vocabulary."""
         if self.processor is not None:
             parts = self.processor.encode(text, out_type=str)
         else:

@@ -1,1 +1,1 @@
-"""One file for each task; `base.py` says what they share."""
+"""One module for each task; `base.py` defines their common interface."""

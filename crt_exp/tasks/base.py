@@ -1,4 +1,4 @@
-"""What a task that trains a model gives the runner, and what it gets from it; and the metrics of tasks."""
+"""Task interface of the trainer, evaluation reader, and task metrics."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,107 +13,134 @@ from torch import Tensor, nn
 from crt_exp.data.plan import Plan
 from crt_exp.mechanism import Mechanism
 
-Batch = Any  # tensors in dicts, lists or tuples; moved to the device by the trainer
+Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
 
 
 class Task(Protocol):
-    """Data, model, loss and metrics; subclass it for the defaults.
-    It knows nothing of attention, devices and processes.
+    """Interface of a trained task: data, model, loss and metrics.
 
-    The trainer wraps the model for several processes, so `loss` may only call it: `model(**batch)`, never a part of it.
+    Subclass it to inherit the defaults. A task does not depend on the attention method, the device or the number of
+    processes.
+
+    The trainer wraps the model for several processes. `loss` may therefore only call the model as a whole,
+    `model(**batch)`, never a submodule.
     """
 
-    # metric: key of `evaluate`'s answer by which the best weights are chosen and sweeps optimise. validation: the split
-    # evaluated while training; None: none, and the last weights are the result. test: the split evaluated at the end;
-    # None: the validation split stands for it
+    # metric: key in the result of `evaluate` that selects the best weights and that sweeps optimise.
+    # validation: split evaluated during training; None: no evaluation, the last weights are the result.
+    # test: split evaluated at the end; None: the validation split.
     metric: str
     lower_is_better: bool = False
     validation: str | None = "validation"
     test: str | None = "test"
-    # what is read in place of the data that the task is named for, and how to get those; empty: those are read
+    # substitute data in use, and how to get the named data set; empty: the named data set is in use
     stand_in: str = ""
-    # parts of the run's mechanism that decide anything in this task; choices of others are refused
+    # fields of the run's mechanism that affect this task; the runner rejects other choices
     uses: frozenset[str] = frozenset({"attention", "features", "sampler", "m"})
 
     def length(self, split: str) -> int | None:
-        """Rows of a split; None where it is streamed: then `trainer.steps` must say when training ends."""
+        """Number of rows of a split; None if the split is streamed.
+
+        A streamed training split needs `trainer.steps`.
+        """
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        """The model, its initial weights drawn from torch's global generator."""
+        """Build the model; initial weights come from torch's global generator."""
 
     def batches(self, split: str, plan: Plan) -> Iterable[Batch]:
-        """The micro-batches that `plan` names, as CPU tensors. Draw from `plan.rng`, never from global generators."""
+        """Yield the micro-batches of `plan` as CPU tensors.
+
+        Draw random numbers from `plan.rng`, never from global generators.
+        """
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss of a micro-batch, a scalar."""
+        """Return the mean loss of a micro-batch, a scalar."""
 
     def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> dict[str, float]:
-        """Metrics as fractions. Each process reads its share by `reader.batches(split)`;
-        `reader.sum` and `gather` join them."""
+        """Compute the metrics of a split; rates are fractions, not percentages.
+
+        Each process reads its share with `reader.batches(split)`. `reader.sum` and `reader.gather` combine the shares.
+        """
 
     def weight(self, batch: Batch) -> Tensor | float | None:
-        """What the mean in `loss` runs over, such as the number of masked tokens; None: the same in every micro-batch.
+        """Normaliser of the mean in `loss`, such as the number of masked tokens.
 
-        Where it is 0 the loss must still be finite.
+        None: the same in every micro-batch. If the weight is 0, the loss must still be finite.
         """
         return None
 
     def inputs(self) -> Iterable[Path | None]:
-        """Files and folders of data that it reads: those of task.data_dir and of $CRT_DATA. What options such as
-        task.text and task.init name is known without (runner/run.py). A run that goes on must read the same."""
+        """Data files and folders that the task reads.
+
+        List the paths of task.data_dir and $CRT_DATA. The runner (runner/run.py) knows the paths of options such as
+        task.text and task.init. A resumed run must read the same inputs.
+        """
         return ()
 
     def check_shards(self) -> None:
-        """Raises ConfigError where a step needs whole weights and cannot have them split (trainer=fsdp)."""
+        """Raise ConfigError if a step needs unsharded weights (trainer=fsdp)."""
 
     def check_adapters(self) -> None:
-        """Raises ConfigError where the task does not go with weights that stay as they are (trainer.adapt)."""
+        """Raise ConfigError if the task does not support frozen weights (trainer.adapt)."""
 
     def epoch_steps(self, plan: Plan) -> int | None:
-        """Optimiser steps of an epoch where micro-batches are not a fixed number of rows: `plan.steps(costs, budget)`
-        where `batches` reads `plan.by_cost(costs, budget, split)`. None: rows of the training split // trainer.batch.
+        """Optimiser steps of an epoch if micro-batches differ in their number of rows.
+
+        Return `plan.steps(costs, budget)` if `batches` reads `plan.by_cost(costs, budget, split)`. None: rows of the
+        training split // trainer.batch.
         """
         return None
 
     def updated(self, model: nn.Module, step: int) -> None:
-        """Called on every process after each update of the weights, `step` of them so far: for what follows the
-        optimiser, such as a sampler's tables. No gradient is recorded.
-        With trainer=fsdp parameters are sharded (DTensor).
+        """Update state that follows the weights, such as a sampler's tables.
+
+        Every process calls the hook after each optimiser step, without gradients. step: number of updates so far. With
+        trainer=fsdp, parameters are sharded (DTensor).
         """
 
     def state_dict(self) -> dict[str, Tensor | float | int | bool | str | None]:
-        """What a resumed run needs besides weights and optimiser: an LSTM's hidden state carried over batches, a
-        sampler's tables. Each process has its own; all are saved with every checkpoint.
+        """State of a resumed run besides weights and optimiser.
 
-        It may change in `loss` and `updated`, and not in `batches`, which reads ahead of the step. `evaluate` may use
-        it: the best weights are tested with the state of their step.
+        Examples are an LSTM's hidden state that carries over batches, or a sampler's tables. Each process has its own
+        state; every checkpoint contains all of them.
+
+        `loss` and `updated` may change the state. `batches` may not, because it reads ahead of the step. `evaluate` may
+        use the state: the best weights are tested with the state of their step.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Tensor | float | int | bool | str | None]) -> None:
-        """The reverse of state_dict; tensors come on the CPU.
-        Another number of processes takes it where all had the same."""
+        """Restore `state_dict`; the tensors are on the CPU.
+
+        A different number of processes can load the state only if all processes had the same state. Raises ValueError
+        if a subclass defines `state_dict` alone.
+        """
         if state:
             raise ValueError(f"{type(self).__name__} has a state_dict and no load_state_dict: "
                              "a resumed run would lose it")
 
     def lr_scale(self, name: str) -> float:
-        """Factor on the learning rate of the parameter of that name: layer-wise decay, faster heads; 0 freezes it."""
+        """Learning-rate factor of a parameter; 0 freezes the parameter.
+
+        Use it for layer-wise decay or a faster head.
+        """
         return 1.0
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether trainer.weight_decay is for this parameter; default: for matrices, not for biases and norms."""
+        """Whether trainer.weight_decay applies to a parameter.
+
+        Default: to matrices, not to biases and norms.
+        """
         return parameter.dim() >= 2
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Keeps the final weights (`tensors`, the whole state of `model`) in the run directory for other uses;
-        default: not.
+        """Save the final weights in the run directory; the default saves nothing.
 
-        Called on the first process alone, before the final record.
+        tensors: the full state dict of `model`. Only the first process calls it, before the final record.
         """
 
     def summary(self, records: list[dict]) -> str:
-        """One line for the terminal."""
+        """One-line result for the terminal."""
         last = records[-1]
         value = math.nan if last[self.metric] is None else last[self.metric]
         return f"{type(self).__name__.lower()}: {self.metric} {value:.4f} ({last['split']}, step {last['step']})"
@@ -124,11 +151,15 @@ def exp(loss: float) -> float:
 
 
 class Reader:
-    """What `Task.evaluate` reads: this process's share of a split on the device, and sums over all processes.
+    """Read a split for `Task.evaluate`, and reduce over all processes.
 
-    The default is one process on the CPU: `task.evaluate(model, "validation", Reader(task, batch=32))`. told: is called
-    before each micro-batch with the split, how many were read, and of how many (None: of an unknown number). limit:
-    micro-batches that are read at most of a split; `partial` is then whether some were left unread.
+    The reader yields this process's share of the split on the device. The default is one process on the CPU:
+    `task.evaluate(model, "validation", Reader(task, batch=32))`.
+
+    Args:
+        told: callback before each micro-batch, with the split, the micro-batches read and their total (None: unknown).
+        limit: maximum number of micro-batches of a split. `partial` is True if this limit left micro-batches unread.
+        world: number of processes.
     """
 
     def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
@@ -137,7 +168,10 @@ class Reader:
         self.plan = Plan(batch, seed=seed, rank=rank, world=world)
 
     def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
-        """Micro-batches of at most `batch` rows (null: the trainer's choice), in the order of rows."""
+        """Yield micro-batches of at most `batch` rows, in row order.
+
+        batch: None uses the batch size of the reader.
+        """
         from accelerate.utils import send_to_device
 
         plan = self.plan if batch is None else replace(self.plan, batch=batch)
@@ -151,7 +185,7 @@ class Reader:
             yield send_to_device(item, self.device, non_blocking=True)
 
     def _whole(self, split: str, plan: Plan) -> int | None:
-        """Micro-batches of this process, or of the limit; None where they are no fixed number of rows."""
+        """Micro-batches of this process, at most `limit`; None if unknown."""
         rows = self.task.length(split)
         if rows is None or self.task.epoch_steps(plan) is not None:
             return self.limit
@@ -159,12 +193,12 @@ class Reader:
         return min(-(-share // plan.batch), self.limit or share)
 
     def sum(self, *values: Any) -> list[float]:
-        """Each value (number or scalar tensor) summed over all processes, in float64."""
+        """Sum each value (number or scalar tensor) over all processes, in float64."""
         total = torch.stack([torch.as_tensor(v).detach().to("cpu", torch.float64) for v in values])
         return torch.stack(self._all(total)).sum(0).tolist()
 
     def gather(self, rows: list) -> list:
-        """The rows of all processes, joined in the order of the split."""
+        """Concatenate the rows of all processes, in the order of the split."""
         return [row for part in self._all(rows) for row in part]
 
     def _all(self, mine: Any) -> list:
@@ -177,9 +211,8 @@ class Reader:
 
 # ---- metrics
 #
-# Each is a fraction, and defined for degenerate inputs too: constant predictions or labels carry no information, so a
-# correlation with them is 0. `predictions` and `labels` have one length n > 0 and finite values, else ValueError: a
-# model that diverged must not look like one that scored 0.
+# Every metric is a fraction. Correlation with constant predictions or labels is 0. `predictions` and `labels` are
+# vectors of one length n > 0 with finite values, else ValueError: a diverged model must not look like a score of 0.
 
 
 def accuracy(predictions: Any, labels: Any) -> float:
@@ -189,7 +222,7 @@ def accuracy(predictions: Any, labels: Any) -> float:
 
 
 def f1(predictions: Any, labels: Any) -> float:
-    """Harmonic mean of precision and recall of class 1, in [0, 1]; 0 where class 1 is neither predicted nor there."""
+    """F1 score of class 1, in [0, 1]; 0 if class 1 is neither predicted nor present."""
     from sklearn.metrics import f1_score
 
     predictions, labels = checked(predictions, labels)
@@ -197,7 +230,7 @@ def f1(predictions: Any, labels: Any) -> float:
 
 
 def mcc(predictions: Any, labels: Any) -> float:
-    """Matthews' correlation of the classes, in [-1, 1]."""
+    """Matthews correlation coefficient of the classes, in [-1, 1]."""
     from sklearn.metrics import matthews_corrcoef
 
     predictions, labels = checked(predictions, labels)
@@ -205,7 +238,7 @@ def mcc(predictions: Any, labels: Any) -> float:
 
 
 def pearson(predictions: Any, labels: Any) -> float:
-    """Linear correlation, in [-1, 1]."""
+    """Pearson correlation, in [-1, 1]."""
     from scipy.stats import pearsonr
 
     predictions, labels = checked(predictions, labels)
@@ -213,7 +246,7 @@ def pearson(predictions: Any, labels: Any) -> float:
 
 
 def spearman(predictions: Any, labels: Any) -> float:
-    """Correlation of the ranks (ties share their mean rank), in [-1, 1]."""
+    """Spearman rank correlation (ties get their mean rank), in [-1, 1]."""
     from scipy.stats import spearmanr
 
     predictions, labels = checked(predictions, labels)
@@ -225,7 +258,7 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
 
 
 def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
-    """The metrics of a GLUE task, the one that the paper's table reports first.
+    """Metrics of a GLUE task; the metric of the paper's table comes first.
 
     predictions: classes (n,), or scores (n,) for STS-B.
     """
@@ -235,11 +268,13 @@ def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
 
 
 def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:
-    """Jackknife values of a metric, one for each part of the examples (every `parts`-th one):
-    parts * whole - (parts - 1) * without that part.
+    """Jackknife pseudo-values of a metric, one for each part of the examples.
 
-    Of an accuracy on parts of one size they are the parts' accuracies. Their mean is the metric, but for its bias, with
-    Student's interval over examples; those of two models on the same examples are pairs.
+    Part i holds every `parts`-th example. Its pseudo-value is parts * metric(all) - (parts - 1) * metric(all but part
+    i). For accuracy and parts of equal size, the pseudo-value is the accuracy of the part.
+
+    The mean of the pseudo-values is the bias-corrected metric, with Student's interval over examples. Pseudo-values of
+    two models on the same examples are paired.
     """
     predictions, labels = checked(predictions, labels)
     whole, part = METRICS[metric](predictions, labels), np.arange(len(labels)) % parts
@@ -262,13 +297,16 @@ def constant(*vectors: np.ndarray) -> bool:
 
 
 def unit(values: np.ndarray) -> np.ndarray:
-    """Shifted and scaled to [0, 1]: no correlation then drowns in a large offset."""
+    """Scale to [0, 1], so that a large offset does not hide a correlation."""
     return (values - values.min()) / np.ptp(values)
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
-    """Word and character error rates, all utterances together: wer = substitutions + deletions + insertions, each as a
-    fraction of the words that were said; the same of characters, spaces among them, as `character_...`."""
+    """Word and character error rates over all utterances.
+
+    `wer` is the sum of substitutions, deletions and insertions, each as a fraction of the reference words. `cer` and
+    `character_...` count characters, including spaces.
+    """
     import jiwer
 
     words = jiwer.process_words(list(references), list(hypotheses))

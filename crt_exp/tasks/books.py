@@ -1,8 +1,8 @@
-"""Language models of long texts: next or masked tokens of documents packed into rows, or of sentences apart (Performers
-Fig. 5).
+"""Language models of long documents or single sentences (Performers Fig. 5).
 
-Perplexity per word is exp(loss x tokens of a word), as Performers A.1.1 has it. Legend: B rows of a batch, L tokens of
-a row.
+Models predict next or masked tokens. Rows are documents packed into a fixed length, or single lines. Perplexity per
+word is exp(loss x tokens per word), as in Performers A.1.1.
+Notation: B rows of a batch, L tokens of a row.
 """
 
 import math
@@ -27,15 +27,17 @@ from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, exp
 from crt_exp.tasks.sequences import Share, SymbolTask
 
-HELD_OUT = 0.05  # of a text, for validation and as much for the test, where they have no text
+HELD_OUT = 0.05  # share of the text for validation, and again for test, if they have no text
 
 
 @checked("task")
 @dataclass(eq=False)
 class Books(SymbolTask):
-    """See `conf/task/books.yaml` for the options.
+    """Language model of documents; see `conf/task/books.yaml` for the options.
 
-    Raises DataError for texts that are missing or empty, ConfigError for options that do not go together.
+    Raises:
+        DataError: a text is missing or empty.
+        ConfigError: options contradict each other.
     """
 
     text: str | list[str] | None
@@ -65,7 +67,7 @@ class Books(SymbolTask):
             tokenizer = new_tokenizer(self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir)
             end = tokenizer.eos_token_id
         self.end, self.predictable = end, max(tokenizer.get_vocab().values()) + 1
-        mask = {} if self.causal else {"mask": self.predictable}   # one symbol more
+        mask = {} if self.causal else {"mask": self.predictable}   # one more symbol
         self.describe(self.predictable + len(mask), self.max_length,
                       {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": end} | mask)
         texts = {split: TokenText.read(own, tokenizer, end, apart, self.cache_dir) for split, own in files.items()}
@@ -81,7 +83,7 @@ class Books(SymbolTask):
     # ---- text
 
     def files(self) -> dict[str, list[Path]]:
-        """Those of the splits; of the training split alone where the others are held out of it."""
+        """Files of each split; only "train" if the other splits are held out of it."""
         if (self.validation_text is None) != (self.test_text is None):
             raise ConfigError("task.validation_text and task.test_text go together: give both, or none")
         if self.text is None:
@@ -112,14 +114,14 @@ class Books(SymbolTask):
             yield masked(padded(tokens, self.end), list(map(len, tokens))) | {"labels": padded(labels, IGNORED)}
 
     def corrupted(self, row: Row, rng: np.random.Generator) -> Row:
-        """BERT's corruption of the tokens that a row of next tokens would predict."""
+        """BERT's masking of the tokens of a row."""
         ids = row.labels[None].astype(np.int64)
         result = self.masking(ids, rng.random((3, *ids.shape)))
         return Row(result["input_ids"][0].numpy(), result["labels"][0].numpy())
 
     @cached_property
     def masking(self) -> Masking:
-        """The end of a text is never masked, and no random token is the mask."""
+        """BERT's masking; end tokens are never masked, random tokens are never the mask."""
         special = table(self.predictable + 1, [self.end, self.predictable])
         return Masking(self.predictable, special, self.share, self.predictable)
 

@@ -1,8 +1,8 @@
-"""Fine-tuning on a GLUE task: Table 2 of Chefs' Random Tables.
+"""Fine-tuning on a GLUE task: Table 2 of Chefs' Random Tables (CRT).
 
-A pretrained encoder gets the run's attention and a new head; the metrics are the paper's, on the dev split, for test
-labels are not published. MNLI is evaluated on both of its dev splits, the second one as `<metric>_mismatched`. With
-examples of train held out these are the validation split, and dev is read once, at the end.
+A pretrained encoder gets the attention of the run and a new head. The metrics are the paper's, on the dev split,
+because test labels are not published. MNLI is also evaluated on its second dev split, as `<metric>_mismatched`. With
+task.held_out, held-out training examples are the validation split, and dev is read once, at the end.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,12 @@ from crt_exp.features.base import NotFinite
 @checked("task")
 @dataclass(eq=False)
 class GLUE(Task):
-    """One task with one encoder; see `conf/task/glue.yaml` for the options.
+    """One GLUE task with one encoder; see `conf/task/glue.yaml` for the options.
 
-    Raises DataError for missing or malformed files, an encoder that cannot be had, and a tokenizer that does not belong
-    to it; ConfigError for options that do not go together.
+    Raises:
+        DataError: files are missing or malformed, the encoder is unavailable, or the tokenizer does not fit the
+            encoder.
+        ConfigError: options contradict each other.
     """
 
     dataset: Literal[*glue.TASKS]
@@ -96,12 +98,12 @@ class GLUE(Task):
         return self.losses(self.outputs(model, batch), batch["labels"]).mean()
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """(B, classes), or scores (B,), in float32."""
+        """Logits (B, classes), or scores (B,), in float32."""
         logits = model(**{name: part for name, part in batch.items() if name != "labels"}).logits.float()
         return logits if self.described.names else logits.squeeze(-1)
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """(B,): cross entropy in nats, or squared error of the score."""
+        """Loss of each row (B,): cross entropy in nats, or squared error of the score."""
         if self.described.names:
             return F.cross_entropy(outputs, labels, reduction="none")
         return F.mse_loss(outputs, labels, reduction="none")
@@ -114,7 +116,10 @@ class GLUE(Task):
         return metrics | {"train_examples": self.length("train"), "train_examples_available": self.published}
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Of every example of one split, in the order in which they are read."""
+        """Metrics over all examples of one split.
+
+        With task.parts, the dev split also gets the jackknife values of the first metric.
+        """
         rows = []
         for batch in reader.batches(split):
             outputs = self.outputs(model, batch)

@@ -1,7 +1,7 @@
-"""Image classification with vision transformers of timm and any attention: ImageNet, or any folder in its layout.
+"""Image classification with timm's vision transformers, on ImageNet or a folder.
 
-`ImageTask` is what tasks that read images share: where these come from, and how workers make batches of them.
-Legend: B rows of a batch, C classes, H = W pixels of a side.
+`ImageTask` holds what image tasks share: the source of the images, and batches from worker processes.
+Notation: B rows of a batch, C classes, H = W pixels of a side.
 """
 
 import math
@@ -29,12 +29,15 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, le=1)]
-NAMED_CLASSES = 5                                            # top-5 accuracy is ImageNet's
+NAMED_CLASSES = 5                                            # ImageNet reports top-5 accuracy
 
 
 @dataclass(eq=False)
 class ImageTask(Task):
-    """Images of a folder, of the embedded digits, or streamed; `val` is the split that is tested."""
+    """Base class of image tasks: a folder, the embedded digits, or a stream.
+
+    The test split is `val`. It is also the validation split, except with task.held_out.
+    """
 
     dataset: str
     data_dir: str | None
@@ -71,7 +74,7 @@ class ImageTask(Task):
             self.classes, self.read_source = splits["train"].classes, splits["train"].read
             self.asked = {split: partial(listed, part, split) for split, part in splits.items()}
             self.lengths = {split: len(part) for split, part in splits.items()}
-        if self.embedded and self.workers is None:           # they cost more than images of 8 x 8 pixels
+        if self.embedded and self.workers is None:           # workers do not pay for 8 x 8 pixels
             self.workers = 0
 
     def inputs(self) -> list[Path | None]:
@@ -84,9 +87,10 @@ class ImageTask(Task):
 
     def read(self, split: str, plan: Plan, transform: Callable[[Any], Tensor],
              finish: Callable[[Tensor, Tensor, list[Draw]], Batch], repeats: int = 1) -> Iterator[Batch]:
-        """The batches that `finish` makes of images, labels and their rows' generators.
+        """Yield batches; `finish` makes them from images, labels and row generators.
 
-        Raises DataError for an image that cannot be read; with task.unreadable=skip it is named, counted and left out.
+        Raises DataError for an unreadable image. With task.unreadable=skip, an unreadable image gives a warning, is
+        counted and left out. A batch without any readable image still raises DataError.
         """
         asked = self.asked[split](plan, repeats) if split == "train" else self.asked[split](plan)
         micro = Micro(self.read_source, transform, finish, plan.rng)
@@ -99,7 +103,7 @@ class ImageTask(Task):
             yield batch
 
     def weight(self, batch: Batch) -> float | None:
-        """Where images may be left out, micro-batches differ in size."""
+        """Number of images if unreadable images may be left out, else None."""
         return float(len(next(iter(batch.values())))) if self.unreadable == "skip" else None
 
     def updated(self, model: nn.Module, step: int) -> None:
@@ -115,7 +119,7 @@ class ImageTask(Task):
             self.stream.load_state_dict(state)
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
-        """Position embeddings and tokens have no weight decay, as in the recipes of MAE and DeiT."""
+        """Exclude position embeddings and tokens from weight decay, as MAE and DeiT do."""
         return parameter.dim() >= 2 and name.split(".")[-1] not in TOKENS
 
 
@@ -123,7 +127,10 @@ class ImageTask(Task):
 
 
 class VisionSizes(TypedDict):
-    """Of a new model (task.model=null); null: those of task.init, or small ones."""
+    """Sizes of a new model (task.model=null).
+
+    null: the size of the model of task.init, or a small default.
+    """
 
     patch: Count | None
     width: Count | None
@@ -132,7 +139,7 @@ class VisionSizes(TypedDict):
 
 
 class ImageAugment(TypedDict):
-    """What timm does to a training image, and to pairs of them."""
+    """timm's augmentation of training images and of pairs (mixup, cutmix)."""
 
     scale: tuple[Part, Part]
     flip: Share
@@ -146,9 +153,11 @@ class ImageAugment(TypedDict):
 @checked("task")
 @dataclass(eq=False)
 class ImageNet(ImageTask):
-    """See `conf/task/imagenet.yaml` for the options.
+    """Image classification; see `conf/task/imagenet.yaml` for the options.
 
-    Raises DataError for images or weights that cannot be had, ConfigError for options that do not go together.
+    Raises:
+        DataError: images or weights are unavailable.
+        ConfigError: options contradict each other.
     """
 
     model: str | None
@@ -175,7 +184,7 @@ class ImageNet(ImageTask):
     # ---- the model
 
     def described(self) -> vision.VisionDescription:
-        """Of task.model, of what task.init names, or of a new model of task.sizes."""
+        """Description of the model of task.model, task.init or task.sizes."""
         sizes = {vision.SIZES[key]: value for key, value in self.sizes.items() if value is not None}
         checkpoint = vision.checkpoint_of(self.init)
         description = checkpoint.description if checkpoint else None
@@ -201,7 +210,10 @@ class ImageNet(ImageTask):
         return model
 
     def lr_scale(self, name: str) -> float:
-        """Layer-wise decay by timm's own grouping of layers: 1 for the head, a power of task.layer_decay below it."""
+        """Layer-wise learning-rate decay by timm's groups of layers.
+
+        The factor is 1 for the head and a power of task.layer_decay below the head.
+        """
         top = max(self.layers.values())
         return self.layer_decay ** (top - self.layers.get(name, top))
 
@@ -214,9 +226,10 @@ class ImageNet(ImageTask):
         return self.read(split, plan, self.training, self.mixed if mixes else plain, self.augment["repeats"])
 
     def mixed(self, images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
-        """mixup and cutmix by timm, drawn from the first row's generator. targets: (B, C), smoothed.
+        """Apply timm's mixup and cutmix, drawn from the first row's generator.
 
-        Each image is mixed with its mirror in the order of the batch; of an odd number the last stays as it is.
+        targets: (B, C), smoothed. Each image is mixed with the image at the mirrored position of the batch. If B is
+        odd, the last image stays as it is.
         """
         from timm.data.mixup import Mixup, mixup_target
 
@@ -238,7 +251,7 @@ class ImageNet(ImageTask):
     # ---- results
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Loss in nats, top-1 and top-5 accuracy of the images that can be read."""
+        """Loss in nats, top-1 and top-5 accuracy of the readable images."""
         loss = right = near = count = 0
         left_out = self.left_out
         for batch in reader.batches(split):
@@ -253,7 +266,7 @@ class ImageNet(ImageTask):
         return metrics | ({"unreadable_images": left_out} if left_out else {})
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """`<run>/model`."""
+        """Save the model as `<run>/model`."""
         vision.keep(self.description, self.mechanism, tensors, directory)
 
 
@@ -262,7 +275,10 @@ def plain(images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
 
 
 def training_transform(augment: ImageAugment, description: vision.VisionDescription) -> Any:
-    """timm's, from a PIL.Image to (3, H, W). Raises ConfigError for a policy that timm does not know."""
+    """timm's training transform, from PIL.Image to (3, H, W).
+
+    Raises ConfigError for a policy that timm does not know.
+    """
     from timm.data import create_transform
 
     try:

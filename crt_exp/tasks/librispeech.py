@@ -1,8 +1,7 @@
-"""Speech recognition with a Conformer transducer: Figure 3 of Chefs' Random Tables, Table 2 of Hybrid Random Features.
+"""Speech recognition with a Conformer transducer (CRT Figure 3, HRF Table 2).
 
-Metrics are word and character error rates of the greedy search, each with its substitutions, deletions and insertions,
-and the loss in nats an utterance.
-Legend: B utterances, T frames of the encoder, U symbols of a transcript, V of the vocabulary.
+CRT is Chefs' Random Tables, HRF is Hybrid Random Features. Metrics are word and character error rates of greedy search,
+with their substitutions, deletions and insertions, and the loss in nats per utterance.
 """
 
 import math
@@ -32,7 +31,7 @@ from crt_exp.models.folder import take_weights
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, error_rates
 
 Share = Annotated[float, Field(ge=0, le=1)]
-INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # what a batch gives the model
+INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # model inputs in a batch
 SPLITS = ("train", "validation", "test")
 
 
@@ -48,7 +47,10 @@ class SpeechAugment(TypedDict):
 
 
 class SpokenSplit(NamedTuple):
-    """The utterances of a split, their symbols, and what each costs: seconds of audio when it is slowest."""
+    """Utterances of a split, their symbol ids, and their costs.
+
+    costs: seconds of audio at the slowest speed.
+    """
 
     utterances: list[speech.Utterance]
     targets: list[np.ndarray]
@@ -58,10 +60,11 @@ class SpokenSplit(NamedTuple):
 @checked("task")
 @dataclass(eq=False)
 class LibriSpeech(Task):
-    """See `conf/task/librispeech.yaml` for the options.
+    """Speech recognition; see `conf/task/librispeech.yaml` for the options.
 
-    Raises DataError for missing, malformed or unusable data and for runs that cannot be loaded, ConfigError for
-    options that do not go together.
+    Raises:
+        DataError: data are missing, malformed or unusable, or a run cannot be loaded.
+        ConfigError: options contradict each other.
     """
 
     corpus: Literal["librispeech", "fsdd", "table"]
@@ -113,7 +116,7 @@ class LibriSpeech(Task):
     # ---- data
 
     def read_splits(self) -> dict[str, SpokenSplit]:
-        """What cannot be used is reported split by split."""
+        """Read all splits; report unusable utterances of each split."""
         usable = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split]) for split in SPLITS}
         if not usable["train"]:
             self.faults["train"].settle(0)
@@ -177,7 +180,10 @@ class LibriSpeech(Task):
             yield batch
 
     def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> tuple[Batch, list[str]]:
-        """CPU tensors, and what is wrong with rows that are left out; plan: that of training, for each row's draws."""
+        """Batch of CPU tensors, and problems of rows that are left out.
+
+        plan: that of training, which draws speeds and masks for each row; None in evaluation.
+        """
         read, problems = [], []
         for row in map(int, rows):
             rng = plan and plan.rng(row)
@@ -208,7 +214,7 @@ class LibriSpeech(Task):
     # ---- model
 
     def load_origin(self) -> dict[str, Tensor]:
-        """The weights of the run that task.init names, which must write the same symbols."""
+        """Weights of the run in task.init, which must have the same symbols and rate."""
         known, tensors = conformer_transducer.load(self.init, "task.init")
         if known.symbols != self.vocabulary:
             raise ConfigError(f"task.init={self.init}: writes {len(known.symbols)} {known.symbols.kind}, this run "
@@ -232,7 +238,7 @@ class LibriSpeech(Task):
         return model(**self.arguments(batch)).mean()
 
     def weight(self, batch: Batch) -> int:
-        return len(batch["rows"])                            # none where none could be read
+        return len(batch["rows"])                            # 0 if no audio could be read
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         loss, rows = 0.0, []
@@ -248,7 +254,7 @@ class LibriSpeech(Task):
         return {"loss": loss / len(rows), "utterances": len(rows)} | rates
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """<run>/model, and what was recognised of the split that was evaluated last as <run>/transcripts.tsv."""
+        """Save <run>/model, and <run>/transcripts.tsv of the last evaluated split."""
         conformer_transducer.keep(self.recogniser, tensors, directory)
         rows = [("split", "utterance", "transcript", "greedy"), *self.transcripts]
         with whole(directory / "transcripts.tsv") as part:

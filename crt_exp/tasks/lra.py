@@ -1,9 +1,8 @@
-"""Long sequences: the Long Range Arena (Performers D.5), and images value by value (Performers 4.4, Fig. 7 left).
+"""Long Range Arena classification, and autoregressive models of images.
 
-task=lra classifies sequences or pairs of them: the sequence model reads all symbols at once, and its states are
-averaged. task=pixels predicts the next pixel value in raster order.
-Legend: B rows of a batch, two for an example of retrieval, L symbols of the longest; s pixels of a side, C channels,
-L = s^2 C values of an image.
+task=lra (Performers D.5) classifies sequences or pairs of sequences. The sequence model reads all symbols at once, and
+its states are averaged. task=pixels (Performers 4.4, Fig. 7 left) predicts the next pixel value in raster order.
+Notation: B rows of a batch (two for an example of retrieval), L symbols of the longest row or values of an image.
 """
 
 import math
@@ -30,16 +29,18 @@ from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask, SymbolTask, without_labels
 
-BEGIN = VALUES  # of task=pixels: the symbol before the first value
-COUNTED = 500   # training images that its unigram is counted on
+BEGIN = VALUES  # start symbol of task=pixels
+COUNTED = 500   # training images that give the unigram frequencies of task=pixels
 
 
 @checked("task")
 @dataclass(eq=False)
 class LRA(SequenceTask):
-    """See `conf/task/lra.yaml` for the options.
+    """Long Range Arena classification; see `conf/task/lra.yaml` for the options.
 
-    Raises DataError for files that are missing or malformed, ConfigError for options that do not go together.
+    Raises:
+        DataError: files are missing or malformed.
+        ConfigError: options contradict each other.
     """
 
     dataset: Dataset
@@ -72,7 +73,7 @@ class LRA(SequenceTask):
         return len(self.arena.splits[split])
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        """tokens (B, L), key_mask where there is padding, labels (B / together,)."""
+        """Yield tokens (B, L), key_mask if there is padding, labels (B / together,)."""
         data, together = self.arena.splits[split], self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
         for numbers in by_length(lengths, split, plan, like_together=True):
@@ -96,7 +97,7 @@ class LRA(SequenceTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Beside the share of examples of the class that is the most frequent one of the training split."""
+        """Accuracy, loss, and accuracy of the majority class of the training split."""
         majority = int(np.bincount(self.arena.splits["train"].labels).argmax())
         loss = right = count = base = 0
         for batch in reader.batches(split):
@@ -109,7 +110,7 @@ class LRA(SequenceTask):
 
 
 def lengths_of(data: Labelled, together: int) -> np.ndarray:
-    """Symbols of each example, the longer one of a pair: (n,)."""
+    """Symbols of each example, of the longer row for a pair: (n,)."""
     return np.array([len(row) for row in data.rows]).reshape(-1, together).max(1)
 
 
@@ -119,10 +120,11 @@ def lengths_of(data: Labelled, together: int) -> np.ndarray:
 @checked("task")
 @dataclass(eq=False)
 class Pixels(SymbolTask):
-    """See `conf/task/pixels.yaml` for the options.
+    """Pixel-by-pixel image model; see `conf/task/pixels.yaml` for the options.
 
-    Raises DataError for images that are missing or smaller than `size`, ConfigError for options that do not go
-    together.
+    Raises:
+        DataError: images are missing or smaller than `size`.
+        ConfigError: options contradict each other.
     """
 
     dataset: str
@@ -144,7 +146,7 @@ class Pixels(SymbolTask):
         self.describe(VALUES + 1, self.row_length, {"pixels": VALUES, "begin": BEGIN, "size": self.size,
                                                     "channels": self.channels})
         self.splits = self.split()
-        squared(self.splits["train"], 0, self.size, self.channels)  # images that are too small are refused at once
+        squared(self.splits["train"], 0, self.size, self.channels)  # raises for too small images before training
 
     # ---- data
 
@@ -162,11 +164,11 @@ class Pixels(SymbolTask):
         return len(self.splits[split])
 
     def values(self, split: str, i: int) -> np.ndarray:
-        """(L,) int64."""
+        """Pixel values of image i in raster order, (L,) int64."""
         return squared(self.splits[split], i, self.size, self.channels).reshape(-1).astype(np.int64)
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        """labels: the values; tokens: what comes before each."""
+        """Yield labels (B, L), the pixel values, and tokens (B, L), shifted by one."""
         for rows in plan.rows(self.length(split), split):
             labels = torch.from_numpy(np.stack([self.values(split, i) for i in rows]))
             tokens = torch.cat([torch.full_like(labels[:, :1], BEGIN), labels[:, :-1]], 1)

@@ -1,6 +1,8 @@
-"""Masked-autoencoder pretraining of a ViT on images without labels, by transformers' ViTMAEForPreTraining.
+"""Masked-autoencoder (MAE) pretraining of a ViT on unlabelled images.
 
-Source: He et al., 2022, Masked Autoencoders Are Scalable Vision Learners. Legend: B rows of a batch, P patches.
+The model is transformers' ViTMAEForPreTraining. Source: He et al., 2022, Masked Autoencoders Are Scalable Vision
+Learners.
+Notation: B rows of a batch, P patches.
 """
 
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from crt_exp.tasks.imagenet import ImageTask, Part, Share
 
 
 class MAESizes(TypedDict):
-    """Of a new model."""
+    """Sizes of a new model."""
 
     patch: Count | None
     width: Count
@@ -37,7 +39,7 @@ class MAESizes(TypedDict):
 
 
 class MAEAugment(TypedDict):
-    """What is drawn of a training image besides its mask."""
+    """Random augmentation of a training image, in addition to its mask."""
 
     scale: tuple[Part, Part]
     flip: Share
@@ -46,9 +48,11 @@ class MAEAugment(TypedDict):
 @checked("task")
 @dataclass(eq=False)
 class MAE(ImageTask):
-    """See `conf/task/mae.yaml` for the options.
+    """MAE pretraining; see `conf/task/mae.yaml` for the options.
 
-    Raises DataError for images or weights that cannot be had, ConfigError for options that do not go together.
+    Raises:
+        DataError: images or weights are unavailable.
+        ConfigError: options contradict each other.
     """
 
     model: str | None
@@ -76,7 +80,10 @@ class MAE(ImageTask):
     # ---- the model
 
     def new_config(self):
-        """Positions are sines and cosines of two coordinates, so that widths are multiples of 4."""
+        """Configuration of a new model; raises ConfigError for sizes that do not fit.
+
+        Position embeddings are sines and cosines of two coordinates, so widths are multiples of 4.
+        """
         from transformers import ViTMAEConfig
 
         sizes, size = self.sizes, self.size or (8 if self.embedded else 224)
@@ -88,7 +95,7 @@ class MAE(ImageTask):
                                   f"{kind}heads={heads}")
         check_patch(size, patch)
         return ViTMAEConfig(
-            image_size=size, patch_size=patch, layer_norm_eps=1e-6,  # timm's, which fine-tunes it
+            image_size=size, patch_size=patch, layer_norm_eps=1e-6,  # timm's value, because timm fine-tunes the model
             hidden_size=sizes["width"], num_hidden_layers=sizes["depth"], num_attention_heads=sizes["heads"],
             intermediate_size=4 * sizes["width"], decoder_hidden_size=sizes["decoder_width"],
             decoder_num_hidden_layers=sizes["decoder_depth"], decoder_num_attention_heads=sizes["decoder_heads"],
@@ -107,8 +114,8 @@ class MAE(ImageTask):
     def build(self, mechanism: Mechanism) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)
         model = encoders.load_model("AutoModelForPreTraining", self.config, origin, mechanism)
-        if not origin.weights:                               # transformers leaves the fixed positions at zero
-            model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False   # else nothing is done
+        if not origin.weights:                               # transformers leaves fixed position embeddings at zero
+            model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False   # else skipped
             model.vit.embeddings.initialize_weights()
             model.decoder.initialize_weights(self.patches)
         return model
@@ -125,7 +132,10 @@ class MAE(ImageTask):
         return self.read(split, plan, transform, self.masked)
 
     def masked(self, images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
-        """noise: (B, P) in [0, 1); patches with the smallest are seen, the others masked."""
+        """Batch with images and uniform noise (B, P) in [0, 1).
+
+        Patches with the smallest noise are visible, the others masked.
+        """
         noise = np.stack([draw.random(self.patches, np.float32) for draw in draws])
         return {"pixel_values": images, "noise": torch.from_numpy(noise)}
 
@@ -135,7 +145,10 @@ class MAE(ImageTask):
         return model(**batch).loss.float()
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """The mean squared error of masked pixels; with task.normalised each patch's own mean colour would have 1."""
+        """Mean squared error of masked pixels.
+
+        With task.normalised, predicting the mean colour of each patch has error 1.
+        """
         total, count = 0.0, 0
         for batch in reader.batches(split):
             size = len(batch["noise"])
@@ -146,7 +159,7 @@ class MAE(ImageTask):
         return {"loss": total / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """`<run>/model`, which from_pretrained and task.init of task=imagenet load."""
+        """Save `<run>/model` for from_pretrained and for task.init of task=imagenet."""
         from transformers import ViTImageProcessorPil
 
         size = {"height": self.config.image_size, "width": self.config.image_size}

@@ -1,8 +1,8 @@
-"""Pretraining and uptraining of language models, with any attention, on any text: encoders that predict masked tokens,
-or (task.causal) decoders that predict the next one.
+"""Pretraining and uptraining of language models on any text, with any attention.
 
-Text is tokenized into blocks once; its masks are drawn again each epoch. Legend: B rows of a batch, L tokens of a
-block, n predicted tokens, V entries of the vocabulary.
+Encoders predict masked tokens. Decoders (task.causal) predict the next token. Text is tokenized into blocks once; masks
+are drawn again each epoch.
+Notation: B rows of a batch, L tokens of a block, n predicted tokens, V entries of the vocabulary.
 """
 
 import math
@@ -29,14 +29,16 @@ from crt_exp.models import encoders
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
-HELD_OUT = 0.02  # of the blocks, at the end of the text, where there is no text for validation
+HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
 GPT2_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
               "intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
 
 
 class MaskedModel(nn.Module):
-    """A language model that computes logits of the tokens to predict alone: the head over V costs more than a small
-    encoder. call: further arguments of the model."""
+    """Language model that computes logits only at predicted positions.
+
+    For a small encoder, the head over V costs more than the encoder. call: further arguments of the model.
+    """
 
     def __init__(self, model: nn.Module, call: dict[str, Any] | None = None):
         super().__init__()
@@ -44,7 +46,10 @@ class MaskedModel(nn.Module):
         model.base_model.register_forward_hook(self._choose)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """input_ids, labels (B, L), labels -100 where nothing is to be predicted -> logits (n, V), labels (n,)."""
+        """Return logits (n, V) and labels (n,) at predicted positions.
+
+        input_ids, labels: (B, L); labels are -100 where nothing is predicted.
+        """
         self.chosen = labels != data.IGNORED
         try:
             return self.model(input_ids=input_ids, **self.call).logits[0], labels[self.chosen]
@@ -58,7 +63,7 @@ class MaskedModel(nn.Module):
 
 
 class TextHub(Hub):
-    """What is read of it."""
+    """Hugging Face text data set: its split and text column."""
 
     split: str
     column: str
@@ -67,9 +72,11 @@ class TextHub(Hub):
 @checked("task")
 @dataclass(eq=False)
 class MLM(Task):
-    """See `conf/task/mlm.yaml` for the options.
+    """Language model of any text; see `conf/task/mlm.yaml` for the options.
 
-    Raises DataError for text or a model that cannot be had, ConfigError for options that do not go together.
+    Raises:
+        DataError: the text or the model is unavailable.
+        ConfigError: options contradict each other.
     """
 
     text: str | Sequence[str] | None
@@ -119,7 +126,7 @@ class MLM(Task):
     # ---- text
 
     def named_texts(self) -> dict[str, data.Text]:
-        """The text of each split, where there is any."""
+        """Text of each split that has one."""
         own = {"validation": data.text_files(self.validation_text)} if self.validation_text else {}
         if self.hub["name"] is not None or self.text is not None:
             no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
@@ -133,7 +140,10 @@ class MLM(Task):
 
     @cached_property
     def blocks(self) -> dict[str, np.ndarray]:
-        """(blocks, block) int32 of each split; for encoders without [CLS] and [SEP]."""
+        """Blocks of each split, (blocks, block) int32.
+
+        For encoders (blocks, block - 2), because batches add [CLS] and [SEP].
+        """
         length = self.block if self.causal else data.body_length(self.tokenizer, self.block)
         blocks = {split: data.running_blocks(text, self.tokenizer, length, self.cache_dir, "\n" if self.causal else "")
                   for split, text in self.texts.items()}
@@ -182,7 +192,7 @@ class MLM(Task):
             if config.hidden_size % config.num_attention_heads:
                 raise ConfigError(f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
                                   f"num_attention_heads={config.num_attention_heads}")
-            with torch.device("meta"):  # which takes neither memory nor random numbers
+            with torch.device("meta"):  # uses neither memory nor random numbers
                 transformers.AutoModel.from_config(config)
         return config
 
@@ -194,7 +204,7 @@ class MLM(Task):
         return MaskedModel(model, self.call)
 
     def calibrate(self, model: nn.Module) -> None:
-        """Fills the statistics that causal features are fitted to: the weights come from another attention."""
+        """Fit statistics of causal features: the weights come from another attention."""
         if self.calibration and learns(model):
             batches = islice(self.batches("train", Plan(8)), self.calibration)
             fill_statistics(model, [{"input_ids": batch["input_ids"], **self.call} for batch in batches])
@@ -207,7 +217,7 @@ class MLM(Task):
         return (batch["labels"] != data.IGNORED).sum()
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Over the tokens to predict: loss in nats, its exponential, and how many are guessed right."""
+        """Loss in nats, perplexity and accuracy over predicted tokens."""
         loss = right = count = 0
         for batch in reader.batches(split):
             logits, labels = model(**batch)
@@ -230,8 +240,10 @@ class MLM(Task):
 
 
 def repeated(ids: Tensor, share: float, draws: Tensor) -> Tensor:
-    """ids (B, L), in about `share` of whose rows the second half is the first half from a random place on and, behind
-    its end, from its start; draws (2, B) uniform in [0, 1)."""
+    """ids (B, L), where rows with probability `share` repeat their first half.
+
+    The second half is the first half, rotated to begin at a random position. draws: (2, B) uniform in [0, 1).
+    """
     half = ids.shape[1] // 2
     at = (draws[1] * half).long().unsqueeze(1) + torch.arange(ids.shape[1] - half)
     again = torch.cat([ids[:, :half], ids.gather(1, at % half)], 1)
@@ -239,5 +251,5 @@ def repeated(ids: Tensor, share: float, draws: Tensor) -> Tensor:
 
 
 def following(ids: Tensor) -> Tensor:
-    """(B, L) -> (B, L): the token that comes next; behind the last one nothing is to be predicted."""
+    """Next-token labels (B, L); the last one is ignored."""
     return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], data.IGNORED)], 1)

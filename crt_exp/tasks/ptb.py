@@ -1,9 +1,9 @@
-"""Language models of words on the Penn Treebank, WikiText-2 or any text, with full or sampled softmax (HRF 4.2, I).
+"""Word-level language models with full or sampled softmax (HRF 4.2, I).
 
-An LSTM reads the text in columns and carries its state from batch to batch. What is reported is the perplexity of every
-word of a split by the full softmax, however the model was trained, beside that of the unigram.
-
-Legend: B columns of a step, T words of each, n words that are predicted, V words of the vocabulary.
+The text is the Penn Treebank, WikiText-2 or any other. An LSTM reads the text in columns and carries its state from
+batch to batch. Evaluation reports the perplexity of every word of a split by the full softmax, and the unigram
+perplexity.
+Notation: B columns of a step, T words of each, V words of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -40,9 +40,15 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 
 class Sampling(TypedDict):
-    """Of a sampled softmax: negatives of each word. rebuild_every: steps after which tables are built again. Of random
-    features: the kernel exp(cos(h, e) / temperature), and whether draws go down a tree or through a number for each
-    class. alpha: weight of the squared logit."""
+    """Options of a sampled softmax.
+
+    Attributes:
+        negatives: negative samples of each word.
+        temperature: of the kernel exp(cos(h, e) / temperature) of random features.
+        rebuild_every: steps between two builds of the tables of random features.
+        tree: sample random features by a tree, else by one score for each class.
+        alpha: weight of the squared logit of the quadratic sampler.
+    """
 
     negatives: Count
     temperature: Positive
@@ -52,7 +58,10 @@ class Sampling(TypedDict):
 
 
 class LengthPenalties(TypedDict):
-    """What lengths other than 1 of queries (outputs) and keys (embeddings) cost: HRF (105)."""
+    """Penalties on lengths other than 1 of queries and keys, HRF (105).
+
+    Queries are the outputs of the LSTM, keys the embeddings.
+    """
 
     queries: NotNegative
     keys: NotNegative
@@ -61,9 +70,11 @@ class LengthPenalties(TypedDict):
 @checked("task")
 @dataclass(eq=False)
 class PTB(Task):
-    """See `conf/task/ptb.yaml` for the options.
+    """Word-level language model; see `conf/task/ptb.yaml` for the options.
 
-    Raises DataError for texts that are missing, empty or do not go together, ConfigError for options that do not.
+    Raises:
+        DataError: a text is missing, too short, or has words that the training text lacks.
+        ConfigError: options contradict each other.
     """
 
     corpus: str
@@ -95,7 +106,7 @@ class PTB(Task):
 
     @property
     def uses(self) -> frozenset[str]:
-        """Which parts of the run's mechanism decide anything: the samplers by random features alone take them."""
+        """Mechanism fields in use: none unless the sampler uses random features."""
         return super().uses if self.softmax == "features" else frozenset()
 
     # ---- text
@@ -110,9 +121,11 @@ class PTB(Task):
         return -(-(self.length("train") // plan.batch) // self.bptt)
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        """tokens and labels (B, T), labels -100 where there is no word; `place`: which of a process's micro-batches it
-        is, so whose state it goes on with; `first`: whether its columns begin. Of the test of a split each word counts
-        once, in the same columns on any number of processes."""
+        """Yield tokens and labels (B, T); labels are -100 where there is no word.
+
+        `place` is the index of the micro-batch in its process and selects the carried state. `first` is True at the
+        start of the columns. Evaluation counts each word once, in the same columns for any number of processes.
+        """
         training = split == "train"
         count, micro, start = (plan.batch, plan.micro, plan.start) if training else (self.eval_columns, 1, 0)
         columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
@@ -131,7 +144,10 @@ class PTB(Task):
                                       self.lengths["queries"], self.lengths["keys"])
 
     def head(self, embedding: nn.Embedding, mechanism: Mechanism) -> nn.Module | None:
-        """What gives the loss in training; None: the full softmax. Raises ConfigError without random features."""
+        """Sampled softmax for training; None for the full softmax.
+
+        Raises ConfigError if task.softmax=features has no random features.
+        """
         if self.softmax == "full":
             return None
         if self.softmax == "features" and not mechanism.estimates:
@@ -147,7 +163,7 @@ class PTB(Task):
                                            seed=mechanism.seed)}
         return SampledSoftmax(make[self.softmax](), embedding, options["negatives"], rebuild_every=1)
 
-    # ---- training, with a state that is carried
+    # ---- training with carried state
 
     def check_shards(self) -> None:
         if self.softmax != "full":
@@ -162,7 +178,10 @@ class PTB(Task):
         return result.loss
 
     def updated(self, model: nn.Module, step: int) -> None:
-        """Nearly every embedding moves in every step of Adam, so that tables are built again, and not followed."""
+        """Rebuild the tables of random features every `rebuild_every` steps.
+
+        Adam moves nearly every embedding in each step, so the tables are rebuilt instead of updated row by row.
+        """
         if self.softmax == "features" and step % self.sampling["rebuild_every"] == 0:
             model.head.update()
 
@@ -176,7 +195,7 @@ class PTB(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Of all words of the split, by the full softmax: loss in nats, its exponential, how many are guessed right."""
+        """Full-softmax loss in nats, perplexity and accuracy over all words of a split."""
         unigram = torch.from_numpy(self.unigram)
         loss = right = count = base = 0
         state, lengths = None, []
@@ -195,11 +214,11 @@ class PTB(Task):
 
     @cached_property
     def unigram(self) -> np.ndarray:
-        """(V,): the share of each word in the training text, where each is there once more."""
+        """Word frequencies of the training text with add-one smoothing, (V,)."""
         counts = self.text.counts + 1.0
         return counts / counts.sum()
 
-    # ---- what is left
+    # ---- results
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
@@ -214,7 +233,10 @@ class PTB(Task):
 
 
 def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:
-    """lengths.csv and lengths.png: histograms of |h| of all words read and of |e| of all classes (HRF Figures 7, 9)."""
+    """Write lengths.csv and lengths.png with histograms (HRF Figures 7, 9).
+
+    They show |h| of all evaluated words and |e| of all classes.
+    """
     edges = np.linspace(0.0, 1.001 * max(map(np.max, lengths.values())), 61)
     counts = {name: np.histogram(part, edges)[0] for name, part in lengths.items()}
     columns = (column.tolist() for column in (edges[:-1], edges[1:], *counts.values()))

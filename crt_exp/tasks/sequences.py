@@ -1,9 +1,12 @@
-"""What tasks on the sequence model share: options of the model, weights of a run, next or masked symbols, metrics.
+"""Base classes of tasks on the sequence model, and task=recall.
 
-task=recall is the smallest of them: multi-query associative recall (Arora et al., 2023). A row has P pairs of a key and
-its value among noise; behind them, Q keys are asked for their values. With one pair it is a needle in a haystack.
-Attention that forgets single keys fails here, however well it models text.
-Legend: B rows of a batch, L tokens of the longest or of a row, n predicted tokens.
+`SequenceTask` holds the options of the model. `SymbolTask` adds initial weights, loss and metrics for next or masked
+symbols.
+
+task=recall is multi-query associative recall (Arora et al., 2023). A row has P key-value pairs among noise, followed by
+Q queries for the values of keys. With one pair it is a needle-in-a-haystack test. Attention that cannot retrieve single
+keys fails here, however well it models text.
+Notation: B rows of a batch, L tokens of a row, n predicted tokens, V symbols.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,13 +33,13 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 SPLITS = {"train": 0, "validation": 1, "test": 2}
-NOISE = 64   # of task=recall: symbols between its pairs
-WIDTH = 128  # the default width of new models
+NOISE = 64   # noise symbols of task=recall
+WIDTH = 128  # default width of new models of task=recall
 
 
 @dataclass(eq=False)
 class SequenceTask(Task):
-    """Options of the model; `conf/task/trembl.yaml` explains them."""
+    """Options of the sequence model; `conf/task/trembl.yaml` explains them."""
 
     preset: Literal[*PRESETS] | None
     sizes: dict[str, Any]
@@ -44,7 +47,7 @@ class SequenceTask(Task):
     dropout: Dropout
     checkpointing: bool
 
-    # the option that says how many tokens the longest row has
+    # name of the option that sets the length of the longest row
     length_option = "max_length"
 
     def new_description(self, symbols: int, length: int, causal: bool, tied: bool = True) -> LanguageDescription:
@@ -54,25 +57,33 @@ class SequenceTask(Task):
 
 @dataclass(eq=False)
 class SymbolTask(SequenceTask):
-    """Symbols that are predicted from others, with the weights of a run or new ones. Subclasses have `causal`, and
-    `predictable`, the number of symbols whose predictions count, which are the first ones, and `unigram`, the share of
-    each of these in the training rows, of which each is there once more."""
+    """Prediction of next or masked symbols, with new weights or those of a run.
+
+    Subclasses define these attributes:
+
+    Attributes:
+        causal: whether symbols are predicted from earlier symbols alone.
+        predictable: number of symbols whose predictions count; these symbols have the first ids.
+        unigram: (predictable,) frequencies in the training rows, with add-one smoothing.
+    """
 
     tied: bool | None
     init: str
     calibration: Whole
 
     metric, lower_is_better = "perplexity", True
-    counted = "tokens"                                       # what the metrics call the symbols that they count
-    ours = ""                                                # such as "a run of task=trembl", for messages
+    counted = "tokens"                                       # name of the number of symbols in the metrics
+    ours = ""                                                # compatible runs, for messages: "a run of task=trembl"
 
     def load(self) -> None:
-        """What task.init keeps. Raises DataError."""
+        """Load the model of task.init into `kept`; raises DataError."""
         self.kept = None if self.init == "scratch" else language.load(self.init, "task.init")
 
     def describe(self, symbols: int, length: int, vocabulary: Mapping[str, Any]) -> None:
-        """The model of task.init, which the options may not contradict, or a new one. vocabulary: what is kept with it,
-        as JSON. Raises ConfigError."""
+        """Set the model description from task.init, or from the options.
+
+        vocabulary: saved with the model, as JSON. Raises ConfigError if options contradict the model of task.init.
+        """
         self.vocabulary = dict(vocabulary)
         if self.kept is None:
             tied = True if self.tied is None else self.tied
@@ -105,19 +116,19 @@ class SymbolTask(SequenceTask):
         return model
 
     def calibrate(self, model: nn.Module) -> None:
-        """Fills the statistics that causal features are fitted to: the weights come from another attention."""
+        """Fit statistics of causal features: the weights come from another attention."""
         if self.calibration and learns(model):
             batches = islice(self.batches("train", Plan(8)), self.calibration)
             fill_statistics(model, [without_labels(batch) for batch in batches])
 
     def predicted(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits (n, V) in float32 and tokens (n,) of the places that are to be predicted."""
+        """Logits (n, V) in float32 and labels (n,) at the predicted positions."""
         chosen = batch["labels"] != IGNORED
         logits = model(**without_labels(batch), chosen=chosen)
         return logits.float(), batch["labels"][chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean over what is to be predicted; 0 where that is nothing."""
+        """Mean cross entropy over predicted positions; 0 if there are none."""
         logits, labels = self.predicted(model, batch)
         return F.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
 
@@ -128,7 +139,10 @@ class SymbolTask(SequenceTask):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Over predictable symbols: loss in nats, its exponential, the share that is right; the same of the unigram."""
+        """Loss in nats, perplexity and accuracy over predictable symbols.
+
+        `unigram_...` are the metrics of the unigram baseline.
+        """
         unigram = torch.from_numpy(self.unigram)
         loss = right = count = base = base_right = 0
         for batch in reader.batches(split):
@@ -149,7 +163,7 @@ class SymbolTask(SequenceTask):
 
 
 def without_labels(batch: Batch) -> dict[str, Tensor]:
-    """What the model is called with."""
+    """Arguments of the model in a batch."""
     return {key: part for key, part in batch.items() if key != "labels"}
 
 
@@ -159,7 +173,10 @@ def without_labels(batch: Batch) -> dict[str, Tensor]:
 @checked("task")
 @dataclass(eq=False)
 class Recall(SymbolTask):
-    """See `conf/task/recall.yaml` for the options. Raises ConfigError for options that do not go together."""
+    """Associative recall; see `conf/task/recall.yaml` for the options.
+
+    Raises ConfigError if options contradict each other.
+    """
 
     block: Annotated[int, Field(ge=8)]
     pairs: Count
@@ -204,11 +221,14 @@ class Recall(SymbolTask):
 
 
 def drawn(split: str, i: int, length: int, symbols: int, pairs: int, queries: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels (L,) of row i: values are the symbols from 0 on, then keys, then noise."""
+    """Tokens and labels (L,) of row i.
+
+    The first symbols are values, then come keys, then noise.
+    """
     rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
     tokens, labels = rng.integers(2 * n, 2 * n + NOISE, length), np.full(length, IGNORED)
     keys, values, asked = n + rng.permutation(n)[:pairs], rng.integers(0, n, pairs), rng.integers(0, pairs, queries)
-    said = length // 2 * pairs // (pairs + queries)                               # of the places, two tokens each
+    said = length // 2 * pairs // (pairs + queries)                               # two-token slots before queries
     places = 2 * rng.permutation(said)[:pairs]
     later = 2 * (said + rng.permutation(length // 2 - said)[:queries])
     tokens[places], tokens[places + 1] = keys, values

@@ -1,10 +1,12 @@
-"""Attention transfer: swapped layers learn the output of exact attention.
+"""Attention transfer: train swapped layers to match exact attention.
 
-While a model is `Transferring` every swapped layer passes on what exact attention gives, so that the next layer's input
-is the exact model's, and keeps how far its own output is from that. No layer's error depends on another layer, and no
-labels are needed. `transfer_attention` trains any swapped model. task=transfer takes language models and text as
-task=mlm, task=transfer_vision image classifiers and images as task=imagenet.
-Notation: B batch, H query heads, L queries, S keys, dv.
+In `Transferring`, every swapped layer returns the output of exact attention. The next layer therefore receives the
+input of the exact model. Each layer's error is measured against exact attention and does not depend on other layers. No
+labels are needed.
+
+`transfer_attention` trains any swapped model. task=transfer takes the language models and text of task=mlm.
+task=transfer_vision takes the image classifiers and images of task=imagenet.
+Notation: B batch, H query heads, L queries, dv value dimension.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,11 +37,11 @@ SOURCE = "set task.init=<run of task={}> with exact attention, or task.model and
 # ---- transfer for any swapped model
 
 class Transferring(nn.Module):
-    """A swapped model whose layers are taught. A call gives their errors (layers,), |output - exact|^2 / |exact|^2, and
-    what the model with exact attention returns.
+    """Swapped model that trains its attention layers against exact attention.
 
-    The model itself is in eval mode, without dropout, and of its parameters only those of the swapped layers are
-    trained. `taught` = False gives the swapped model. Raises ValueError where nothing is swapped.
+    A call returns the errors of the layers (layers,), |output - exact|^2 / |exact|^2, and the output of the exact
+    model. The model stays in eval mode, without dropout. Only parameters of the swapped layers are trained. With
+    `taught` = False, `model` runs its swapped attention. Raises ValueError if no layer is swapped.
     """
 
     taught = True
@@ -51,12 +53,12 @@ class Transferring(nn.Module):
         model.requires_grad_(False)
         for parameter in learned(states):
             parameter.requires_grad_(True)
-        self.squares: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer that the last call reached
+        self.squares: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, for layers in the last call
         self.hooks = [state.register_forward_hook(partial(self._teach, number), with_kwargs=True)
                       for number, state in enumerate(states)]
 
     def _teach(self, number: int, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor) -> Tensor | None:
-        """Exact attention in place of the layer's output, whose squares are kept."""
+        """Replace the layer's output by exact attention and record both squared norms."""
         if not self.taught:
             return None
         q, k, v, key_mask = given = call_arguments(*args, **kwargs)
@@ -84,16 +86,16 @@ class Transferring(nn.Module):
 
 @torch.no_grad()
 def exact_calls(taught: Transferring, batch: Any) -> dict[int, tuple[tuple, Tensor]]:
-    """Number of the layer -> its arguments in the exact model and what exact attention gives, (B, H, L, dv).
+    """Arguments and exact outputs (B, H, L, dv) of each layer, by layer number.
 
-    A step on these costs the layers and not the model.
+    A training step on recorded calls costs only the layers, not the whole model.
     """
     calls: dict[int, tuple[tuple, Tensor]] = {}
 
     def keep(number: int):
         return lambda state, args, kwargs, out: calls.update({number: (call_arguments(*args, **kwargs), out)})
 
-    with ExitStack() as stack:   # after `_teach`, which puts exact attention in the place of outputs
+    with ExitStack() as stack:   # hooks after `_teach` receive exact outputs
         for number, state in enumerate(swapped_layers(taught.model)):
             stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
         call(taught, batch)
@@ -101,12 +103,20 @@ def exact_calls(taught: Transferring, batch: Any) -> dict[int, tuple[tuple, Tens
 
 
 def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2) -> nn.Module:
-    """Teach the swapped layers of a model what exact attention gives, in place, and return the model.
+    """Train swapped layers in place to match exact attention; return the model.
 
-    Statistics are taken from the exact model's queries and keys of all batches (`fill_statistics`). The model then
-    reads each batch once, and Adam trains the parameters of the layers on the calls of the batches in turn, all others
-    staying as they are. Batches are as `calibrate_attention` takes them. Raises ValueError for no batches, and where no
-    layer has anything to learn.
+    `fill_statistics` first takes statistics of the exact model's queries and keys from all batches. One pass records
+    the inputs and exact outputs of each layer. Adam then trains the layers on the recorded batches in turn; the
+    learning rate decays linearly to 0. All other parameters stay as they are.
+
+    Args:
+        model: a model with swapped attention.
+        batches: as for `calibrate_attention`.
+        steps: optimiser steps, each on one batch.
+        lr: initial learning rate.
+
+    Raises:
+        ValueError: there are no batches, no layer is swapped, or no layer has anything to learn.
     """
     batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
     if not batches:
@@ -121,7 +131,7 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
         for step in range(steps):
             optimizer.zero_grad()
             now = calls[step % len(calls)]
-            for number, (given, exact) in now.items():  # one layer at a time, for its memory
+            for number, (given, exact) in now.items():  # one layer at a time saves memory
                 error, square = squares(states[number], given, states[number](*given), exact)
                 (error / square.clamp(min=1e-30) / len(now)).backward()
             optimizer.step()
@@ -130,8 +140,10 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
 
 
 def calibrate(taught: Transferring, batches: Iterable) -> None:
-    """Fills what the layers keep of earlier inputs, from the exact model's. Raises ValueError where they have nothing
-    to learn, neither so nor by gradients."""
+    """Fit statistics of the layers to inputs of the exact model.
+
+    Raises ValueError if the layers have neither statistics nor parameters to learn.
+    """
     states, batches = swapped_layers(taught.model), list(batches)
     kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
     if not (kept or learned(states)):
@@ -142,7 +154,7 @@ def calibrate(taught: Transferring, batches: Iterable) -> None:
 
 
 def release(taught: Transferring, wanted: Iterable[nn.Parameter] = ()) -> nn.Module:
-    """The model, taught no longer; `wanted` parameters take gradients again."""
+    """Remove the hooks and return the model; `wanted` parameters require gradients."""
     for hook in taught.hooks:
         hook.remove()
     for parameter in wanted:
@@ -151,7 +163,7 @@ def release(taught: Transferring, wanted: Iterable[nn.Parameter] = ()) -> nn.Mod
 
 
 def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
-    """In the order of the model's modules. Raises ValueError where there are none."""
+    """Swapped layers in module order; raises ValueError if there are none."""
     states = swapped_states(model)
     if not states:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped: call swap_attention first")
@@ -163,7 +175,7 @@ def learned(states: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def squares(state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """|output - exact|^2 and |exact|^2 over heads, columns and the queries that are not padding."""
+    """|output - exact|^2 and |exact|^2, summed over all queries but padding."""
     q, k, _, key_mask = given
     real = real_queries(state, q, k, key_mask)[:, None, :, None].to(exact.dtype)
     return (out - exact).float().square().mul(real).sum(), exact.float().square().mul(real).sum()
@@ -172,8 +184,12 @@ def squares(state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor) -> 
 # ---- tasks
 
 class Teaching(Task):
-    """What transfer is whatever the model: the task that it stands before gives the model, the batches and the metrics
-    of the swapped model and of the exact one. name: of the task as it is typed. later: what trains further."""
+    """Attention transfer for the model, batches and metrics of another task.
+
+    Attributes:
+        name: the task as typed on the command line.
+        later: the task that trains the model further.
+    """
 
     name: str
     later: str
@@ -188,7 +204,10 @@ class Teaching(Task):
                           f"it, task={self.later} task.init=<this run>")
 
     def taught(self, model: nn.Module, mechanism: Mechanism, count: int) -> Transferring:
-        """The swapped model, calibrated on as many batches of 8. Raises ConfigError for what has nothing to learn."""
+        """Swapped model, calibrated on `count` batches of 8 rows.
+
+        Raises ConfigError if the attention has nothing to learn.
+        """
         if mechanism.is_exact:
             raise ConfigError(f"attention=exact is what task={self.name} learns from: choose another, such as "
                               "attention=hedgehog")
@@ -200,7 +219,7 @@ class Teaching(Task):
         return taught
 
     def given(self, batch: Batch) -> Any:
-        """What a model is called with."""
+        """Arguments of the model in a batch."""
         return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -209,11 +228,14 @@ class Teaching(Task):
         return errors.mean()
 
     def weight(self, batch: Batch) -> None:
-        """Each layer's error is over its outputs, of which rows have as many."""
+        """None: every row has the same number of layer outputs."""
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """error: the mean over layers of |output - exact| / |exact|, error_worst the largest of a layer; then the
-        metrics of the swapped model, of its own inputs, beside the loss of the exact one, exact_loss."""
+        """Layer errors, metrics of the swapped model, and loss of the exact model.
+
+        `error` is the mean over layers of |output - exact| / |exact|, `error_worst` the largest layer error. Then come
+        the metrics of the swapped model on its own layer inputs. `exact_loss` is the loss of the exact model.
+        """
         taught = Recorded(model)
         exact = super().evaluate(taught, split, reader)
         errors = [(error / whole) ** 0.5 for error, whole in zip(*(reader.sum(*side) for side in taught.totals))]
@@ -237,7 +259,10 @@ class Teaching(Task):
 @checked("task")
 @dataclass(eq=False)
 class Transfer(Teaching, MLM):
-    """See `conf/task/transfer.yaml` for the options. Raises ConfigError where there is no exact model to learn from."""
+    """Transfer for language models; see `conf/task/transfer.yaml` for the options.
+
+    Raises ConfigError if there is no exact model to learn from.
+    """
 
     name, later = "transfer", "mlm"
 
@@ -263,8 +288,10 @@ class Transfer(Teaching, MLM):
 @checked("task")
 @dataclass(eq=False)
 class TransferVision(Teaching, ImageNet):
-    """See `conf/task/transfer_vision.yaml` for the options. Raises ConfigError where there is no exact classifier to
-    learn from."""
+    """Transfer for image classifiers; options in `conf/task/transfer_vision.yaml`.
+
+    Raises ConfigError if there is no exact classifier to learn from.
+    """
 
     name, later = "transfer_vision", "imagenet"
 
@@ -289,7 +316,7 @@ class TransferVision(Teaching, ImageNet):
 
 
 class Recorded:
-    """A taught model that gives what the exact one does, and adds up the squares of its layers."""
+    """Return the output of the exact model and accumulate layer errors."""
 
     def __init__(self, model: Transferring):
         self.model, self.totals = model, ([], [])

@@ -1,8 +1,8 @@
-"""Protein language models: next or masked letters of UniProt's sequences, with any attention (Performers 4.3, C).
+"""Protein language models on UniProt sequences (Performers 4.3, C).
 
-Accuracy and perplexity are those of letters: of all of them (unidirectional; the end of a sequence is learned and not
-counted) or of the masked ones (bidirectional). Beside them stands the unigram baseline.
-Legend: B rows of a batch, L tokens of the longest, n predicted tokens.
+A model predicts next letters (unidirectional) or masked letters (bidirectional). Accuracy and perplexity count letters
+only. A unidirectional model also learns the end of a sequence, which the metrics leave out. The metrics include a
+unigram baseline.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +29,11 @@ VOCABULARY = {"letters": LETTERS, "begin": protein.BEGIN, "end": protein.END, "s
 @checked("task")
 @dataclass(eq=False)
 class TrEMBL(SymbolTask):
-    """See `conf/task/trembl.yaml` for the options.
+    """Protein language model; see `conf/task/trembl.yaml` for the options.
 
-    Raises DataError for files that are missing or malformed, ConfigError for options that do not go together.
+    Raises:
+        DataError: files are missing or malformed.
+        ConfigError: options contradict each other.
     """
 
     dataset: Literal["generated", "uniprot"]
@@ -55,7 +57,7 @@ class TrEMBL(SymbolTask):
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
         self.load()
-        self.split_by = {} if self.dataset == "generated" else {"split": "letters"}   # a run's and its continuation's
+        self.split_by = {} if self.dataset == "generated" else {"split": "letters"}   # a resumed run must match it
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
         self.masking = protein.masking(self.share)
         self.made = Families(self.generated) if self.dataset == "generated" else None
@@ -88,7 +90,7 @@ class TrEMBL(SymbolTask):
     # ---- data
 
     def held_out(self) -> np.ndarray:
-        """Which sequences are out of distribution, (n,) bool."""
+        """Mask of out-of-distribution sequences, (n,) bool."""
         if self.made:
             return self.sequences.files >= self.made.inside
         if self.families is not None:
@@ -130,7 +132,10 @@ class TrEMBL(SymbolTask):
         return protein.frequencies(self.rows["train"])
 
     def statistics(self) -> dict[str, float]:
-        """Of each split: of whole sequences, or of the rows of chains (Performers Table 1)."""
+        """Length statistics of each split (Performers Table 1).
+
+        With task.chains they are statistics of rows, else of whole sequences.
+        """
         result = {}
         for split, rows in self.rows.items():
             lengths = rows.lengths if self.chains else self.sequences.lengths[rows.rows]

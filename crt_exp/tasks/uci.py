@@ -1,7 +1,7 @@
-"""Classification (or regression) by kernel regression on UCI tables: Table 1 of Chefs' Random Tables.
+"""Kernel regression on UCI tables: Table 1 of Chefs' Random Tables (CRT).
 
-For each random split the bandwidth sigma is tuned on the validation part; the test part is read once, with the best
-one.
+The target is a class or a number. For each random split, the validation part selects the bandwidth sigma. The test part
+is read once, with the selected sigma.
 """
 
 from collections.abc import Iterator
@@ -29,14 +29,19 @@ from crt_exp.samplers.bias import bias_record, bias_sentence
 
 @checked("task")
 class UCI:
-    """Kernel regression on one table, with the Gaussian kernel, or that of a map with one of its own.
+    """Kernel regression on one table, with the Gaussian kernel.
 
-    coding, scaling: see `conf/task/uci.yaml`; split: fractions of training, validation and test rows; sigmas: the
-    bandwidths tried, kernel exp(-sigma^2 |x - y|^2 / 2); draws: sets of projections for each split. Metric: accuracy,
-    or R^2 where the target is a number (boston). The final record also has the mean of each split in percent.
+    A feature map with its own kernel replaces the Gaussian kernel. The metric is accuracy, or R^2 for a numeric target
+    (boston). The final record also has the mean of each split in percent.
+
+    Args:
+        coding, scaling: see `conf/task/uci.yaml`.
+        split: fractions of training, validation and test rows.
+        sigmas: candidate bandwidths; the kernel is exp(-sigma^2 |x - y|^2 / 2).
+        draws: sets of random projections for each split.
     """
 
-    of_rows = True  # kernels of rows: maps with a kernel of their own too
+    of_rows = True  # kernels of rows allow feature maps with their own kernel
 
     def __init__(self, dataset: str, coding: Literal["ordinal", "onehot"],
                  scaling: Literal["standard", "minmax", "none"], split: tuple[Positive, Positive, Positive],
@@ -48,7 +53,7 @@ class UCI:
         if (data_dir if csv else target or kind) is not None:
             raise ValueError("task.target and task.kind are of your own table, task.csv=FILE; task.data_dir is not")
         self.table, self.note = tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
-        self.features = self.table.encode(coding)  # float64: a date of 12 digits is no float32 before it is scaled
+        self.features = self.table.encode(coding)  # float64, because float32 rounds a date of 12 digits before scaling
         if scaling == "none" and np.isnan(self.features).any():
             raise ValueError(f"task.scaling=none: values are missing ({self.note}); only scaled columns are filled in")
         self.file = None if csv else tabular.file_of(dataset, data_dir)
@@ -64,7 +69,10 @@ class UCI:
         return [self.file]
 
     def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
-        """One record for each split and set of projections, then the mean with its 95% interval over splits."""
+        """Yield a record for each split and projection set, then the mean and its CI.
+
+        The 95% CI is over splits.
+        """
         tests = [r for r in done if r["split"] == "split"]
         draws = 1 if mechanism.is_exact and not self.baseline else self.draws
         steps = range(len(tests), self.repeats * draws)
@@ -80,7 +88,7 @@ class UCI:
                "columns": self.features.shape[1], **self.bias(mechanism, seed, tests[-1]["sigma"]), "final": True}
 
     def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> dict[str, float]:
-        """The bias of an approximate sampler on training rows, at the bandwidth that was chosen last."""
+        """Bias of an approximate sampler on training rows, at the last selected sigma."""
         if mechanism.sampler is None:
             return {}
         x = torch.tensor(self.divide(seed, 0)[0][0]) * sigma
@@ -100,8 +108,11 @@ class UCI:
         return "\n".join(filter(None, lines))
 
     def divide(self, seed: int, repeat: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Features (n, d) float32 and targets of random split number `repeat`, the same for every mechanism: training,
-        validation and test part, encoded and scaled by the training part."""
+        """Training, validation and test part of random split `repeat`.
+
+        Returns features (n, d) float32 and targets of each part. The split is the same for every method. The training
+        part determines the scaling.
+        """
         order = np.random.default_rng([seed, repeat]).permutation(len(self.table))
         first = round(self.split[0] * len(order))
         second = first + max(1, round(self.split[1] * len(order)))
@@ -110,7 +121,7 @@ class UCI:
         return [scale(self.features[p]) for p in parts], [self.table.target[p] for p in parts]
 
     def evaluate(self, mechanism: Mechanism, x: list[np.ndarray], y: list[np.ndarray], seed: int) -> dict[str, float]:
-        """Tunes sigma on validation and scores the test part once; ties go to the smaller sigma."""
+        """Select sigma on validation and score the test part; ties take the first sigma."""
         constant = (DummyClassifier if self.metric == "accuracy" else DummyRegressor)().fit(x[0], y[0])
         fitted = [self.estimator(mechanism, sigma, seed).fit(x[0], y[0]) for sigma in self.sigmas]
         validation = [model.score(x[1], y[1]) for model in fitted]
@@ -132,20 +143,22 @@ class UCI:
 
 
 def scaler(train: np.ndarray, kind: str):
-    """A function that scales float64 columns by their training statistics, to float32; a constant column becomes 0, and
-    a missing value the mean of the training part."""
+    """Function that scales float64 columns by training statistics, to float32.
+
+    A constant column becomes 0. A missing value becomes the mean of the training part.
+    """
     if kind == "none":
         return lambda x: x.astype(np.float32)
-    scale = (StandardScaler() if kind == "standard" else MinMaxScaler()).fit(train)  # both leave missing values alone
+    scale = (StandardScaler() if kind == "standard" else MinMaxScaler()).fit(train)  # both ignore missing values
     mean = pd.DataFrame(scale.transform(train)).mean().fillna(0).to_numpy()
     return lambda x: pd.DataFrame(scale.transform(x)).fillna(dict(enumerate(mean))).to_numpy(np.float32)
 
 
 class PeerClassifier:
-    """The largest kernel sum, as KernelRegressionClassifier, with features of a transformer of scikit-learn."""
+    """Class of the largest kernel sum, on features of a scikit-learn transformer."""
 
     def __init__(self, kind: str, **options: Any):
-        from sklearn import kernel_approximation  # half a second that other runs do without
+        from sklearn import kernel_approximation  # this import takes half a second
 
         self.transformer = getattr(kernel_approximation, kind)(**options)
 
