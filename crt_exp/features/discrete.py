@@ -144,7 +144,7 @@ class DiscreteRF(FeatureMap):
 
 
 def _all_positive(x: Tensor) -> bool:
-    """Whether no entry is negative; False where reading values would synchronise."""
+    """Whether no entry is negative; False where values cannot be read cheaply."""
     known = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
     return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
