@@ -44,7 +44,7 @@ class HybridMap(InBlocks):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "_parts", self._made())  # once: their options are checked
+        object.__setattr__(self, "_parts", self._made())  # cached: building parts checks their options
 
     @abstractmethod
     def _made(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
