@@ -372,7 +372,7 @@ def _variance(X, weight: np.ndarray) -> float:
 
 
 def _rows_of(X) -> list[slice]:
-    """Return blocks of rows; blocks of sparse rows are smaller, since they become dense."""
+    """Return blocks of rows; sparse rows become dense and need smaller blocks."""
     return blocks(X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS)
 
 

@@ -130,7 +130,7 @@ class Solution:
         return z @ self.coefficients + self.intercept
 
     def variance(self, z: Tensor) -> Tensor:
-        """Return the predictive variance (n, T), including the noise variance."""
+        """Return the predictive variance (n, T): noise plus coefficient uncertainty."""
         known = 1 + 1 / self.count + self._spread(z) * (self.weight / self.count)
         return known.clamp(max=torch.finfo(known.dtype).max) * self.noise_variance
 
@@ -384,7 +384,10 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         return self
 
     def decision_function(self, X):
-        """Return log probabilities (n, C) up to a constant per row; log odds (n,) if C = 2."""
+        """Return log probabilities (n, C) up to a constant; log odds (n,) if C = 2.
+
+        The constant is one number per row.
+        """
         self._solve()
         return self._per_block(X, self._scores).reshape((-1,) if len(self.classes_) == 2 else (-1, len(self.classes_)))
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 # Hadamard projections use transforms if m d / (stacks n) is at least this. Measured for a million outputs (one x86
-# core, float32): rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024, 37 at 2048; transforms 14.3, 9.1, 10.3, 11.2. GPUs: unknown.
+# core, float32): rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024, 37 at 2048; transforms 14.3, 9.1, 10.3, 11.2.
+# Not measured on GPUs.
 MATRIX_FREE_FROM = 768
 Nested = Any  # a leaf, None, or a tuple of nested values
 RADIX = 64  # largest factor of the fast transform; products with H_64 are faster than more passes over memory
