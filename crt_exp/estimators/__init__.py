@@ -113,8 +113,8 @@ class RandomFeatureEstimator(BaseEstimator):
         """Set gamma_, scale_ (d,) and center_ (d,); `gamma` replaces gamma=None.
 
         'scale' is 1 / (d variance of X), as in RBFSampler. center_ is the mean of the rows for the Gaussian kernel:
-        the kernel is shift-invariant, but the variance of positive features grows with |x + y|^2. Trigonometric
-        features are not centred, so they do not depend on the rows.
+        the kernel is shift-invariant, but the variance of positive features grows with |x + y|^2. RandomFeatures does
+        not centre trigonometric features, so they do not depend on the rows.
         """
         d = X.shape[1]
         if self._by_length:

@@ -121,7 +121,7 @@ def rows_of(table: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks side by side, in the place of `Features`."""
+    """Concatenated blocks, an alternative to `Features`."""
 
     parts: tuple[Block, ...]
 

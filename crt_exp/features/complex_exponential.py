@@ -71,9 +71,9 @@ class CERFParams(NamedTuple):
 class CERF(FeatureMap):
     """Complex-exponential features (HRF eq. (14)-(16)).
 
-    Queries have features exp(omega.Mx - (Mx)^2/2); keys have M^-T in the place of M. The estimate is unbiased for
-    every invertible M. Its variance is zero if and only if M x + M^-T y = 0. M = 1 is PosRF, M = i is TrigRF. Complex
-    M has twice as many features: real parts, then imaginary parts.
+    Queries have features exp(omega.Mx - (Mx)^2/2); keys use M^-T instead of M. The estimate is unbiased for every
+    invertible M. Its variance is zero if and only if M x + M^-T y = 0. M = 1 is PosRF, M = i is TrigRF. Complex M has
+    twice as many features: real parts, then imaginary parts.
 
     Args:
         M: a number, d numbers (diagonal) or d rows of d numbers, real or complex; None: a diagonal fitted to the

@@ -2,8 +2,10 @@
 
 Notation: A (d, d) symmetric, R = (I - 4A)^(1/2), G balance, x' = G x, y' = G^-T y, s = x' + y', h shift. The features
 of the softmax kernel are
+
     log phi(x) = log det(R) / 2 + omega.A omega + omega.R (x' - h/2) - |x'|^2 / 2 + h.x' - |h|^2 / 4,
-and the same of y'. The balance leaves x.y unchanged. The shift is equivalent to centring: queries x' - b, keys y' - c
+
+and the same for y'. The balance leaves x.y unchanged. The shift is equivalent to centring: queries x' - b, keys y' - c
 with weights exp(b.y'), for any b + c = h. The remaining query factors cancel in attention.
 
 OPRF and SDERF with diagonal A are special cases of SDERF. Heads of AutoRF with different choices are therefore one

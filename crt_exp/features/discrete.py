@@ -2,7 +2,9 @@
 
 Notation: c shift, lambda rate of the Poisson distribution, p of the geometric distribution. The counts omega_l = 0, 1,
 ... have distribution P(omega_l). The features of the Gaussian kernel are
+
     f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! P(omega_l))
+
 (CRT eq. (9), (10)). The softmax kernel drops e^(-|x|^2/2).
 
 Counts are the quantiles of u = Phi(g) for Gaussian projections g. Every sampler with exactly Gaussian rows works, and
@@ -163,7 +165,7 @@ class PoisRF(DiscreteRF):
     """Poisson features with one rate for all coordinates (CRT 3.2, Theorem 3.4).
 
     Args:
-        rate: fixed lambda in place of the fit (CRT eq. (12)).
+        rate: fixed lambda instead of the fit (CRT eq. (12)).
     """
 
     rate: Positive | None = None
@@ -210,7 +212,7 @@ class GeomRF(DiscreteRF):
     """Geometric features (CRT 3.2, Theorem 3.5): bounded.
 
     Args:
-        p: fixed value in place of the numerical fit (CRT eq. (14)).
+        p: fixed value instead of the numerical fit (CRT eq. (14)).
     """
 
     p: Annotated[float, Field(gt=0, lt=1)] | None = None

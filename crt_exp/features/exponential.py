@@ -1,7 +1,9 @@
 """Exponential random features: TrigRF, PosRF, HypRF, SMREG, GERF and OPRF.
 
-Notation: S_s = |x + s y|^2 for s = +-1, N = |x|^2 + |y|^2, w = 1 - 8A. All maps are special cases of
+Notation: S_s = |x + s y|^2 for s = +-1, N = |x|^2 + |y|^2, w = 1 - 8A. The features have the form
+
     f(omega, x) = D exp(A |omega|^2 + B omega.x + C |x|^2)
+
 with B = sqrt(s (1 - 4A)), log D = d/4 log(1 - 4A), and C = -(s + 1)/2 for the Gaussian kernel, -s/2 for the softmax
 kernel (CRT eq. (4), (5)). The variance is finite for Re w > 0.
 
@@ -245,7 +247,7 @@ class OPRF(PositiveExponential):
     Features are bounded if A < 0. The estimate is unbiased for all A < 1/8 that do not depend on omega.
 
     Args:
-        A: fixed value in place of the fit.
+        A: fixed value instead of the fit.
         antithetic: use omega and -omega: M = 2m features.
     """
 
@@ -287,7 +289,7 @@ class GERF(FeatureMap):
 
     Args:
         s: sign in CRT eq. (5); "auto" takes the sign of smaller mean log second moment.
-        A: fixed value in place of the fit; needs a fixed s. Real A > 0 gives unbounded features, whose sample variance
+        A: fixed value instead of the fit; needs a fixed s. Real A > 0 gives unbounded features, whose sample variance
             is infinite for A >= 1/16.
         search: "complex" also searches complex A and keeps it if the gain exceeds 1e-9. Numerical searches found no
             gain.

@@ -1,7 +1,9 @@
 """Hybrid random features (HRF): weighted combinations of kernel estimates.
 
 Notation: n projections of a coefficient. The estimate is
+
     K = sum_k lambda_k K_k + (1 - sum_k lambda_k) K_last
+
 with bases K_k and estimated coefficients lambda_k. It is unbiased for all coefficients that are independent of the
 bases. The features are the concatenated products of HRF Lemma 2.3 in real numbers, with negative signs on the query
 side.

@@ -2,7 +2,9 @@
 
 Notation: x' = G x, y' = G^-T y with the balance G of dense.py; s = x' + y'; psi_w(x) = exp(w.x - |x|^2 / 2); centres
 c_r, rows w_r, weights a_r, features phi_r = a_r^(1/2) psi_(w_r). Since
+
     psi_w(x') psi_w(y') = exp(x.y) exp(|w|^2 / 2) exp(-|s - w|^2 / 2),
+
 estimates are accurate where unit Gaussians around the rows cover the s of queries and their attended keys.
 
 weights="unbiased": w_r = c_r + omega_r is a sample of N(c_r, I). Importance sampling from the mixture of these

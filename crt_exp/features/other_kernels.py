@@ -66,15 +66,15 @@ class RadialRF(SpectralRF):
 class MaternRF(RadialRF):
     """Matern kernel of smoothness nu in r = |x - y|.
 
-    With t = sqrt(2 nu) r the kernel is e^-r for nu = 1/2, (1 + t) e^-t for 3/2, and (1 + t + t^2/3) e^-t for 5/2. The
-    spectral distribution is the multivariate t with 2 nu degrees of freedom. Small nu gives heavy tails.
+    The kernel is e^-r for nu = 1/2. With t = sqrt(2 nu) r it is (1 + t) e^-t for 3/2 and (1 + t + t^2/3) e^-t for 5/2.
+    The spectral distribution is the multivariate t with 2 nu degrees of freedom. Small nu gives heavy tails.
     """
 
     kernel: Literal["matern"] = "matern"
     nu: Literal[0.5, 1.5, 2.5] = 1.5
 
     def squared_length(self, sq_norm, d):
-        """Return the quantile of d F(d, 2 nu), from the nearer tail of a beta."""
+        """Return the quantile of d F(d, 2 nu), from the closer tail of a beta."""
         from scipy.special import betaincinv, gammainc, gammaincc
 
         low, high = gammainc(d / 2, sq_norm / 2), gammaincc(d / 2, sq_norm / 2)
@@ -158,7 +158,7 @@ class LaplaceRF(SpectralRF):
 class ArcCosineRF(FeatureMap):
     """Arc-cosine kernels of order 0 and 1 (Cho and Saul 2009).
 
-    With theta the angle between x and y, the kernels are 1 - theta / pi for order 0 and |x| |y| (sin theta + (pi -
+    theta is the angle between x and y. The kernel is 1 - theta / pi for order 0. It is |x| |y| (sin theta + (pi -
     theta) cos theta) / pi for order 1. The features are random step functions (order 0) or ReLUs (order 1).
     """
 
