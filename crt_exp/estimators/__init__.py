@@ -1,7 +1,7 @@
-"""scikit-learn estimators on random features: what they share, and a transformer in the place of RBFSampler.
+"""scikit-learn estimators on random features: base class and RandomFeatures.
 
-Legend: n samples, d columns, m projections, M features. The kernel is exp(-gamma |u - v|^2), or
-exp(2 gamma u.v) for kernel="softmax": x = sqrt(2 gamma) u, sigma = sqrt(2 gamma); or x = u / length_scale.
+Notation: n samples u, d columns, m projections, M features. The kernel is exp(-gamma |u - v|^2), or exp(2 gamma u.v)
+for kernel="softmax". Feature maps take x = sqrt(2 gamma) u, or x = u / length_scale.
 """
 
 import warnings
@@ -29,13 +29,13 @@ from crt_exp.samplers import Noise
 from crt_exp.samplers.blocks import one_thread
 
 FLOATS = np.float64, np.float32
-ROWS = 4096  # rows handled at a time: keeps the columns of a block in cache
-SPARSE_ENTRIES = 2**22  # of a block of sparse rows that is made dense
+ROWS = 4096  # rows per block, so that its columns fit the cache
+SPARSE_ENTRIES = 2**22  # entries per block of sparse rows after conversion to dense
 
 
 @cache
 def map_of(features: str, kernel: str) -> FeatureMap:
-    """By its name, kept: reading conf/ takes longer than fitting to a few thousand rows."""
+    """Return a feature map by name, cached because reading conf/ is slow."""
     mechanism = Mechanism.of(features=features)
     return mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
 
@@ -46,7 +46,7 @@ def sampler_of(name: str) -> Callable[..., torch.Tensor]:
 
 
 class RandomFeatureEstimator(BaseEstimator):
-    """What the estimators share: mechanism and sampler by name or as objects, the scale, and the draw of the noise."""
+    """Base class: feature map and sampler, input scale, and random projections."""
 
     def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=None,
                  random_state=None, *, length_scale=None):
@@ -73,7 +73,7 @@ class RandomFeatureEstimator(BaseEstimator):
             raise ValueError(f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
 
     def _map(self) -> FeatureMap | None:
-        """The map; None for the exact kernel."""
+        """Return the feature map; None for the exact kernel."""
         return self.mechanism if isinstance(self.mechanism, FeatureMap) else map_of(self.mechanism, self.kernel)
 
     @property
@@ -82,7 +82,7 @@ class RandomFeatureEstimator(BaseEstimator):
 
     @property
     def _by_length(self) -> bool:
-        """Whether x = u / length_scale, and gamma has no part in it."""
+        """Whether x = u / length_scale, without gamma."""
         return self._own_kernel or self.length_scale is not None
 
     @property
@@ -90,7 +90,7 @@ class RandomFeatureEstimator(BaseEstimator):
         return getattr(self._map(), "kernel", self.kernel) == "gaussian"
 
     def _projections(self) -> int:
-        """The least m that makes n_components columns or more."""
+        """Return the least m with at least n_components features."""
         n = whole_number(self.n_components, "n_components")
         return bisect_left(range(1, n + 1), n, key=self.map_.width) + 1
 
@@ -98,23 +98,23 @@ class RandomFeatureEstimator(BaseEstimator):
         return self.sampler if callable(self.sampler) else sampler_of(self.sampler)
 
     def _draw(self, m: int) -> torch.Generator:
-        """The noise, the same for every dtype of the data; returns what further numbers may be drawn from."""
+        """Sample the projections, equal for all input dtypes; return the generator."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
 
         def draw(p: Projections) -> Noise:
-            with one_thread():  # of small matrices, whatever their number
+            with one_thread():  # matrices are small
                 return self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
 
         self.noise_ = self.map_.noise(m, draw)
         return generator
 
     def _set_scale(self, X, weight: np.ndarray, gamma: float | str) -> None:
-        """gamma_: as given, else `gamma`; 1 / (d variance of X) for 'scale', as in RBFSampler; scale_ (d,), which
-        multiplies columns; center_: the mean of rows, where the map gains by it.
+        """Set gamma_, scale_ (d,) and center_ (d,); `gamma` replaces gamma=None.
 
-        The Gaussian kernel does not see a common shift, but positive features do: their variance grows with |x + y|^2.
-        Trigonometric ones stay where they are, so that they do not depend on the rows.
+        'scale' is 1 / (d variance of X), as in RBFSampler. center_ is the mean of the rows for the Gaussian kernel:
+        the kernel is shift-invariant, but the variance of positive features grows with |x + y|^2. RandomFeatures does
+        not centre trigonometric features, so they do not depend on the rows.
         """
         d = X.shape[1]
         if self._by_length:
@@ -130,7 +130,7 @@ class RandomFeatureEstimator(BaseEstimator):
             self.center_ = sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X)) / weight.sum()
 
     def _scaled(self, X) -> torch.Tensor:
-        """scale_ (X - center_), dense."""
+        """Return scale_ (X - center_), dense."""
         X = X.toarray() if issparse(X) else X
         return torch.from_numpy((X - self.center_.astype(X.dtype)) * self.scale_.astype(X.dtype))
 
@@ -141,7 +141,10 @@ class RandomFeatureEstimator(BaseEstimator):
         return generator
 
     def _statistics(self, X, weight: np.ndarray) -> Statistics:
-        """Of the scaled rows, in float64; a map that is fitted to vectors has at most ROWS of them, evenly spread."""
+        """Return statistics of the scaled rows, float64.
+
+        Maps that are fitted to vectors receive at most ROWS evenly spaced rows.
+        """
         if self.map_.on_vectors:
             places = np.linspace(0, X.shape[0] - 1, min(ROWS, X.shape[0])).astype(int)
             x = self._scaled(X[places].astype(np.float64))
@@ -176,51 +179,63 @@ class RandomFeatureEstimator(BaseEstimator):
 
 
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):
-    """Random features Z with Z(u) . Z(v) close to the kernel, in the place of sklearn's RBFSampler.
+    """Random features Z with Z(u).Z(v) close to a kernel, as sklearn's RBFSampler.
 
-    mechanism: a name of `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus pois_coord,
-    or one with a kernel of its own), or a FeatureMap, whose own kernel counts. sampler: a name of `conf/sampler` or a
-    sampler. n_components: output columns; trig, hyp, sderf, auto and spectral maps make two of a projection, and one of
-    the last where the number is odd, which leaves the estimate unbiased. kernel: gaussian or softmax. gamma: as in
-    RBFSampler, sigma^2 / 2 or 'scale'; None is 1.0. length_scale: in the place of gamma, one length or one for each of
-    the d columns, the kernel of x = u / length_scale. X may be sparse; Z is dense.
+    X may be sparse; Z is dense.
 
-    Kernels of their own: matern of |x - y| with nu = 1.5 (`MaternRF(nu=...)` for 0.5 and 2.5), laplace of the sum of
-    |x_l - y_l|, rational_quadratic with alpha = 1 (`RationalQuadraticRF(alpha=...)`), and arc_cosine of order 1
-    (`ArcCosineRF(order=0)`). They take length_scale, 1.0 by default, and neither gamma nor kernel.
+    Args:
+        mechanism: a name in `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus
+            pois_coord, or one with its own kernel), or a FeatureMap, which determines the kernel.
+        sampler: a name in `conf/sampler`, or a sampler function.
+        n_components: number of columns of Z. Maps with two features per projection (trig, hyp, sderf, auto, spectral
+            maps) also accept odd numbers; the estimate stays unbiased.
+        kernel: "gaussian" or "softmax".
+        gamma: as in RBFSampler: a number, 'scale', or None for 1.0.
+        length_scale: replaces gamma; one length, or one for each of the d columns.
 
-    gerf and the hybrids, with kernel="softmax" sderf and auto too, have different maps for the two sides and raise in
-    `transform`: use KernelRegressionClassifier or KernelRegressionRegressor, or phi_q and phi_k. pois_plus and
-    geom_plus raise for rows below the least entry that they were fitted to; a map with a larger `margin` leaves them
-    room.
+    Maps with their own kernel take length_scale (default 1.0), without gamma and kernel. They are matern with nu =
+    1.5, laplace, rational_quadratic with alpha = 1 and arc_cosine of order 1. For other parameters pass
+    `MaternRF(nu=...)`, `RationalQuadraticRF(alpha=...)` or `ArcCosineRF(order=0)`.
 
-    Attributes: map_, params_, noise_, gamma_ (0.5 where length_scale counts), n_features_in_; scale_ (n_features,),
-    which multiplies X; center_, the mean of the rows, zero for trig; random_weights_ (n_features, n_components) and
-    random_offset_ (n_components,) of trig and spectral maps, where Z = sqrt(2 / n_components) cos(X random_weights_ +
-    random_offset_) as in RBFSampler (times e^(|X scale_|^2 / 2) for kernel="softmax"), and of pos, hyp, smreg and oprf,
-    where Z = exp(X random_weights_ + random_offset_ - c |(X - center_) scale_|^2) with c = 1 (1/2 for
-    kernel="softmax"). The other maps have none.
+    Attributes:
+        map_: the feature map.
+        params_: its fitted parameters.
+        noise_: its random projections.
+        gamma_: gamma in use; 0.5 with length_scale.
+        scale_: factors of the columns of X, (n_features,).
+        center_: mean of the rows; zero for trig.
+        random_weights_: (n_features, n_components) for trig, spectral maps, pos, hyp, smreg and oprf.
+        random_offset_: (n_components,) for the same maps.
+
+    For trig and spectral maps Z = sqrt(2 / n_components) cos(X random_weights_ + random_offset_), as in RBFSampler.
+    kernel="softmax" multiplies Z by e^(|X scale_|^2 / 2). For positive maps Z = exp(X random_weights_ + random_offset_
+    - c |(X - center_) scale_|^2), with c = 1, or 1/2 for kernel="softmax".
+
+    Raises:
+        ValueError: (in `transform`) queries and keys have different features (gerf, hybrids; for kernel="softmax" also
+            sderf and auto): use KernelRegressionClassifier, KernelRegressionRegressor, or phi_q and phi_k. Also for
+            pois_plus and geom_plus, if a row lies below the fitted minimum; a larger `margin` avoids this error.
     """
 
     def fit(self, X, y=None):
-        """X (n, d), dense or sparse: fits the parameters to its statistics and draws the projections."""
+        """Fit the parameters to X (n, d), dense or sparse, and sample the projections."""
         return self._begin(validate_data(self, X, accept_sparse="csr", dtype=FLOATS))
 
     def _begin(self, X, weight: np.ndarray | None = None, gamma: float | str = 1.0):
-        """Of rows that are checked, some of which may count more than others. gamma: where none was given."""
+        """Fit to validated rows with weights; `gamma` replaces gamma=None."""
         self.n_features_in_ = X.shape[1]
         self._check_options()
         weight = np.ones(X.shape[0]) if weight is None else weight
         self._set_scale(X, weight, gamma)
         generator = self._fit_map(X, weight)
         self._dtype, self._n_features_out = X.dtype, int(self.n_components)
-        self._turn = 0.0  # of the pair that gives one column: its first feature, unbiased by itself
-        if self._odd and isinstance(self.map_, Trigonometric):  # cos is not, but cos(w.x + b) with a random b is
+        self._turn = 0.0  # phase of the single last column; the first feature of a positive pair is unbiased alone
+        if self._odd and isinstance(self.map_, Trigonometric):  # cos alone is biased; cos(w.x + b), b random, is not
             self._turn = 2 * np.pi * float(torch.rand((), generator=generator, dtype=torch.float64))
         return self
 
     def transform(self, X):
-        """X (n, d) -> Z (n, n_components), of X's dtype."""
+        """Return Z (n, n_components) of X (n, d), in the dtype of X."""
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
         out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
@@ -230,7 +245,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         return out
 
     def _writer(self) -> Callable:
-        """A function of some checked rows (n, d) and `out` (n, n_components) that writes their features there."""
+        """Return a function that writes the features of validated rows into `out`."""
         if not self.map_.one_map:
             raise ValueError(f"{type(self.map_).__name__} has different features for the two sides of the kernel, "
                              "which one transform cannot give: use KernelRegressionClassifier or "
@@ -243,7 +258,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         return super()._centred and not isinstance(self._map(), Trigonometric)
 
     def _projections(self) -> int:
-        """As many as make n_components columns, where the last of m pairs may give one."""
+        """Return m; the last pair of features may give one column."""
         m, phi = super()._projections(), self.map_
         if phi.width(m) != self.n_components and not (
                 phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))):
@@ -253,11 +268,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     @property
     def _odd(self) -> bool:
-        """Whether one column is made of the last pair."""
+        """Whether the last pair of features gives one column."""
         return not isinstance(self.noise_, tuple) and self._n_features_out < self.map_.width(self.noise_.m)
 
     def _write_odd(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """The first features of all pairs, the last one turned, then the second ones of all but the last."""
+        """Write m first features, the last one rotated, then m - 1 second features."""
         m, n = self.noise_.m, self._n_features_out
         pairs = x.new_empty(len(x), 2 * m)
         self.map_.writer(self.noise_, self.params_)(x, pairs)
@@ -274,7 +289,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         return self._affine()[1]
 
     def _affine(self) -> tuple[np.ndarray, np.ndarray]:
-        """Weights and offsets of the columns, in the dtype of the data."""
+        """Return weights and offsets of the columns, in the dtype of the data."""
         phi = getattr(self, "map_", None)
         if not isinstance(phi, (Trigonometric, PositiveExponential)) or isinstance(phi, Dense):
             raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and "
@@ -299,26 +314,38 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
 
 def validated(estimator, X, y, **checks) -> tuple:
-    """validate_data of rows and targets in the dtype of X. Raises ValueError for a y without rows."""
+    """Validate rows and targets, in the dtype of X.
+
+    Raises:
+        ValueError: y is a scalar.
+    """
     if np.isscalar(y) or getattr(y, "shape", None) == ():
         raise ValueError("y should be a 1d array, got an array of shape () instead.")
     return validate_data(estimator, X, y, dtype=FLOATS, **checks)
 
 
 def label_set(*labels) -> np.ndarray:
-    """unique_labels of one or more arrays. Raises ValueError where they are no labels, or not of one type."""
+    """Return the sorted labels of one or more arrays.
+
+    Raises:
+        ValueError: the arrays hold no labels, or labels of different types.
+    """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The number of unique classes")  # a list of classes has each of them once
+            warnings.filterwarnings("ignore", "The number of unique classes")  # a list of classes has unique entries
             for some in labels:
                 check_classification_targets(some)
         return unique_labels(*labels)
-    except TypeError as error:  # of bytes
+    except TypeError as error:  # labels are bytes
         raise ValueError(str(error)) from None
 
 
 def check_lengths(length_scale, d: int) -> np.ndarray:
-    """(d,) float64. Raises ValueError where they are not positive, or not one or d of them."""
+    """Return length scales (d,), float64.
+
+    Raises:
+        ValueError: they are not positive, or not one or d numbers.
+    """
     lengths = np.asarray(np.nan if isinstance(length_scale, str) else length_scale, dtype=np.float64)
     if lengths.shape not in ((), (d,)) or not (np.isfinite(lengths) & (lengths > 0)).all():
         raise ValueError(f"length_scale={length_scale}: expected a positive number, or one for each of the {d} columns")
@@ -326,7 +353,10 @@ def check_lengths(length_scale, d: int) -> np.ndarray:
 
 
 def _variance(X, weight: np.ndarray) -> float:
-    """Of all entries, in float64 and block by block, around the mean of the first block."""
+    """Return the variance of all entries, computed in blocks in float64.
+
+    The sums are relative to the mean of the first block, for accuracy.
+    """
     total = weight.sum() * X.shape[1]
     if issparse(X):
         first, second = (float(((power.T @ weight) / total).sum()) for power in (X, X.multiply(X)))
@@ -342,7 +372,7 @@ def _variance(X, weight: np.ndarray) -> float:
 
 
 def _rows_of(X) -> list[slice]:
-    """Blocks of rows; shorter where X is sparse, whose columns may be many: a block is made dense."""
+    """Return blocks of rows; sparse rows become dense and need smaller blocks."""
     return blocks(X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS)
 
 

@@ -1,6 +1,6 @@
-"""Kernel regression on random features, as scikit-learn estimators.
+"""Nadaraya-Watson kernel regression and classification for scikit-learn.
 
-Legend: n samples, d columns, m projections, M features, C classes or targets.
+Notation: n samples, d columns, m projections, M features, C classes or targets.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from crt_exp.features import FeatureMap, Features
 
 
 class _KernelRegression(RandomFeatureEstimator):
-    """Nadaraya-Watson averages of targets R (n, C) under the kernel, exact or by features (CRT 5.2)."""
+    """Base class: kernel averages of targets R (n, C), exact or estimated (CRT 5.2)."""
 
     def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=128, kernel="gaussian", gamma=None,
                  random_state=None, *, length_scale=None):
@@ -39,7 +39,7 @@ class _KernelRegression(RandomFeatureEstimator):
         self.state_, self.log_scale_ = None, None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:
-        """Adds rows to the sums G = Phi^T [R, 1], kept as state_ exp(log_scale_) with a scale per feature."""
+        """Add rows to Phi^T [R, 1], stored as state_ exp(log_scale_)."""
         if self._exact:
             self.x_ = np.concatenate([self.x_, X])
             self.targets_ = R if self.targets_ is None else np.concatenate([self.targets_, R])
@@ -59,7 +59,10 @@ class _KernelRegression(RandomFeatureEstimator):
         self.log_scale_ = top
 
     def _numerators(self, X: np.ndarray) -> np.ndarray:
-        """(n, C + 1) sums, the last column the kernel mass, up to a positive factor for each row."""
+        """Return kernel sums (n, C + 1), up to a positive factor per row.
+
+        The last column is the kernel mass.
+        """
         sums = self._exact_sums if self._exact else self._feature_sums
         at_once = max(1, 4_000_000 // max(len(self.x_), 1)) if self._exact else ROWS
         return np.concatenate([sums(X[rows]) for rows in blocks(len(X), at_once)])
@@ -71,7 +74,7 @@ class _KernelRegression(RandomFeatureEstimator):
         return (weights @ self.state_).numpy()
 
     def _exact_sums(self, X: np.ndarray) -> np.ndarray:
-        """Exponents of centred rows in float64 by one matrix product; the row's largest one cancels."""
+        """Return exact kernel sums, float64; the largest exponent per row cancels."""
         x, y = (self._scaled(v.astype(np.float64)) for v in (X, self.x_))
         logits = x @ y.mT
         if self.kernel == "gaussian":
@@ -82,15 +85,20 @@ class _KernelRegression(RandomFeatureEstimator):
 
 
 class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
-    """Kernel-regression classification: the class with the largest kernel sum over its training points (CRT 5.2).
+    """Predicts the class with the largest kernel sum over its samples (CRT 5.2).
 
-    O(n M) to fit, O(M C) to predict, whatever n is. mechanism: "exact", a name of `conf/features`, or a FeatureMap;
-    n_components: columns of the features, rounded up to whole projections; kernel, gamma (None is 'scale') and
-    length_scale as of RandomFeatures. Ties go to the lowest class.
+    Fitting takes O(n M). Prediction takes O(M C) per row, independent of n. Ties go to the lowest class.
+
+    Args:
+        mechanism: "exact", a name in `conf/features`, or a FeatureMap.
+        n_components: number of features, rounded up to whole projections.
+        kernel: as in RandomFeatures.
+        gamma: as in RandomFeatures, but None is 'scale'.
+        length_scale: as in RandomFeatures.
     """
 
     def fit(self, X, y):
-        """X (n, d), y (n,) labels."""
+        """Fit to X (n, d) and labels y (n,)."""
         X, y = validated(self, X, y)
         self.classes_ = label_set(y)
         self._begin(X)
@@ -98,7 +106,11 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         return self
 
     def partial_fit(self, X, y, classes=None):
-        """Adds rows. The first call needs `classes`, fits the parameters and draws the noise; later ones keep both."""
+        """Add rows. The first call fits the parameters and samples the projections.
+
+        Raises:
+            ValueError: the first call has no `classes`, or a label is not among them.
+        """
         first = not hasattr(self, "classes_")
         X, y = validated(self, X, y, reset=first)
         if first:
@@ -110,13 +122,15 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         return self
 
     def predict(self, X):
-        """(n,) labels."""
+        """Return labels (n,)."""
         scores = self._scores(X)
         return self.classes_[scores.argmax(1)]
 
     def predict_proba(self, X):
-        """(n, C): the kernel sums of each class, negative estimates set to 0;
-        all on the best class where none is positive."""
+        """Return normalised kernel sums (n, C), with negative estimates set to 0.
+
+        Rows without positive estimates give probability 1 to the largest one.
+        """
         scores = self._scores(X)
         positive = np.maximum(scores, 0)
         total = positive.sum(1, keepdims=True)
@@ -138,27 +152,27 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
 
 
 class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
-    """Nadaraya-Watson regression: the kernel-weighted mean of the training targets, exact or by features.
+    """Nadaraya-Watson regression: kernel-weighted mean of the training targets.
 
-    Such a mean lies between the least and the largest training target, and an estimate beyond them is set to the nearer
-    one: that of an indefinite estimator (trig, gerf, pois, geom) divides by a kernel mass that may be near 0. Where it
-    gives no positive mass at all, the row gets the mean of the training targets, and a warning says for how many rows.
+    Estimates are clipped to the range of the training targets, because trig, gerf, pois and geom may divide by a
+    kernel mass near 0. Rows without positive kernel mass get the mean of the training targets, with a warning.
+    Arguments are those of KernelRegressionClassifier.
     """
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
-        tags.regressor_tags.poor_score = True  # a local average: it needs its gamma tuned, above all in many dimensions
+        tags.regressor_tags.poor_score = True  # a local average needs a tuned gamma, above all in many dimensions
         return tags
 
     def fit(self, X, y):
-        """X (n, d), y (n,) or (n, C) real targets."""
+        """Fit to X (n, d) and targets y (n,) or (n, C)."""
         X, y = validated(self, X, y, y_numeric=True, multi_output=True)
         self._start(X, y)
         return self._take(X, y)
 
     def partial_fit(self, X, y):
-        """Adds rows; the first call fits the parameters and draws the noise."""
+        """Add rows. The first call fits the parameters and samples the projections."""
         first = not hasattr(self, "total_")
         X, y = validated(self, X, y, reset=first, y_numeric=True, multi_output=True)
         if first:
@@ -178,7 +192,7 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         return self
 
     def predict(self, X):
-        """(n,) or (n, C) kernel averages, each between the least and the largest training target."""
+        """Return predictions (n,) or (n, C), within the range of the training targets."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=FLOATS, reset=False)
         sums = self._numerators(X).astype(np.float64)
@@ -194,6 +208,9 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
 
 
 def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phi^T r (M, C) over exp(log_scale), and log_scale (1, M): the largest log feature of each column."""
+    """Return Phi^T r / exp(log_scale) (M, C), and log_scale (1, M).
+
+    log_scale is the largest log feature of each column.
+    """
     log_scale = f.log_scale.amax(-2, keepdim=True)
     return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale

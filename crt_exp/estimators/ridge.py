@@ -1,8 +1,8 @@
-"""Bayesian ridge regression and classification in random features, from sums over rows.
+"""Bayesian ridge regression and classification on random features.
 
-Notation: n rows, M = n_components features z, T targets y, w weights and W their sum; S = sum w z z^T over centred
-features, S = U diag(lambda) U^T, b = sum w z y^T, alpha the ridge. The model is y = c.z + noise with
-c ~ N(0, noise variance / alpha).
+Notation: n rows, M = n_components features z, T targets y, weights w with sum W; S = sum w z z^T over centred
+features, S = U diag(lambda) U^T, alpha the ridge. The model is y = c.z + noise with c ~ N(0, noise variance / alpha).
+All results follow from sums over rows.
 """
 
 from numbers import Integral, Real
@@ -21,15 +21,18 @@ from crt_exp.options import whole_number
 from crt_exp.samplers.blocks import free_memory, one_thread
 
 Choice = Literal["gcv", "evidence"]
-ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # of eigenvalues, relative to their sum
-STEPS, ABOVE = 8, 3   # ridges for each power of ten; powers of ten above the largest eigenvalue
-KEPT = 4000           # rows that a classifier keeps to calibrate its probabilities
+ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # rounding error of eigenvalues, relative to their sum
+STEPS, ABOVE = 8, 3   # grid points per decade; decades above the largest eigenvalue
+KEPT = 4000           # rows stored for the calibration of a classifier
 SOFTNESS = 100.0      # inverse L2 penalty of the calibration
-LEAST_RIDGE = 1e-6    # of classifiers, relative to the sum of eigenvalues: below it left-out scores are rounding
+LEAST_RIDGE = 1e-6    # of classifiers, relative to the sum of eigenvalues; leave-one-out scores are inaccurate below it
 
 
 class Sums:
-    """sum w z z^T, w z y^T, w z, w y, w y^2 and w in float64; y is counted from `origin`, which saves digits."""
+    """Weighted sums over rows of z z^T, z y^T, z, y, y^2 and 1, float64.
+
+    Targets are relative to `origin`, which reduces cancellation.
+    """
 
     def __init__(self, columns: int, origin: Tensor):
         def zeros(*shape):
@@ -39,10 +42,10 @@ class Sums:
         self.targets, self.squares, self.weight, self.rows, self.origin = zeros(T), zeros(T), 0.0, 0, origin
 
     def add(self, z: Tensor, y: Tensor, w: Tensor) -> None:
-        """z (n, M), y (n, T), w (n,), float64."""
+        """Add rows z (n, M), y (n, T), w (n,), float64."""
         y, root = y - self.origin, w.sqrt()
         z = z * root[:, None]
-        with np.errstate(invalid="ignore", over="ignore"):  # infinite features are refused when the sums are solved
+        with np.errstate(invalid="ignore", over="ignore"):  # `Solution` rejects infinite features
             self.gram += torch.from_numpy(z.numpy().T @ z.numpy())  # NumPy computes one triangle: half the time
         self.right += z.mT @ (root[:, None] * y)
         self.features += root @ z
@@ -52,7 +55,7 @@ class Sums:
         self.rows += len(w)
 
     def place(self, places: list[int], count: int) -> None:
-        """Moves the targets to columns `places` of `count`; the other columns are zero."""
+        """Move the targets to columns `places` of `count`; other columns are zero."""
         for name in ("right", "targets", "squares", "origin"):
             old = getattr(self, name)
             new = old.new_zeros(*old.shape[:-1], count)
@@ -61,11 +64,16 @@ class Sums:
 
 
 class Solution:
-    """Coefficients (M, T), intercept (T,), a ridge for each target, and their uncertainty.
+    """Ridge coefficients (M, T), intercept (T,) and their uncertainty.
 
-    alpha: a number, or the ridge of a grid with the least generalised cross-validation score or the most evidence.
-    floor: of eigenvalues and ridges of the grid, relative to the sum of eigenvalues. together: one ridge for all
-    targets.
+    Args:
+        alpha: a number, or a criterion: "gcv" (generalised cross-validation) or "evidence". A criterion selects alpha
+            on a grid.
+        floor: least eigenvalue and least ridge of the grid, relative to the sum of eigenvalues.
+        together: select one ridge for all targets.
+
+    Raises:
+        ValueError: features overflow, or the weights are too small for selecting alpha.
     """
 
     def __init__(self, sums: Sums, alpha: float | Choice, floor: float, together: bool):
@@ -76,15 +84,15 @@ class Solution:
         shift = sums.targets / sums.weight
         self.targets = shift + sums.origin
         squares = (sums.squares - sums.targets * shift).clamp(min=0)
-        with one_thread():  # threads on busy cores wait for each other
+        with one_thread():  # more threads wait for each other on busy cores
             values, self.basis = torch.linalg.eigh(sums.gram - torch.outer(sums.features, self.mean))
         least = max(floor * float(sums.gram.trace()), torch.finfo(values.dtype).tiny)
         self.values = torch.where(values > (0 if isinstance(alpha, Real) and alpha else least), values, 0.0)
         part = self.basis.mT @ (sums.right - sums.features[:, None] * shift)           # (M, T)
         explained = part.square() / values[:, None].clamp(min=least) * (self.values > 0)[:, None]
-        rest = (squares - explained.sum(0)).clamp(min=0)                               # what no ridge explains
+        rest = (squares - explained.sum(0)).clamp(min=0)                               # unexplained by every ridge
         self.count = torch.full_like(squares, sums.weight)
-        exact = rest <= floor**0.5 * squares  # repeated rows that features interpolate would pass for noiseless ones
+        exact = rest <= floor**0.5 * squares  # interpolated repeated rows are no evidence of zero noise
         self.count[exact] = self.count[exact].clamp(max=int((self.values > 0).sum()) + 1)
         if isinstance(alpha, str):
             if sums.weight <= 1 + 1e-9 and sums.rows > 1:
@@ -107,44 +115,47 @@ class Solution:
         self.noise_variance = residual * (self.count / self.weight) / left
 
     def _gcv(self, shrunk: Tensor, explained: Tensor, rest: Tensor) -> Tensor:
-        """n RSS / (n - degrees of freedom)^2; infinite where nothing is left to judge by."""
+        """Return n RSS / (n - degrees of freedom)^2; infinite without residual degrees."""
         left = self.count - 1 - (1 - shrunk).sum(0)[:, None]
         residual = rest + shrunk.square().mT @ explained
         return torch.where(left > 1e-9 * self.count, self.count * residual / left.square(), torch.inf)
 
     def _evidence(self, shrunk: Tensor, explained: Tensor, rest: Tensor) -> Tensor:
-        """Minus twice the log evidence, with the noise variance at its best."""
+        """Return -2 log evidence, maximised over the noise variance."""
         fit = (rest + shrunk.mT @ explained).clamp(min=torch.finfo(shrunk.dtype).tiny)
         return (self.count - 1).clamp(min=1e-9) * fit.log() - shrunk.log().sum(0)[:, None]
 
     def predict(self, z: Tensor) -> Tensor:
-        """(n, M) -> (n, T)."""
+        """Return predictions (n, T) for features (n, M)."""
         return z @ self.coefficients + self.intercept
 
     def variance(self, z: Tensor) -> Tensor:
-        """(n, T) of a new target: its noise, and the uncertainty of coefficients and intercept."""
+        """Return the predictive variance (n, T): noise plus coefficient uncertainty."""
         known = 1 + 1 / self.count + self._spread(z) * (self.weight / self.count)
         return known.clamp(max=torch.finfo(known.dtype).max) * self.noise_variance
 
     def left_out(self, z: Tensor, y: Tensor) -> Tensor:
-        """Predictions for rows that were summed, as if each had been left out; of one repetition of a weighted row."""
+        """Return leave-one-out predictions for training rows.
+
+        For a weighted row one repetition is left out.
+        """
         leverage = 1 / self.weight + self._spread(z)
         return y - (y - self.predict(z)) / (1 - leverage).clamp(min=1e-6)
 
     def _spread(self, z: Tensor) -> Tensor:
-        """(z - mean)^T (S + alpha)^-1 (z - mean), (n, T)."""
+        """Return (z - mean)^T (S + alpha)^-1 (z - mean), (n, T)."""
         scale = (self.values[:, None] + self.alpha).clamp(min=torch.finfo(self.values.dtype).tiny)
         return ((z - self.mean) @ self.basis).square() @ (1 / scale)
 
 
 def ridges(least: float, top: float) -> Tensor:
-    """A grid from what rounding hides to what leaves next to nothing of any coefficient."""
+    """Return a grid of ridges, from rounding level to almost zero coefficients."""
     low, high = np.log10(least), np.log10(top) + ABOVE
     return torch.logspace(low, high, int(STEPS * (high - low)) + 1, dtype=torch.float64)
 
 
 def check_memory(columns: int) -> None:
-    """Raises ValueError where the sums over `columns` features do not fit the free memory."""
+    """Raise ValueError if the sums over `columns` features exceed the free memory."""
     need = 32 * columns**2
     if need > 2**28 and need > (free := free_memory(torch.device("cpu"))):
         raise ValueError(f"n_components={columns}: the sums take {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of "
@@ -152,7 +163,10 @@ def check_memory(columns: int) -> None:
 
 
 class RidgeOfFeatures(BaseEstimator):
-    """Sums over the features of rows, which are not stored. Features are fitted to the first batch of rows."""
+    """Base class: accumulates sums over rows, which are not stored.
+
+    The feature map is fitted to the first batch of rows.
+    """
 
     together, least_ridge = False, 0.0
 
@@ -168,7 +182,7 @@ class RidgeOfFeatures(BaseEstimator):
         self.random_state = random_state
 
     def fit(self, X, y, sample_weight=None):
-        """X (n, d), dense or sparse; y (n,) or (n, T) numbers, or (n,) labels."""
+        """Fit to X (n, d), dense or sparse, and y (n,) or (n, T), or labels (n,)."""
         for name in ("sums_", "classes_"):
             vars(self).pop(name, None)
         self._add(X, y, sample_weight)
@@ -176,7 +190,7 @@ class RidgeOfFeatures(BaseEstimator):
         return self
 
     def _add(self, X, y, sample_weight) -> None:
-        """Adds rows: all of them or, where one is wrong, none."""
+        """Validate and add all rows, or none if a row is invalid."""
         first = not hasattr(self, "sums_")
         if first:
             self._check_options()
@@ -218,17 +232,17 @@ class RidgeOfFeatures(BaseEstimator):
         return torch.from_numpy(self.features_.transform(X)).double()
 
     def _columns_of(self, y: np.ndarray) -> np.ndarray:
-        """(n, T) float64 of checked targets."""
+        """Return validated targets as (n, T), float64."""
         return y
 
     def _origin(self, targets: Tensor) -> Tensor:
         return targets[0].clone()
 
     def _keep(self, X, y: np.ndarray, weight: np.ndarray) -> None:
-        """What else a batch leaves behind."""
+        """Store further data of a batch."""
 
     def _solve(self) -> Solution:
-        """The solution for all rows so far, with `alpha` as it is now."""
+        """Return the solution for all rows so far and the current `alpha`, cached."""
         check_is_fitted(self, "sums_")
         if self._solved is None or self._solved[0] != self.alpha:
             self._check_options()
@@ -240,7 +254,7 @@ class RidgeOfFeatures(BaseEstimator):
         return solution
 
     def _per_block(self, X, what) -> np.ndarray:
-        """what(features (n, M)) of X, block by block."""
+        """Apply `what` to the features (n, M) of X, block by block."""
         check_is_fitted(self, "sums_")
         X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
         return np.concatenate([what(self._features(X[rows])).numpy() for rows in blocks(X.shape[0], 4096)])
@@ -256,28 +270,47 @@ class RidgeOfFeatures(BaseEstimator):
 
 
 class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
-    """Ridge regression in random features: kernel ridge regression, or the mean of a Gaussian process, in time O(n M^2)
-    and memory O(M^2), for any n.
+    """Ridge regression on random features, in time O(n M^2) and memory O(M^2).
 
-    Arguments: mechanism, sampler, n_components, kernel, gamma (None is 'scale'), length_scale as of RandomFeatures;
-    trig is the default because it is bounded for the Gaussian kernel: no row weighs too much. alpha: the ridge, a
-    number, or chosen for each target by the evidence of the Bayesian model ('evidence') or by generalised
-    cross-validation ('gcv', which overfits few rows). sample_weight counts as repetitions of a row.
+    It approximates kernel ridge regression, or the mean of a Gaussian process.
 
-    Attributes: features_ (a RandomFeatures, fitted to the first batch), coef_ (n_components,) or (T, n_components),
-    intercept_, alpha_, noise_variance_ of a row of weight 1, degrees_ of freedom, rows_; all follow `partial_fit` and a
-    change of `alpha`.
+    Args:
+        mechanism: as in RandomFeatures. The default trig is bounded for the Gaussian kernel, so no row dominates.
+        sampler: as in RandomFeatures.
+        n_components: as in RandomFeatures.
+        kernel: as in RandomFeatures.
+        gamma: as in RandomFeatures, but None is 'scale'.
+        length_scale: as in RandomFeatures.
+        alpha: the ridge, a number; or selected for each target by "evidence" (of the Bayesian model) or "gcv"
+            (generalised cross-validation, which overfits few rows).
+
+    `sample_weight` counts as repetitions of a row.
+
+    Attributes:
+        features_: a RandomFeatures, fitted to the first batch.
+        coef_: (n_components,) or (T, n_components).
+        intercept_: a number, or (T,).
+        alpha_: the selected ridge.
+        noise_variance_: noise variance of a row with weight 1.
+        degrees_: effective degrees of freedom.
+        rows_: number of rows.
+
+    All attributes but features_ follow `partial_fit` and changes of `alpha`.
     """
 
     _target_checks = {"y_numeric": True, "multi_output": True}
 
     def partial_fit(self, X, y, sample_weight=None):
-        """Adds rows; coefficients are computed when next asked for."""
+        """Add rows; coefficients are computed on access."""
         self._add(X, y, sample_weight)
         return self
 
     def predict(self, X, return_std=False):
-        """(n,) or (n, T) means; with return_std also standard deviations of new targets, noise included."""
+        """Return means (n,) or (n, T).
+
+        Args:
+            return_std: also return standard deviations of new targets, including noise.
+        """
         solution = self._solve()
         if not return_std:
             return self._per_block(X, solution.predict).reshape(-1, *self._shape)
@@ -317,14 +350,19 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
 
 
 class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
-    """Ridge regression on one-hot labels in random features, and logistic regression on its left-out scores.
+    """Ridge regression on one-hot labels, calibrated by logistic regression.
 
-    Arguments are those of RandomFeatureRidge; one ridge serves all classes, by default that of 'gcv'. Probabilities
-    are those of a logistic regression on the left-out scores of up to 4000 rows, evenly spread over all rows, which
-    are kept. A label that comes with a later batch is a new class.
+    The logistic regression uses the leave-one-out scores of up to 4000 evenly spaced rows, which are stored. One ridge
+    serves all classes. A new label in a later batch adds a class. Arguments are those of RandomFeatureRidge; alpha is
+    "gcv" by default.
 
-    Attributes: features_, classes_, coef_ (C, n_components) and intercept_ (C,) of the log probabilities up to a
-    constant (one row for two classes), alpha_, rows_.
+    Attributes:
+        features_: a RandomFeatures, fitted to the first batch.
+        classes_: sorted labels.
+        coef_: (C, n_components) of the log probabilities, up to a constant per row; one row for two classes.
+        intercept_: (C,), or (1,) for two classes.
+        alpha_: the selected ridge.
+        rows_: number of rows.
     """
 
     together, least_ridge, _target_checks = True, LEAST_RIDGE, {}
@@ -335,14 +373,21 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
                          random_state=random_state)
 
     def partial_fit(self, X, y, classes=None, sample_weight=None):
-        """Adds rows. classes: labels that may come later; others are added as they come."""
+        """Add rows.
+
+        Args:
+            classes: labels of later batches; optional, since unseen labels add classes.
+        """
         if classes is not None and not hasattr(self, "sums_"):
             self.classes_ = label_set(classes)
         self._add(X, y, sample_weight)
         return self
 
     def decision_function(self, X):
-        """(n, C) log probabilities up to a constant of the row; (n,) log odds for two classes."""
+        """Return log probabilities (n, C) up to a constant; log odds (n,) if C = 2.
+
+        The constant is one number per row.
+        """
         self._solve()
         return self._per_block(X, self._scores).reshape((-1,) if len(self.classes_) == 2 else (-1, len(self.classes_)))
 
@@ -350,14 +395,14 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         return z @ torch.from_numpy(self.coef_).T + torch.from_numpy(self.intercept_)
 
     def predict_proba(self, X):
-        """(n, C)."""
+        """Return class probabilities (n, C)."""
         scores = torch.from_numpy(self.decision_function(X))
         if scores.ndim == 1:
             return torch.stack([(-scores).sigmoid(), scores.sigmoid()], 1).numpy()
         return scores.softmax(1).numpy()
 
     def predict(self, X):
-        """(n,) labels."""
+        """Return labels (n,)."""
         scores = self.decision_function(X)
         return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)]
 
@@ -389,7 +434,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         return torch.zeros(targets.shape[1], dtype=torch.float64)
 
     def _keep(self, X, y: np.ndarray, weight: np.ndarray) -> None:
-        """Every row, then every second, every fourth and so on of all rows so far, at most KEPT."""
+        """Store evenly spaced rows, at most KEPT: every row, every second, every fourth..."""
         before = self.rows_ - len(y)
         if before == 0:
             self._stride, self._kept = 1, (X[:0], y[:0], weight[:0])
@@ -403,7 +448,11 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         self._kept = X, np.concatenate([thinned[1], y[new]]), np.concatenate([thinned[2], weight[new]])
 
     def _finish(self, solution: Solution) -> Solution:
-        """Raises ValueError where only one class has rows."""
+        """Fit the calibration.
+
+        Raises:
+            ValueError: all rows belong to one class.
+        """
         from sklearn.linear_model import LogisticRegression
 
         X, y, weight = self._kept

@@ -1,4 +1,4 @@
-"""Random-feature maps: each gives phi_q, phi_k with E <phi_q(x), phi_k(y)> = kernel(x, y)."""
+"""Random-feature maps phi_q, phi_k with E <phi_q(x), phi_k(y)> = kernel(x, y)."""
 
 from crt_exp.features.base import FeatureMap, Features, Projections
 from crt_exp.features.blocks import AngularCoefficient, BipolarGaussianCoefficient, GaussianCoefficient

@@ -1,9 +1,9 @@
-"""What every feature map shares: stable features, noise, the fit to statistics, and the closed form of its error.
+"""Interface of random-feature maps, and checks for non-finite numbers.
 
-Legend: L queries x, S keys y, d dimension, m projections, M features made of them. S_s = |x + s y|^2 for s = +-1,
-N = |x|^2 + |y|^2. phi is held as value * exp(log_scale); nothing is exponentiated before a stabiliser is known.
+Notation: L queries x, S keys y, d dimension, m projections, M features. Projections are the rows omega of a random
+matrix. A map computes M features from m projections.
 
-At the end: where numbers stop being finite, in a fit or in a training run.
+Features are represented as value * exp(log_scale), so that attention can stabilise them before the exponential.
 """
 
 import math
@@ -20,30 +20,33 @@ from crt_exp.features.statistics import Kernel, Statistics, log_kernel
 from crt_exp.options import check_values
 from crt_exp.samplers.noise import Nested, Noise, leaves, mapped, precise, transforming
 
-ONE = torch.ones(())  # the value of a positive feature: zero-dimensional, so it joins any device and dtype
+ONE = torch.ones(())  # value of positive features; zero-dimensional tensors combine with every device and dtype
 LOG2 = math.log(2)
 
-# tensors (..., 1, 1), (..., 1, d) or (..., d, d), nested (samplers/noise.py); () for maps without any
+# nested tensors (samplers/noise.py), mostly (..., 1, 1), (..., 1, d) or (..., d, d); () for maps without parameters
 Params = Any
 
 
 class Features(NamedTuple):
-    """phi = value * exp(log_scale), real. Both broadcast to (..., L, M)."""
+    """Real features phi = value * exp(log_scale); both broadcast to (..., L, M)."""
 
     value: Tensor      # 1 for positive maps, +-1 for signed ones, cos and sin for trigonometric ones
     log_scale: Tensor  # log phi for positive and signed maps, (..., L, 1) for trigonometric ones
 
     def dense(self) -> "Features":
-        """Itself: the features of some maps come in blocks (features/blocks.py), which this puts together."""
+        """Return the features as one tensor pair; blocks.py overrides this for blocks."""
         return self
 
     def exp(self) -> Tensor:
-        """phi itself, (..., L, M), with 1/sqrt(m) inside; overflows where |x| is large."""
+        """Return phi (..., L, M), including the factor 1/sqrt(m).
+
+        phi may overflow or underflow for large |x|.
+        """
         phi = self.log_scale.exp()
         return phi if self.value is ONE else self.value * phi
 
     def write(self, out: Tensor) -> None:
-        """phi itself into `out` (..., L, M), without gradient."""
+        """Write phi into `out` (..., L, M), without gradient."""
         if self.log_scale.shape[-1] < out.shape[-1]:
             torch.mul(self.value, self.log_scale.exp(), out=out)
         else:
@@ -53,7 +56,10 @@ class Features(NamedTuple):
 
 
 class BoundMap(NamedTuple):
-    """A feature map with its noise and parameters filled in, and what depends on these alone already computed."""
+    """A feature map with its projections and parameters filled in.
+
+    Quantities that depend on the projections and parameters alone are computed once.
+    """
 
     phi_q: Callable[[Tensor], Features]
     phi_k: Callable[[Tensor], Features]
@@ -61,9 +67,12 @@ class BoundMap(NamedTuple):
 
 @dataclass(frozen=True)
 class Projections:
-    """A noise that a map takes: m rows. Those of one name are one noise, those of other names are independent.
+    """A request for m random projections.
 
-    begin: the name of what rows that are trained begin as, where that is another one's.
+    Requests with equal names receive the same projections. Requests with different names receive independent ones.
+
+    Args:
+        begin: name of the request whose sample initialises trained projections; None: `name`.
     """
 
     m: int
@@ -72,11 +81,11 @@ class Projections:
 
     @property
     def drawn_as(self) -> str:
-        """The name that its rows are drawn by."""
+        """The name under which the projections are sampled."""
         return self.name if self.begin is None else self.begin
 
     def of_part(self, part: int) -> "Projections":
-        """The same for part number `part` of a map whose parts are independent."""
+        """Return the request renamed for part number `part` of a composite map."""
         name, begin = (None if name is None else f"{part}_{name}" if name else str(part)
                        for name in (self.name, self.begin))
         return replace(self, name=name, begin=begin)
@@ -84,56 +93,65 @@ class Projections:
 
 @dataclass(frozen=True)
 class FeatureMap:
-    """A pair of maps with E <phi_q(x), phi_k(y)> = kernel(x, y). Pure: noise and parameters are arguments.
+    """A pair of feature maps with E <phi_q(x), phi_k(y)> = kernel(x, y).
 
-    Unbiased for every value of the parameters that does not depend on the noise: a stale fit costs variance only. A map
-    says what it computes in `phi_q` (and `phi_k`, where that is another map), or in `bind`: each is made of the other.
-    Raises ValueError for options that do not fit their annotations.
+    A map has no random state: projections and parameters are arguments. The estimate is unbiased for all parameters
+    that do not depend on the projections. Outdated parameters therefore increase the variance only.
+
+    Subclasses define `phi_q` (and `phi_k`, if keys use another map) or `bind`. Each default implementation calls the
+    other. Subclasses define `log_relative_second_moment` if the variance has a closed form.
+
+    Raises:
+        ValueError: an option does not fit its annotation.
     """
 
     kernel: Kernel = "softmax"
 
-    estimates = True    # a kernel; maps that define one of their own, by a formula or by what they learn, do not
-    own_kernel = False  # whether that is neither softmax nor the Gaussian one: a map of rows, and none of attention
-    learned = False     # whether its projections are parameters of the layer that holds it, always
-    trainable = False   # whether a layer can train its parameters and projections (attention.learn)
-    fitted = False      # whether `fit` looks at statistics; where not, `fit(None)` gives the parameters
-    # Whether `fit` looks at the vectors themselves: then an attention layer fits once, and keeps the result. Such a map
-    # also has `unfitted(d)`, the parameters before that, and `until_fitted`, what these mean.
+    estimates = True    # the features estimate a kernel without bias; False for learned features
+    own_kernel = False  # the kernel is neither softmax nor Gaussian; such maps do not serve attention
+    learned = False     # the projections are always parameters of the layer
+    trainable = False   # a layer can train the parameters and projections (attention.learn)
+    fitted = False      # `fit` uses statistics; if False, call `fit(None)`
+    # `fit` uses the vectors themselves, so an attention layer fits once and stores the result. Such a map also defines
+    # `unfitted(d)`, the parameters before the fit, and `until_fitted`, which describes them.
     on_vectors = False
-    # Whether it is fitted to sequences, in which queries meet the keys that they see: then it has `fit_sequences`.
+    # `fit_sequences` uses sequences: which keys each query attends to matters.
     on_sequences = False
-    second_moments = False  # whether it looks at covariances: O(L d^2) to take, d^2 numbers for a layer to keep
+    second_moments = False  # `fit` uses covariances: O(L d^2) time, d^2 stored numbers
 
     def __post_init__(self):
         check_values("", type(self), vars(self))
 
     @property
     def one_map(self) -> bool:
-        """Whether phi_k is phi_q."""
+        """Whether queries and keys use the same map."""
         return type(self).phi_k is FeatureMap.phi_k
 
     def width(self, m: int) -> int:
-        """M, the number of features made of m projections."""
+        """Return M, the number of features computed from m projections."""
         return m
 
     def of_size(self, m: int) -> "FeatureMap":
-        """The map for m projections, where the size of its parameters depends on m."""
+        """Return the map for m projections; maps with m-dependent parameters override it."""
         return self
 
     def rank(self, m: int) -> int:
-        """The least number of columns that gives the same estimates in exact arithmetic, as the papers count them."""
+        """Return the feature dimension as the papers count it.
+
+        This is the least number of features that gives the same estimate in exact arithmetic.
+        """
         return self.width(m)
 
     def projections(self, m: Nested) -> Nested:
-        """The noise that this map takes where m projections are asked for: `Projections`, or None where it takes none.
+        """Return the requests for projections: a `Projections` or None.
 
-        Of a map with parts, a tuple with what each of them takes; m is then one number for all, or a tuple with theirs.
+        Composite maps return a tuple with one entry for each part. Their m is one number, or a tuple with one entry
+        for each part.
         """
         return Projections(m)
 
     def noise(self, m: Nested, draw: Callable[[Projections], Noise]) -> Nested:
-        """Noise for this map: `draw` is called once for each noise that is independent of the others."""
+        """Sample the projections; `draw` is called once for each independent request."""
         needed, drawn = self.projections(m), {}
         for p in distinct(needed):
             if p.drawn_as not in drawn:
@@ -141,56 +159,69 @@ class FeatureMap:
         return mapped(lambda p: drawn[p.drawn_as], needed)
 
     def fit(self, stats: Statistics) -> Params:
-        """Parameters of least mean log variance for these statistics."""
+        """Return the parameters of least mean log variance for these statistics."""
         return ()
 
     def admitted(self, params: Params) -> Params:
-        """Parameters that training or an average of states has moved, brought back to where the map is defined."""
+        """Project trained or averaged parameters onto the domain of the map."""
         return params
 
     def phi_q(self, x: Tensor, noise: Noise, params: Params = ()) -> Features:
-        """Query features of x (..., L, d): broadcast to (..., L, width(m)), float32 at least."""
+        """Return query features of x (..., L, d): (..., L, M), in float32 or float64."""
         return self.bind(precise(noise, x.dtype), params).phi_q(x).dense()
 
     def phi_k(self, y: Tensor, noise: Noise, params: Params = ()) -> Features:
-        """Key features; the same map unless said otherwise."""
+        """Return key features; the default is `phi_q`."""
         return self.bind(precise(noise, y.dtype), params).phi_k(y).dense()
 
     def bind(self, noise: Noise, params: Params = ()) -> BoundMap:
-        """Both maps as functions of the vectors alone, for callers that go through a set in chunks."""
+        """Return both maps as functions of the vectors alone, for use on chunks."""
         phi_q = partial(self.phi_q, noise=noise, params=params)
         return BoundMap(phi_q, phi_q if self.one_map else partial(self.phi_k, noise=noise, params=params))
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
-        """A function of x and `out` (..., L, M) that writes phi_q(x) itself into `out`, without gradient,
-        in few passes."""
+        """Return a function that writes phi_q(x) into `out` (..., L, M).
+
+        The function has no gradient and needs few passes over memory.
+        """
         phi = self.bind(precise(noise, torch.float64), params).phi_q
         return lambda x, out: phi(x).dense().write(out)
 
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
-        """log(E Z^2 / (E Z)^2) of one projection's estimate Z; the same for both kernels. Biased maps have none."""
+        """Return log(E Z^2 / (E Z)^2) of the estimate Z from one projection.
+
+        The value is the same for the softmax and the Gaussian kernel.
+
+        Raises:
+            ValueError: the map has no closed form.
+        """
         raise ValueError(f"features={type(self).__name__}: no closed form of its variance, which this needs: define "
                          "log_relative_second_moment")
 
     def log_mse(self, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
-        """log of the variance with m iid projections; as `log_variance`."""
+        """Return the log variance with m i.i.d. projections; shapes as `log_variance`."""
         return self.log_variance(x, y, params) - math.log(m)
 
     def log_kernel(self, x: Tensor, y: Tensor) -> Tensor:
-        """log of what is estimated, pair by pair: x and y (..., d) broadcast."""
+        """Return the log of the estimated kernel; x and y (..., d) broadcast."""
         return log_kernel(self.kernel, x, y)
 
     def log_variance(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
-        """log of the variance with ONE projection, iid: shape of x[..., 0] broadcast with y[..., 0], float64, nats.
+        """Return the log variance with one projection, in nats, float64.
 
-        -inf where the variance is zero, +inf where it is infinite. m iid projections divide the variance by m.
+        The shape is that of x[..., 0] broadcast with y[..., 0]. The value is -inf for variance zero and +inf for
+        infinite variance. With m i.i.d. projections the variance is divided by m.
         """
         x, y = x.double(), y.double()
         return 2 * self.log_kernel(x, y) + log_expm1(self.log_relative_second_moment(x, y, params))
 
 
 def distinct(needed: Nested) -> list[Projections]:
-    """Each of the independent noises once. Raises ValueError where parts that share one take other numbers of rows."""
+    """Return one request per name.
+
+    Raises:
+        ValueError: parts share projections but need different numbers of them.
+    """
     named = {}
     for p in leaves(needed):
         if named.setdefault(p.name, p).m != p.m:
@@ -200,45 +231,50 @@ def distinct(needed: Nested) -> list[Projections]:
 
 
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """A parameter (*batch, 1, k) as (*batch, 1, ..., 1, k), to broadcast with the product of x and y,
-    batch dimensions first."""
+    """Reshape (*batch, 1, k) to (*batch, 1, ..., 1, k) to broadcast with x and y."""
     return placed(param, max(x.ndim, y.ndim))[..., 0, :]
 
 
 def placed(M: Tensor, ndim: int) -> Tensor:
-    """A matrix (*batch, k, d) for vectors of so many dimensions, batch dimensions first."""
+    """Reshape a matrix (*batch, k, d) to broadcast with vectors of `ndim` dimensions."""
     batch = M.shape[:-2]
     return M.reshape(*batch, *[1] * (ndim - 1 - len(batch)), *M.shape[-2:])
 
 
 def log_expm1(t: Tensor) -> Tensor:
-    """log(exp(t) - 1) for t >= 0 without loss at either end; -inf where rounding made t <= 0."""
+    """Return log(exp(t) - 1) for t >= 0, accurate at both ends; -inf at t <= 0."""
     t = t.clamp(min=0)
     small = t.clamp(max=20.0)
     return torch.where(t > 20, t + torch.log1p(-torch.exp(-t)), torch.log(torch.expm1(small)))
 
 
 def log_cosh(t: Tensor) -> Tensor:
-    """log cosh t, to full relative accuracy near 0."""
+    """Return log cosh t, to full relative accuracy near 0."""
     t = t.abs()
     near = t.clamp(max=1.0)
     return torch.where(t > 1, t - LOG2 + torch.log1p(torch.exp(-2 * t)), torch.log1p(2 * torch.sinh(near / 2).square()))
 
 
 def holds(condition: Tensor) -> bool:
-    """Whether a condition holds everywhere; under vmap, for all that is mapped over."""
+    """Whether a condition is true everywhere; under vmap, for all mapped entries."""
     return bool((torch.func.debug_unwrap(condition) if transforming() else condition).all())
 
 
 def can_ask(t: Tensor) -> bool:
-    """Whether a program may look at values: in compiled code it cannot, on another device it would have to wait."""
+    """Whether reading the values of a tensor is possible and cheap.
+
+    Compiled code cannot read values. Reading from another device than the CPU would synchronise.
+    """
     return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_finite(value: Tensor, name: str) -> Tensor:
-    """Raises NotFinite where a fitted parameter is not finite: the statistics held an infinity or a NaN.
+    """Return a fitted parameter if it is finite.
 
-    In compiled code and on other devices than the CPU it becomes NaN, and so does all that is made of it.
+    In compiled code and on other devices than the CPU, non-finite values become NaN instead of an error.
+
+    Raises:
+        NotFinite: the parameter holds an infinity or NaN.
     """
     if not can_ask(value):
         return torch.where(value.isfinite(), value, torch.nan)
@@ -248,22 +284,26 @@ def check_finite(value: Tensor, name: str) -> Tensor:
 
 
 class NotFinite(ValueError):
-    """What a computation that needs finite numbers raises where it meets others, before they reach a loss."""
+    """Raised when a computation that needs finite numbers receives others."""
 
 
 def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
-    """The first parameter, layer output, loss or gradient that is not finite when `batches` are computed again;
-    None if all are.
+    """Name the first non-finite parameter, layer output, loss or gradient.
 
-    Layers are looked at in the order in which they ran, inner ones before those around them, gradients in backward
-    order. Hooks do not run in compiled code: `model` must be the one that was not compiled. Everything is computed to
-    the end, because the layers of a sharded model only work when all processes take part. Leaves gradients behind.
+    The function recomputes the forward and backward passes of `batches`. It checks layers in execution order, inner
+    layers first, and gradients in backward order. It leaves gradients behind.
+
+    Args:
+        model: the uncompiled model, because compiled code runs no hooks.
+
+    Returns:
+        A description, or None if everything is finite.
     """
     names = nonfinite_parameters(model)
     model.zero_grad()
     for batch in batches:
         replay(model, batch, loss, names)
-    if not names:  # a gradient that only the sum over micro-batches or processes made so; the last layer's came first
+    if not names:  # only the sum over micro-batches or processes overflowed; backward reaches the last layer first
         late = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
         names = [f"gradient of {name}" for name in reversed(late)]
     return names[0] if names else None
@@ -274,7 +314,7 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
 
 
 def layer_of(error: BaseException, model: nn.Module) -> str:
-    """The innermost layer of `model` that was at work when `error` was raised, and what the error says."""
+    """Return the innermost layer that ran when `error` was raised, with its message."""
     names = {module: name for name, module in model.named_modules()}
     frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     layers = [module for module in frames if isinstance(module, nn.Module) and names.get(module)]
@@ -282,8 +322,7 @@ def layer_of(error: BaseException, model: nn.Module) -> str:
 
 
 def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], names: list[str]) -> None:
-    """Runs one micro-batch forward and backward with a hook on every module and parameter;
-    appends to an empty `names`."""
+    """Run one micro-batch forward and backward; append the first problem to `names`."""
     hooks = [module.register_forward_hook(output_hook(name, names)) for name, module in model.named_modules()]
     hooks += [p.register_hook(gradient_hook(name, names)) for name, p in model.named_parameters() if p.requires_grad]
     try:
@@ -319,7 +358,7 @@ def finite(tensor: Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors of nested tuples, lists and mappings (such as the outputs of transformers)."""
+    """Yield the tensors of nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,9 +1,11 @@
-"""What hybrids are made of: features in blocks, and the coefficients that weight the estimates of several bases.
+"""Building blocks of hybrid maps: features in blocks, and coefficients.
 
-Legend as in base.py; R weights of a token, D features of the base; n projections tau of a coefficient;
-lambda = a + E rho(x).rho'(y). Columns that are products of a weight and a feature of a base are kept as the two
-factors. Attention puts them together for the tokens of one chunk alone (attention/partials.py), after the exponential:
-nothing of length L x R D is ever made there. The sign of a and of the products stands on the side of the queries.
+Notation: R weights per token, D features of a base map, n projections tau of a coefficient, lambda = a + E
+rho(x).rho'(y).
+
+A block stores the product of weights and base features as two factors. Attention multiplies them for one chunk of
+tokens at a time (attention/partials.py), so no tensor of size L x R D exists. Negative signs of a and of products are
+on the query side.
 """
 
 import math
@@ -19,17 +21,17 @@ from crt_exp.features.statistics import Statistics, angle
 from crt_exp.options import Positive
 from crt_exp.samplers.noise import Noise, at_least_float32, precise
 
-LEAST = 1e-3  # of sigma r: below it lambda is a quotient of two differences that vanish
+LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
 
 @dataclass(frozen=True)
 class InBlocks(FeatureMap):
-    """A map whose `bind` gives features in blocks, and whose error is known relative to the kernel."""
+    """Base class of maps with features in blocks and a known relative variance."""
 
     one_map = False
 
     @abstractmethod
     def log_relative_variance(self, x: Tensor, y: Tensor, params) -> Tensor:
-        """log(Var / K^2), float64, nats."""
+        """Return log(Var / K^2) in nats, float64."""
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         return torch.nn.functional.softplus(self.log_relative_variance(x, y, params))
@@ -40,7 +42,7 @@ class InBlocks(FeatureMap):
 
 @dataclass(frozen=True)
 class Block:
-    """Column r D + d is weight_r times feature d of the base."""
+    """The product of weights and base features; column r D + d is weight_r feature_d."""
 
     weight: Tensor     # (..., L, R), bounded
     base: Features     # (..., L, D)
@@ -56,12 +58,15 @@ class Block:
         return self.weight.shape[-1] * self.columns
 
     def top(self, log: Tensor) -> Tensor:
-        """Of log features of the base (..., L, D or 1), the maxima over tokens for all columns, (..., width, 1)."""
+        """Return the maxima over tokens of log features, (..., width, 1).
+
+        `log` has shape (..., L, D or 1).
+        """
         top = log.amax(-2).unsqueeze(-1)
         return top.expand(*top.shape[:-2], self.columns, 1).repeat(*[1] * (top.ndim - 2), self.weight.shape[-1], 1)
 
     def own(self, top: Tensor) -> Tensor:
-        """Of what all columns have (..., width, 1), in the way of `top`, that of the base: (..., 1, D or 1)."""
+        """Map maxima per column (..., width, 1) to the base features, (..., 1, D or 1)."""
         return top[..., :self.base.log_scale.shape[-1], :].mT
 
     def dense(self) -> Features:
@@ -72,12 +77,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Selected(Block):
-    """A token has one block of each group, that of its cluster, and the others are zero: weight is 1 there, else 0.
+    """A block with one non-zero group per token, that of the token's cluster.
 
-    With A groups and C clusters, block (a, c) stands at a C + c and holds D / A columns, those of group a of the base.
+    With A groups and C clusters, block (a, c) has index a C + c and D / A columns, those of group a of the base.
     """
 
-    cluster: Tensor    # (..., L, 1), the number of the token's cluster
+    cluster: Tensor    # (..., L, 1), index of the token's cluster
     groups: int = 1
 
     @classmethod
@@ -104,9 +109,9 @@ class Selected(Block):
 
 
 def rows_of(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table (..., C, k) by their numbers (..., L, 1): (..., L, k), batch dimensions broadcast.
+    """Return rows of a table (..., C, k) by index (..., L, 1): (..., L, k).
 
-    A pass for each row: a few passes over k columns are faster than one that looks up every number.
+    C passes of `where` over k columns are faster than a gather.
     """
     rows = table[..., :1, :].expand(*[1] * (index.ndim - table.ndim), *table.shape[:-2], index.shape[-2], -1)
     for c in range(1, table.shape[-2]):
@@ -116,12 +121,12 @@ def rows_of(table: Tensor, index: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks side by side, in the place of `Features`."""
+    """Concatenated blocks, an alternative to `Features`."""
 
     parts: tuple[Block, ...]
 
     def dense(self) -> Features:
-        """The features themselves."""
+        """Return the features."""
         parts = [part.dense() for part in self.parts]
         if len(parts) == 1:
             return parts[0]
@@ -130,42 +135,48 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Coefficient(FeatureMap):
-    """A weight lambda(x, y), estimated without bias by a + rho(x).rho'(y), whose entries are bounded."""
+    """Base class: a weight lambda(x, y), estimated without bias by a + rho(x).rho'(y).
+
+    The entries of rho are bounded.
+    """
 
     kernel: None = None
-    has_constant = True  # whether `a` may be other than 0
-    columns = 2          # of rho, for each projection
+    has_constant = True  # `a` may be non-zero
+    columns = 2          # of rho, per projection
 
     def width(self, m: int) -> int:
         return int(self.has_constant) + self.columns * m
 
     def width_left(self, m: int) -> int:
-        """Columns of `left`."""
+        """Return the number of columns of `left`."""
         return 1 + self.columns * m
 
     def constant(self, params) -> Tensor | float:
-        """a, a number or (..., 1, 1)."""
+        """Return a, a number or (..., 1, 1)."""
         return 0.0
 
     @abstractmethod
     def rho(self, x: Tensor, noise: Noise, params, key: bool) -> Tensor:
-        """rho of x (..., L, d), or rho' for keys, (..., L, n columns), with 1/sqrt(n) and the sign inside."""
+        """Return rho of queries or rho' of keys x (..., L, d), (..., L, n columns).
+
+        The result includes 1/sqrt(n) and the sign.
+        """
 
     def weighted(self, rho: Tensor, params, key: bool) -> Tensor:
-        """The columns of lambda: [sqrt|a|, rho], with the sign of a on the side of the queries."""
+        """Return the columns of lambda: [sqrt|a|, rho], with sgn(a) on the query side."""
         return torch.cat([column(self.constant(params), rho, key), rho], -1) if self.has_constant else rho
 
     def left(self, rho: Tensor, params, key: bool) -> Tensor:
-        """The columns of 1 - lambda, from those of `rho`."""
+        """Return the columns of 1 - lambda, from those of `rho`."""
         return torch.cat([column(1 - self.constant(params), rho, key), rho if key else -rho], -1)
 
     @abstractmethod
     def mean(self, x: Tensor, y: Tensor, params=()) -> Tensor:
-        """lambda itself, float64, pair by pair."""
+        """Return lambda for each pair, float64."""
 
     @abstractmethod
     def variance(self, x: Tensor, y: Tensor, params=()) -> Tensor:
-        """Of the estimate made of one projection, float64; n iid ones divide it by n."""
+        """Return the variance with one projection, float64; n i.i.d. ones divide it by n."""
 
     def phi_q(self, x, noise, params=()) -> Features:
         return self._features(self.rho(x, noise, params, key=False), params, key=False)
@@ -185,11 +196,11 @@ class Coefficient(FeatureMap):
 
 
 class BipolarCoefficient(Coefficient):
-    """One whose rho is a function of the projections of the vectors as they are."""
+    """A coefficient whose rho is a function of projections of the unscaled vectors."""
 
     @abstractmethod
     def of_projections(self, projected: Tensor, params, key: bool) -> Tensor:
-        """rho, given tau.x (..., L, n)."""
+        """Return rho, given tau.x (..., L, n)."""
 
     def rho(self, x, noise, params, key):
         return self.of_projections(precise(noise, x.dtype).project(x), params, key)
@@ -197,14 +208,13 @@ class BipolarCoefficient(Coefficient):
 
 @dataclass(frozen=True)
 class AngularCoefficient(BipolarCoefficient):
-    """lambda = theta / pi with the angle theta of x and y, from n projections (HRF Lemma 3.2): the share of those in
-    which the signs of x and y differ.
+    """The coefficient theta / pi of the angle between x and y (HRF Lemma 3.2).
 
-    rho holds indicators, sqrt(n)^-1 [1_+, 1_-] for queries and [1_-, 1_+] for keys, which meet where signs differ; the
-    constant 1/2 of the paper's form, with one column less for each projection, cancels only up to rounding where lambda
-    or 1 - lambda is 0, and what it multiplies may be larger than the kernel by e^(2 |x|^2). The estimate lies in
-    [0, 1]; it is exact at 0 and pi. A zero vector counts as orthogonal to its partner in `mean`; its estimate is made
-    of the signs sgn(0) = 1. Piecewise constant: its gradient is zero.
+    The estimate is the share of n projections in which the signs of x and y differ. It lies in [0, 1] and is exact at
+    angles 0 and pi. Its gradient is zero. sgn(0) = 1; `mean` takes the angle pi/2 for zero vectors.
+
+    rho holds indicators, [1_+, 1_-]/sqrt(n) for queries and [1_-, 1_+]/sqrt(n) for keys. The paper's form, a = 1/2
+    with one column fewer per projection, suffers from cancellation where lambda or 1 - lambda is 0.
     """
 
     has_constant = False
@@ -213,7 +223,7 @@ class AngularCoefficient(BipolarCoefficient):
         return self.columns * m
 
     def left(self, rho, params, key):
-        """[1_+, 1_-] for both: they meet where signs agree."""
+        """Return [1_+, 1_-] for both sides: the product counts equal signs."""
         return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
 
     def of_projections(self, projected, params, key):
@@ -236,12 +246,20 @@ class GaussianParams(NamedTuple):
 
 @dataclass(frozen=True)
 class BipolarGaussianCoefficient(BipolarCoefficient):
-    """lambda = (1 - exp(-sigma^2 |x - y|^2 / 2)) / varrho, varrho = 1 - exp(-2 sigma^2 r^2): 0 at x = y, and 1 at x =
-    -y for vectors of norm r (HRF F, normalised bipolar; the parametrisation by sigma is a reconstruction).
+    """The bipolar Gaussian coefficient (HRF appendix F, normalised).
 
-    Estimated by n trigonometric projections, it may leave [0, 1], up to 2 / varrho: it is never clipped, which would
-    bias the hybrid. r: None is fitted, to the root of the mean squared norm of queries and keys; sigma: None is 1 / r.
-    Statistics of zero vectors, which say nothing of r, give varrho = 1. Raises ValueError for sigma r < 1e-3.
+    lambda = (1 - exp(-sigma^2 |x - y|^2 / 2)) / varrho with varrho = 1 - exp(-2 sigma^2 r^2). For vectors of norm r it
+    is 0 at x = y and 1 at x = -y. The parametrisation by sigma is reconstructed.
+
+    The estimate lies in [0, 2 / varrho]. Clipping it to [0, 1] would bias the hybrid. Statistics of zero vectors give
+    varrho = 1.
+
+    Args:
+        sigma: None: 1 / r.
+        r: None: fitted, the root mean square norm of queries and keys.
+
+    Raises:
+        ValueError: sigma r < 1e-3.
     """
 
     sigma: Positive | None = None
@@ -287,10 +305,13 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
 
 @dataclass(frozen=True)
 class GaussianCoefficient(Coefficient):
-    """lambda = exp(-|x + M y|^2 / (2 c^2)) for a real M, a number or the d numbers of a diagonal (HRF (20)).
+    """The coefficient lambda = exp(-|x + M y|^2 / (2 c^2)) (HRF eq. (20)).
 
-    It fires where x is near -M y, so it belongs to a base that is exact there: M = 1 to positive features, M = -1 to
-    trigonometric ones. Estimated by n trigonometric projections, of either sign; never clipped.
+    It is large where x is near -M y. Combine it with a base that is exact there: M = 1 with positive features, M = -1
+    with trigonometric features. The estimate may be negative and is not clipped.
+
+    Args:
+        M: a real number, or the d numbers of a diagonal.
     """
 
     M: Any = 1.0

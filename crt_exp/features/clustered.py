@@ -1,8 +1,9 @@
-"""Hybrids for queries and keys in clusters: one complex-exponential base for each pair of clusters (HRF 2.4, H).
+"""Hybrid maps for clustered queries and keys (HRF 2.4, appendix H).
 
-Legend as in base.py; I clusters of queries, J of keys. M of a pair (i, j) is diagonal and known in closed form; feature
-blocks stand in the order (i, j). Clusters are statistics of the vectors themselves: `fit` runs k-means on them, and an
-attention layer does so once and keeps what it finds.
+Notation: I clusters of queries, J clusters of keys. Each pair (i, j) has a complex-exponential base with a diagonal M
+in closed form. Feature blocks are in the order (i, j).
+
+`fit` runs k-means on the vectors. An attention layer fits once and stores the clusters.
 """
 
 import math
@@ -23,12 +24,15 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive
 from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
 
-SEED = 0    # of k-means++
-STARTS = 4  # of k-means, of which the best is taken
+SEED = 0    # random state of k-means
+STARTS = 4  # initialisations of k-means
 
 
 class Clusters(NamedTuple):
-    """Centres, and the diagonal M of every pair: entries `size`, times i where `imaginary` is 1."""
+    """Cluster centres, and the diagonal M of each pair of clusters.
+
+    The entries of M are `size`, times i where `imaginary` is 1.
+    """
 
     queries: Tensor    # (..., I, d)
     keys: Tensor       # (..., J, d)
@@ -38,12 +42,19 @@ class Clusters(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusteredMap(InBlocks):
-    """What the hybrids of clusters share.
+    """Base class of clustered hybrids.
 
-    queries, keys: numbers of clusters. field: of the entries of M, "real" (positive features) or "complex" (less
-    variance where the centres agree in sign, indefinite). by: "moments" fits M to the means and mean squares of the two
-    clusters, "centres" to their centres alone (HRF (86)-(88)). Raises ValueError in `fit` for more clusters than
-    vectors, and where k-means leaves a cluster empty; in use for centres of another dimension.
+    Args:
+        queries: number of query clusters.
+        keys: number of key clusters.
+        field: "real" M gives positive features. "complex" M gives less variance where centres have equal signs;
+            estimates may be negative.
+        by: "moments" fits M to the means and mean squares of the two clusters, "centres" to their centres alone (HRF
+            eq. (86)-(88)).
+
+    Raises:
+        ValueError: (in `fit`) there are more clusters than vectors, or a cluster is empty; (in use) the dimension
+            differs from the centres.
     """
 
     queries: Count = 2
@@ -58,7 +69,11 @@ class ClusteredMap(InBlocks):
         return self.queries * self.keys
 
     def clusters(self, stats: Statistics) -> Clusters:
-        """By k-means, each batch entry by itself. Raises ValueError for statistics that hold no vectors."""
+        """Run k-means for each batch entry and return the clusters.
+
+        Raises:
+            ValueError: the statistics hold no vectors.
+        """
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
         clusters = [self._clusters_of(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
         return Clusters(*(torch.stack(t).reshape(*batch, *t[0].shape).to(xs[0].device) for t in zip(*clusters)))
@@ -74,7 +89,7 @@ class ClusteredMap(InBlocks):
         return Clusters(r, t, size, imaginary.double())
 
     def unknown(self, d: int) -> Clusters:
-        """Before anything is known: M = 1 for all pairs, which makes every base PosRF."""
+        """Return initial clusters with M = 1 for all pairs, so that every base is PosRF."""
         r, t, size, imaginary = (torch.zeros(count, d, dtype=torch.float64)
                                  for count in (self.queries, self.keys, self.pairs, self.pairs))
         return Clusters(r, t, size + 1, imaginary)
@@ -82,10 +97,10 @@ class ClusteredMap(InBlocks):
 
 @dataclass(frozen=True)
 class ClusteredHybrid(ClusteredMap):
-    """Zero-one mixture: a pair of vectors is estimated by the base of their clusters alone (HRF (101)-(104)).
+    """Zero-one mixture: each pair uses the base of its clusters (HRF eq. (101)-(104)).
 
-    M = I J m features (complex: 2 I J m); of a query J blocks are not zero, of a key I. One noise serves all bases:
-    each estimate is made by one of them. Ties between centres go to the first. The variance is that of the active base.
+    M = I J m features (complex: 2 I J m). A query has J non-zero blocks, a key I. All bases share their projections,
+    since each pair uses one base. The variance is that of this base. A tie goes to the first centre.
     """
 
     def width(self, m: int) -> int:
@@ -108,7 +123,7 @@ class ClusteredHybrid(ClusteredMap):
         return BoundMap(of_queries.features, of_keys.features)
 
     def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
-        """That of the active base, with m iid projections."""
+        """Return log(Var / K^2) of the active base, with m i.i.d. projections."""
         x, y = x.double(), y.double()
         r, t = _paired(params.queries, x, y), _paired(params.keys, x, y)
         pair = nearest(x, r) * self.keys + nearest(y, t)
@@ -117,15 +132,17 @@ class ClusteredHybrid(ClusteredMap):
 
 
 class _Side:
-    """Features of queries or of keys: those of the bases that the token's own cluster shares with all clusters of the
-    other side, and that cluster, which says where they stand."""
+    """Computes the features of queries or of keys, with the cluster of each token.
+
+    Features are those of the bases that the token's cluster forms with all clusters of the other side.
+    """
 
     def __init__(self, phi: ClusteredHybrid, noise: Noise, centres: Tensor, size: Tensor, imaginary: Tensor, key: bool):
         self.phi, self.noise, self.centres, self.key = phi, noise, centres, key
         self.others = size.shape[-2]
         self.re = (size * (1 - imaginary.abs())).flatten(-2)           # (..., C, others d)
         self.im = (size * imaginary).flatten(-2) if phi.field == "complex" else None
-        # of (Mx)^2/2 with all clusters, minus what the kernel adds of |x|^2/2
+        # coefficients of x_l^2 in Re (Mx)^2/2, plus |x|^2/2 for the Gaussian kernel
         self.half = (size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")).flatten(-3, -2) / 2
 
     def features(self, x: Tensor) -> Blocks:
@@ -145,12 +162,12 @@ class _Side:
         return (x.unsqueeze(-3) * factors.movedim(-2, -3)).flatten(-3, -2)
 
     def _together(self, t: Tensor) -> Tensor:
-        """(..., others L, D) -> (..., L, others D)."""
+        """Reshape (..., others L, D) to (..., L, others D)."""
         return t if t is ONE else t.unflatten(-2, (self.others, -1)).movedim(-3, -2).flatten(-2)
 
 
 class PairParams(NamedTuple):
-    """Those of the base of one pair of clusters, CERF with a diagonal M of real and imaginary entries."""
+    """Diagonal M of the base of one pair of clusters, with real or imaginary entries."""
 
     size: Tensor       # (..., 1, d)
     imaginary: Tensor  # (..., 1, d), 0 or 1
@@ -162,8 +179,11 @@ class PairParams(NamedTuple):
 
 @dataclass(frozen=True)
 class PairCoefficient(Coefficient):
-    """lambda = exp(-|M x + M^-T y|^2 / (2 tau^2)), with moduli where M is imaginary (HRF (93)): it fires where the base
-    of the pair is exact. Estimated by n trigonometric projections of the mapped vectors."""
+    """The coefficient lambda = exp(-|M x + M^-T y|^2 / (2 tau^2)) (HRF eq. (93)).
+
+    Imaginary entries of M enter with their modulus. lambda is 1 where the base of the pair is exact. The estimate uses
+    n trigonometric projections of the transformed vectors.
+    """
 
     tau: Positive = 1.0
     has_constant = False
@@ -175,7 +195,7 @@ class PairCoefficient(Coefficient):
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
 
     def between(self, x: Tensor, y: Tensor, params: PairParams) -> Tensor:
-        """What the projections see, (M x + M^-T y) / tau in moduli: lambda = exp(-|.|^2 / 2)."""
+        """Return v (..., d) with lambda = exp(-|v|^2 / 2)."""
         size, imaginary = (align(t.double(), x, y) for t in params)
         return (size * x.double() + (1 - 2 * imaginary) * y.double() / size) / self.tau
 
@@ -188,11 +208,15 @@ class PairCoefficient(Coefficient):
 
 @dataclass(frozen=True)
 class GaussianMixtureHybrid(ClusteredMap, HybridMap):
-    """Gaussian mixture: lambda^ij = exp(-|M^ij x + (M^ij)^-T y|^2 / (2 tau^2)) weights the base of the pair (i, j), and
-    the last base has what they leave, 1 - sum lambda^ij, of either sign (HRF (97)-(100)).
+    """Gaussian mixture of the bases of all pairs of clusters (HRF eq. (97)-(100)).
 
-    default: the last base, "trig", "pos" or "hyp"; None: that of the last pair of clusters. One noise serves all
-    coefficients; n of them, None: as many as of the bases. shared: one noise for all bases.
+    The base of pair (i, j) has weight lambda^ij = exp(-|M^ij x + (M^ij)^-T y|^2 / (2 tau^2)). The last base has weight
+    1 - sum lambda^ij, which may be negative. All coefficients share their projections.
+
+    Args:
+        default: the last base, "trig", "pos" or "hyp"; None: that of the last pair of clusters.
+        n: projections of the coefficients; None: as many as each base.
+        shared: all bases use the same projections.
     """
 
     tau: Positive = 1.0
@@ -226,7 +250,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         return tuple(pairs), (*pairs, ())
 
     def _moments(self, x, y, params, n):
-        """With the covariances of coefficients that share their projections."""
+        """Include covariances of coefficients, which share their projections."""
         coefficients = self.made_of()[0]
         seen = [c.between(x, y, p) for c, p in zip(coefficients, params)]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
@@ -237,15 +261,18 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
 
 
 def _both_signs(u: Tensor, v: Tensor) -> Tensor:
-    """The mean of exp(-|u - v|^2 / 2) and exp(-|u + v|^2 / 2)."""
+    """Return the mean of exp(-|u - v|^2 / 2) and exp(-|u + v|^2 / 2)."""
     return (torch.exp(-(u - v).square().sum(-1) / 2) + torch.exp(-(u + v).square().sum(-1) / 2)) / 2
 
 
 # ---- clusters of vectors
 
 def k_means(points: Tensor, count: int, what: str) -> Tensor:
-    """Centres (count, d) of points (n, d), float64, by scikit-learn. Raises ValueError where points are fewer than
-    clusters, and where some cluster stays empty."""
+    """Return cluster centres (count, d) of points (n, d), float64 (scikit-learn).
+
+    Raises:
+        ValueError: there are fewer points than clusters, or a cluster is empty.
+    """
     check_finite(points, f"centre of the {what}")
     if len(points) < count:
         samples = "1 sample" if len(points) == 1 else f"{len(points)} samples"
@@ -267,7 +294,7 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
 
 
 def moments_by_cluster(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and mean squares (C, d) of the points that are nearest to each centre."""
+    """Return means and mean squares (C, d) of the points of each cluster."""
     own = (nearest_row(points, centres) == torch.arange(len(centres), device=points.device)).to(points)
     count = own.sum(0).unsqueeze(-1).clamp(min=1)
     return own.mT @ points / count, own.mT @ points.square() / count
@@ -275,19 +302,22 @@ def moments_by_cluster(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def nearest_row(x: Tensor, centres: Tensor) -> Tensor:
-    """The number of the nearest centre to each of x (..., L, d), the first of several: (..., L, 1)."""
+    """Return the index of the nearest centre of x (..., L, d), (..., L, 1).
+
+    A tie goes to the first centre.
+    """
     centres = centres.to(x)
     return (product(x, centres) - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1, keepdim=True)
 
 
 def product(x: Tensor, rows: Tensor) -> Tensor:
-    """x (..., L, d) with each of rows (..., C, d), in their own precision whatever autocast says: (..., L, C)."""
+    """Return x rows^T, (..., L, C), without autocast, for rows (..., C, d)."""
     with as_given(x):
         return x @ rows.mT
 
 
 def nearest(x: Tensor, centres: Tensor) -> Tensor:
-    """The number of the nearest centre, x (..., d) and centres (..., C, d) pair by pair."""
+    """Return the index of the nearest of centres (..., C, d), for each x (..., d)."""
     return (x.unsqueeze(-2) - centres).square().sum(-1).argmin(-1)
 
 
@@ -298,17 +328,17 @@ def check_dimension(centres: Tensor, x: Tensor) -> None:
 
 
 def _paired(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Rows (*batch, C, d) as (*batch, 1, ..., 1, C, d), to go with the pairs of x and y, batch dimensions first."""
+    """Reshape (*batch, C, d) to (*batch, 1, ..., 1, C, d) to broadcast with pairs."""
     check_dimension(rows, x)
     return placed(rows.double(), max(x.ndim, y.ndim))
 
 
 def _row(rows: Tensor, index: Tensor) -> Tensor:
-    """The row of each pair: (..., C, d) and (...) -> (..., d)."""
+    """Return the row of each pair: (..., C, d) and (...) -> (..., d)."""
     return torch.take_along_dim(rows, index[..., None, None], -2).squeeze(-2)
 
 
 def _log_second_moment(x: Tensor, y: Tensor, size: Tensor, imaginary: Tensor) -> Tensor:
-    """log E (Re Z)^2 / K^2 of a diagonal M: w_l = a x_l + y_l / a, or i (a x_l - y_l / a)."""
+    """Return log E (Re Z)^2 / K^2 for diagonal M with real or imaginary entries."""
     parts = (size * x.double() + (1 - 2 * imaginary) * y.double() / size).square()
     return log_mean_exp2(parts.sum(-1), ((1 - 2 * imaginary) * parts).sum(-1))

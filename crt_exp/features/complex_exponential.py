@@ -1,9 +1,9 @@
-"""Exponential features behind a matrix: complex ones exp(omega.Mx - (Mx)^2 / 2), and Hedgehog's learned ones.
+"""Complex-exponential features (CERF), and the learned features of Hedgehog.
 
-Here are also the matrices M that make complex ones exact at chosen points.
+Notation: w = M x + M^-T y; v^2 = sum_l v_l^2 without conjugation. Matrices are diagonal (..., 1, d) or full (..., d,
+d). `diagonal_by_centres` and `diagonal_by_moments` fit a diagonal M.
 
-Legend as in base.py; v^2 = sum_l v_l^2 without conjugation; w = M x + M^-T y. Each matrix is diagonal, (..., 1, d), or
-full, (..., d, d). Source: HRF 2.3 and H.2; the variance for complex M is our own.
+Sources: HRF 2.3 and H.2. The variance for complex M was derived for this project.
 """
 
 import math
@@ -20,27 +20,28 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.samplers.noise import Nested, Noise, as_given, at_least_float32
 
 Field = Literal["real", "complex"]
-SIZES = (1e-2, 1e2)  # of a diagonal entry: beyond them a point off the centre has a huge variance
-RIDGE = 1e-6         # of the mean square over coordinates, added to each: no quotient of zeros
+SIZES = (1e-2, 1e2)  # limits of |M_ll|; larger ratios give huge variance away from the centre
+RIDGE = 1e-6         # relative to the mean square; avoids 0 / 0
 
 
 class Diagonal(NamedTuple):
-    """A diagonal M (..., d) with entries `size`, or i `size` where `imaginary`: all that the closed forms ask for."""
+    """A diagonal M (..., d) with entries `size`, or i `size` where `imaginary`."""
 
     size: Tensor
     imaginary: Tensor  # bool
 
     @property
     def matrix(self) -> Tensor:
-        """M itself, complex (..., d)."""
+        """The entries of M, complex (..., d)."""
         turn = torch.where(self.imaginary, 1j, 1.0).to(torch.complex128)
         return self.size * turn
 
 
 def diagonal_by_centres(r: Tensor, t: Tensor, field: Field = "complex") -> Diagonal:
-    """The diagonal M (..., d) of least |M r + M^-T t|^2 for centres r of the queries and t of the keys (HRF (86)-(88)).
+    """Return the diagonal M of least |M r + M^-T t|^2 (HRF eq. (86)-(88)).
 
-    The variance at the centres is then zero if M may be complex, or where r_l t_l <= 0 in every coordinate.
+    r and t (..., d) are centres of queries and keys. The variance at the centres is zero for complex M. For real M it
+    is zero if r_l t_l <= 0 in every coordinate.
     """
     r, t = r.double(), t.double()
     none = (r == 0) & (t == 0)
@@ -51,9 +52,10 @@ def diagonal_by_centres(r: Tensor, t: Tensor, field: Field = "complex") -> Diago
 
 def diagonal_by_moments(x_mean: Tensor, x_mean_sq: Tensor, y_mean: Tensor, y_mean_sq: Tensor,
                         field: Field = "complex") -> Diagonal:
-    """The diagonal M of least mean |M x + M^-T y|^2 over all pairs of two sets, from their moments (..., d) (own).
+    """Return the diagonal M of least mean |M x + M^-T y|^2 over all pairs of two sets.
 
-    It takes the spread of the sets into account, which a fit to their centres does not, and has no degenerate cases.
+    The arguments are moments (..., d) of the sets. Unlike a fit to centres, this fit uses the spread of the sets and
+    has no degenerate cases. It was derived for this project.
     """
     x, y = x_mean_sq.double(), y_mean_sq.double()
     ridge = RIDGE * (x + y).mean(-1, keepdim=True) + 1e-300
@@ -67,13 +69,20 @@ class CERFParams(NamedTuple):
 
 @dataclass(frozen=True)
 class CERF(FeatureMap):
-    """Complex exponential features: Psi_M(x) = exp(omega.Mx - (Mx)^2/2), and Psi of M^-T for keys (HRF (14)-(16)).
+    """Complex-exponential features (HRF eq. (14)-(16)).
 
-    M: None (a diagonal one, fitted to the moments of queries and keys), a number, d numbers (its diagonal) or d rows of
-    d numbers; invertible, real or complex. M = 1 is PosRF and M = i TrigRF. field: "real" for a fitted real diagonal,
-    whose features are positive (a given M says it by itself). Unbiased for every M; the variance is zero iff M x + M^-T
-    y = 0. Complex M: M = 2m features, Re, then Im. `antithetic`: omega and -omega, twice as many features. Raises
-    ValueError where M is singular, not finite, or of another shape.
+    Queries have features exp(omega.Mx - (Mx)^2/2); keys use M^-T instead of M. The estimate is unbiased for every
+    invertible M. Its variance is zero if and only if M x + M^-T y = 0. M = 1 is PosRF, M = i is TrigRF. Complex M has
+    twice as many features: real parts, then imaginary parts.
+
+    Args:
+        M: a number, d numbers (diagonal) or d rows of d numbers, real or complex; None: a diagonal fitted to the
+            moments of queries and keys.
+        field: "real" or "complex" entries of a fitted M; real M gives positive features.
+        antithetic: use omega and -omega: twice as many features.
+
+    Raises:
+        ValueError: M is singular, not finite or of another shape, or complex with field="real".
     """
 
     M: Any = None
@@ -133,7 +142,7 @@ class CERF(FeatureMap):
         return log_mean_exp2(high, low.real, low.imag)
 
     def meeting(self, x: Tensor, y: Tensor, params: CERFParams) -> Tensor:
-        """w = M x + M^-T y, complex128 (..., d), pair by pair: what decides every variance and covariance."""
+        """Return w = M x + M^-T y for each pair, complex128 (..., d)."""
         x, y, M = (t.to(torch.complex128) for t in (x, y, _for_dimension(params.M, x)))
         ndim = max(x.ndim, y.ndim)
         return paired(x, M, ndim) + paired(y, inverse_transposed(M), ndim)
@@ -141,12 +150,14 @@ class CERF(FeatureMap):
 
 @dataclass(frozen=True)
 class Hedgehog(FeatureMap):
-    """phi(x) = [softmax(W x), softmax(-W x)], each over its m features: M = 2m (Zhang et al., 2024, Hedgehog).
+    """Learned features [softmax(W x), softmax(-W x)], M = 2m (Zhang et al. 2024).
 
-    Positive, and bounded by 1. Not unbiased, for any kernel: W is made to give exact attention's outputs, by
-    `task=transfer` or in training. Queries and keys have projections of their own, which begin as the same rows: with
-    Gaussian ones softmax(W x) is exp(W x - |x|^2 / 2) / m up to a factor near 1, the features of FAVOR+ in pairs.
-    Raises ValueError for the Gaussian kernel: attention alone can learn.
+    Features are positive and bounded by 1. They estimate no kernel. W is trained to reproduce the outputs of exact
+    attention (`task=transfer`), or with the model. Queries and keys have separate W, which start from equal rows. With
+    Gaussian rows, softmax(W x) is close to exp(W x - |x|^2 / 2) / m, the antithetic features of FAVOR+.
+
+    Raises:
+        ValueError: the kernel is Gaussian.
     """
 
     kernel: Literal["softmax"] = "softmax"
@@ -181,8 +192,14 @@ def _softmaxes(x: Tensor, noise: Noise) -> Features:
 
 def exponential(noise: Noise, re: Tensor, im: Tensor | None, base: Tensor | float, antithetic: bool, key: bool,
                 half: Tensor | None = None) -> Features:
-    """Features exp(omega.v - v^2/2 + base) of v = re + i im (..., L, d), real or as [Re, +-Im]: Re(ab) = Re a Re b -
-    Im a Im b, so that the keys carry the minus. `base` (..., L, 1) goes into every one; half: Re v^2/2, if known."""
+    """Return features exp(omega.v - v^2/2 + base) of v = re + i im (..., L, d).
+
+    Complex features are [Re, Im] for queries and [Re, -Im] for keys, so that their product is the real part.
+
+    Args:
+        base: log factor of all features, (..., L, 1) or a number.
+        half: Re v^2/2, if it is already computed.
+    """
     signs = (1, -1) if antithetic else (1,)
     if half is None:
         half = (sq_norm(re) if im is None else sq_norm(re) - sq_norm(im)) / 2
@@ -198,23 +215,23 @@ def exponential(noise: Noise, re: Tensor, im: Tensor | None, base: Tensor | floa
 
 
 def inverse_transposed(M: Tensor) -> Tensor:
-    """M^-T, of a diagonal entry by entry."""
+    """Return M^-T."""
     return 1 / M if M.shape[-2] == 1 else torch.linalg.inv(M).mT
 
 
 def times(x: Tensor, M: Tensor) -> Tensor:
-    """M x for the rows of x (..., L, d)."""
+    """Return M x for the rows of x (..., L, d)."""
     return x * M if M.shape[-2] == 1 else x @ M.mT
 
 
 def paired(x: Tensor, M: Tensor, ndim: int) -> Tensor:
-    """M x for vectors x (..., d) that meet others, of which the larger have so many dimensions."""
+    """Return M x for x (..., d), broadcast to pairs of `ndim` dimensions."""
     M = placed(M, ndim)
     return x * M[..., 0, :] if M.shape[-2] == 1 else (M @ x.unsqueeze(-1)).squeeze(-1)
 
 
 def _matrix(M: Any) -> Tensor:
-    """A given M as a tensor of 0, 1 or 2 dimensions, complex only where an entry is."""
+    """Return M as a tensor of 0, 1 or 2 dimensions, complex only if an entry is."""
     try:
         M = M.detach().cpu() if isinstance(M, Tensor) else torch.from_numpy(np.array(M, complex))
     except (TypeError, ValueError, RuntimeError):
@@ -236,7 +253,7 @@ def _as_tuples(M: Tensor) -> Any:
 
 
 def _for_dimension(M: Tensor, x: Tensor) -> Tensor:
-    """Raises ValueError where M is of another dimension than x (..., d)."""
+    """Return M; raise ValueError if its dimension differs from that of x (..., d)."""
     if M.shape[-1] not in (1, x.shape[-1]) or (M.shape[-2] > 1 and M.shape[-1] != x.shape[-1]):
         raise ValueError(f"M is made for {M.shape[-1]} dimensions but the vectors have {x.shape[-1]}")
     return M

@@ -1,18 +1,18 @@
-"""Dense-exponential random features: positive features with an A of its own in every direction, and a choice of form.
+"""Dense-exponential features (SDERF), and AutoRF, which selects a map per head.
 
-Legend as in base.py; A (d, d) is symmetric, R = (I - 4A)^(1/2), h is the mean of x' + y'. Vectors enter as x' = G x and
-y' = G^-T y, which leaves x.y as it is (the balance), and
+Notation: A (d, d) symmetric, R = (I - 4A)^(1/2), G balance, x' = G x, y' = G^-T y, s = x' + y', h shift. The features
+of the softmax kernel are
+
     log phi(x) = log det(R) / 2 + omega.A omega + omega.R (x' - h/2) - |x'|^2 / 2 + h.x' - |h|^2 / 4,
-the same of y'. So <phi_q, phi_k> estimates E exp(2 omega.A omega + omega.R (s - h)) det R = exp(|s - h|^2 / 2) at
-s = x' + y', times what makes exp(x.y) of it. A shift by h is the centring of both sides: keys y' - c with the weights
-exp(b.y'), queries x' - b, for any b + c = h; what else it brings to a query, attention divides out again.
 
-AutoRF chooses for each head by the closed forms. OPRF is SDERF with one A, and SDERF with a diagonal A one with full
-matrices, so that heads that choose differently are still one map, with the engines of SDERF. Trigonometric features are
-no candidate: the mean of |x - y|^2 over all pairs is never below that of |s - h|^2, the spreads of both sides alone.
+and the same for y'. The balance leaves x.y unchanged. The shift is equivalent to centring: queries x' - b, keys y' - c
+with weights exp(b.y'), for any b + c = h. The remaining query factors cancel in attention.
 
-Sources: Likhosherstov et al. 2023 (FAVOR#: SDERF, ADERF), re-derived; the shift, the closed form of G and the
-variance of antithetic pairs are our own.
+OPRF and SDERF with diagonal A are special cases of SDERF. Heads of AutoRF with different choices are therefore one
+map. TrigRF is no candidate: the mean of |x - y|^2 is at least that of |x + y - h|^2.
+
+Sources: Likhosherstov et al. 2023 (FAVOR#: SDERF, ADERF). The shift, the closed form of G and the variance of
+antithetic pairs were derived for this project.
 """
 
 import math
@@ -29,16 +29,18 @@ from crt_exp.features.exponential import OPRF, OPRFParams, PositiveExponential, 
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Noise, as_given, at_least_float32
 
-LARGEST_D = 256  # of full matrices: beyond, their decomposition takes longer than the features
-# Of the mean square, added to each direction of both sides. In sample it costs some hundredths of a nat. Where few
-# vectors say little of a direction it is worth nats (10 vectors, d = 64: 4.1 on others, 7.7 with 1e-6), and half
-# precision, whose rounding G magnifies, gains a digit.
+LARGEST_D = 256  # limit for full matrices; the decomposition of larger ones takes longer than the features
+# Ridge of the balance, relative to the mean square. It prevents overfitting to few vectors (10 vectors, d = 64:
+# 4.1 nats on held-out vectors, 7.7 with 1e-6) and limits rounding errors in half precision.
 RIDGE = 1e-3
-VECTORS = 96  # of each side, over all pairs of which a candidate is judged
+VECTORS = 96  # queries and keys for the comparison of candidates, which uses all pairs
 
 
 class SDERFParams(NamedTuple):
-    """R, h and G; matrices are diagonals (..., 1, d) or full, symmetric ones (..., d, d). None: h = 0, G = I."""
+    """R, h and G; None means h = 0 or G = I.
+
+    Matrices are diagonals (..., 1, d) or full symmetric matrices (..., d, d).
+    """
 
     root: Tensor
     shift: Tensor | None    # (..., 1, d)
@@ -46,13 +48,13 @@ class SDERFParams(NamedTuple):
 
     @property
     def A(self) -> Tensor:
-        """Its eigenvalues, (..., 1, d)."""
+        """The eigenvalues of A, (..., 1, d)."""
         return sizes_of_a(self.root)
 
 
 @dataclass(frozen=True)
 class Dense(PositiveExponential):
-    """The features and their errors, whatever the parameters were fitted by."""
+    """Base class: the features and their exact errors, for all fitting rules."""
 
     fitted = True
 
@@ -66,7 +68,7 @@ class Dense(PositiveExponential):
         return self._phi(self._moved(x, G, h), noise, weight)
 
     def writer(self, noise, params):
-        return FeatureMap.writer(self, noise, params)  # the one of its kind takes what has entered
+        return FeatureMap.writer(self, noise, params)  # the parent's writer skips shift and balance
 
     def enter(self, x, params, key=False, factor=1.0):
         G = params.balance
@@ -75,7 +77,7 @@ class Dense(PositiveExponential):
         return self._moved(x, inverse_transposed(G) if key and G is not None else G, params.shift, factor), 1.0
 
     def _moved(self, x: Tensor, G: Tensor | None, h: Tensor | None, factor: float = 1.0) -> Tensor:
-        """factor G x - h; of the Gaussian kernel factor x - h/2, since |x|^2 counts for twice as much there."""
+        """Return factor G x - h, or factor x - h/2 for the Gaussian kernel."""
         x = at_least_float32(x)
         x = x * factor if G is None else _precise_times(x, factor * G)
         return x if h is None else x - self._step * h.to(x)
@@ -85,7 +87,7 @@ class Dense(PositiveExponential):
         return 0.5 / self.norm_weight
 
     def exponent(self, noise, params):
-        """The same of what enters: the rows omega R, no scale, and a bias that holds the rest."""
+        """Return rows omega R, scale None and bias; see `PositiveExponential.exponent`."""
         rows = _precise_times(noise.rows(), params.root)
         bias = (noise.sq_norm - sq_norm(rows).mT) / 4 + self._constant(noise, params)  # omega.A omega
         if self.antithetic:
@@ -110,7 +112,7 @@ class Dense(PositiveExponential):
         return log_mean_exp2(high, log_alpha - s.square().sum(-1)) if self.antithetic else high
 
     def _principal(self, x: Tensor, y: Tensor, params: SDERFParams) -> tuple[Tensor, Tensor]:
-        """s - h in principal directions, and the eigenvalues of R there: (..., d) each, pair by pair."""
+        """Return s - h in principal directions and the eigenvalues of R, (..., d) each."""
         G, R = (None if t is None else t.double() for t in (params.balance, params.root))
         if G is not None:
             x, y = paired(x, G, max(x.ndim, y.ndim)), paired(y, inverse_transposed(G), max(x.ndim, y.ndim))
@@ -125,15 +127,21 @@ class Dense(PositiveExponential):
 
 @dataclass(frozen=True)
 class SDERF(Dense):
-    """Positive features of least mean log second moment for a full A or a diagonal one, after a shift and a balance.
+    """Dense-exponential positive features of least mean log second moment (FAVOR#).
 
-    A is fitted to the mean of (s - h)(s - h)^T over all pairs: OPRF's A, once for each principal direction (diagonal:
-    for each coordinate). Features are bounded where s varies in all directions. Unbiased for every A < 1/8, h and
-    invertible G that do not depend on omega. `centred`: h is the mean of s; False: 0. `balance`: G gives x' and y' the
-    same second moments, which has the least mean |s - h|^2; False: G = I; None: as the kernel allows, since the
-    Gaussian kernel changes under it. `antithetic` adds omega -> -omega pairs. Full matrices are O(d^3) for each fit.
+    A is fitted to the mean of (s - h)(s - h)^T over all pairs. The fit applies CRT eq. (7) in each principal
+    direction, or in each coordinate if `diagonal`. Features are bounded if s varies in all directions. The estimate is
+    unbiased for all A < 1/8, h and invertible G that do not depend on omega. The fit of full matrices takes O(d^3).
 
-    Raises ValueError for a balance with the Gaussian kernel and, in `fit`, for full matrices beyond d = 256.
+    Args:
+        diagonal: restrict A and G to diagonal matrices.
+        centred: h is the mean of s; False: h = 0.
+        balance: G equalises the second moments of x' and y', which minimises the mean of |s - h|^2; False: G = I;
+            None: True for the softmax kernel only.
+        antithetic: use omega and -omega: M = 2m features.
+
+    Raises:
+        ValueError: a balance with the Gaussian kernel, or (in `fit`) full matrices with d > 256.
     """
 
     diagonal: bool = False
@@ -181,12 +189,15 @@ class SDERF(Dense):
         return SDERFParams(unit, shift, unit.clone() if self.balanced else None)
 
     def admitted(self, params: SDERFParams) -> SDERFParams:
-        """R symmetric again; any invertible one, with any shift and any invertible balance, is unbiased."""
+        """Return the parameters with R made symmetric.
+
+        The estimate is unbiased for every invertible R and G and every h.
+        """
         R = params.root
         return params if R.shape[-2] == 1 else params._replace(root=(R + R.mT) / 2)
 
     def _spread(self, side: Moments) -> Tensor:
-        """Variances (..., 1, d), or the covariance (..., d, d)."""
+        """Return variances (..., 1, d), or the covariance (..., d, d)."""
         if not self.diagonal:
             return side.covariance
         return (side.mean_sq.double() - side.mean.double().square()).clamp(min=0).unsqueeze(-2)
@@ -198,24 +209,24 @@ class SDERF(Dense):
 # ---- matrices, diagonal (..., 1, d) or full (..., d, d)
 
 def _precise_times(x: Tensor, M: Tensor) -> Tensor:
-    """M x for the rows of x (..., L, d), in the precision of x, whatever autocast says."""
+    """Return M x for the rows of x (..., L, d), without autocast."""
     with as_given(x):
         return times(x, M.to(x))
 
 
 def turned(spread: Tensor, G: Tensor) -> Tensor:
-    """G spread G^T."""
+    """Return G spread G^T."""
     return spread * G.square() if G.shape[-2] == 1 else G @ spread @ G.mT
 
 
 def sizes_of_a(root: Tensor) -> Tensor:
-    """The eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
+    """Return the eigenvalues of A = (I - R^2) / 4, (..., 1, d)."""
     sizes = root if root.shape[-2] == 1 else torch.linalg.eigvalsh(root).unsqueeze(-2)
     return (1 - sizes.square()) / 4
 
 
 def matrix_function(M: Tensor, function) -> Tensor:
-    """The function of a symmetric matrix."""
+    """Apply a function to the eigenvalues of a symmetric matrix."""
     if M.shape[-2] == 1:
         return function(M)
     values, Q = torch.linalg.eigh(M)
@@ -223,19 +234,23 @@ def matrix_function(M: Tensor, function) -> Tensor:
 
 
 def optimal_root(spread: Tensor) -> Tensor:
-    """R of the A of least mean log second moment for the mean of (s - h)(s - h)^T: formula 7 of CRT in each principal
-    direction."""
+    """Return R of the optimal A, given the mean of (s - h)(s - h)^T.
+
+    A has least mean log second moment (CRT eq. (7) in each principal direction).
+    """
     return matrix_function(spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0))))
 
 
 def balance(x: Tensor, y: Tensor) -> Tensor:
-    """The symmetric, positive G of least trace(G x G + G^-1 y G^-1): G x G = G^-1 y G^-1, so that P = G^2 is the
-    geometric mean of x^-1 and y. A ridge keeps it away from directions that one side does not have."""
+    """Return the symmetric positive G of least trace(G x G + G^-1 y G^-1).
+
+    G^2 is the geometric mean of x^-1 and y. A ridge bounds G in directions where one side is zero.
+    """
     ridge = RIDGE * (_mean_size(x) + _mean_size(y)) / 2 + 1e-300
     if x.shape[-2] == 1:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    factor = torch.linalg.cholesky((x + ridge * unit) / ridge)  # with entries that are far from underflow
+    factor = torch.linalg.cholesky((x + ridge * unit) / ridge)  # scaled by the ridge to avoid underflow
     middle = matrix_function(factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt())
     left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
     P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
@@ -243,13 +258,13 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _mean_size(M: Tensor) -> Tensor:
-    """The mean over directions, (..., 1, 1)."""
+    """Return the mean diagonal entry, (..., 1, 1)."""
     sizes = M if M.shape[-2] == 1 else M.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     return sizes.mean(-1, keepdim=True)
 
 
 class AutoParams(NamedTuple):
-    """Those of SDERF, all of them there, and the number of the candidate that they are of."""
+    """Parameters of SDERF without None, and the index of the selected map."""
 
     root: Tensor
     shift: Tensor
@@ -263,12 +278,15 @@ class AutoParams(NamedTuple):
 
 @dataclass(frozen=True)
 class AutoRF(Dense):
-    """For each batch entry, in attention for each head, the best of OPRF, SDERF(diagonal=True) and SDERF (d <= 256).
+    """Selects OPRF, diagonal SDERF or SDERF (d <= 256) per batch entry (head).
 
-    The best has the least mean log second moment, in closed form over pairs of vectors. Each is judged on the second
-    half of the vectors with the parameters of the first, which tells what full matrices make of too few vectors; what
-    is taken is fitted to all. Unbiased for every choice that the noise has no part in. Raises ValueError in `fit` for
-    statistics that hold no vectors.
+    The selected map has the least mean log second moment over pairs of vectors, in closed form. Each candidate is
+    fitted to the first half of the vectors and evaluated on the second half, which penalises full matrices with few
+    vectors. The selected map is then fitted to all vectors. The estimate is unbiased if the choice does not depend on
+    the projections.
+
+    Raises:
+        ValueError: (in `fit`) the statistics hold no vectors.
     """
 
     antithetic: bool = True
@@ -281,7 +299,7 @@ class AutoRF(Dense):
         return self.kernel != "softmax"
 
     def candidates(self, d: int) -> dict[str, FeatureMap]:
-        """By name, for d dimensions."""
+        """Return the candidate maps for d dimensions, by name."""
         options = {"kernel": self.kernel, "antithetic": self.antithetic}
         maps = {"oprf": OPRF(**options), "diagonal sderf": SDERF(**options, diagonal=True)}
         return maps | {"sderf": SDERF(**options)} if d <= LARGEST_D else maps
@@ -296,7 +314,7 @@ class AutoRF(Dense):
         return AutoParams(*(torch.stack(t).reshape(*batch, *t[0].shape) for t in zip(*fitted)))
 
     def _chosen(self, x: Tensor, y: Tensor) -> AutoParams:
-        """Of one set of queries (L, d) and one of keys (S, d)."""
+        """Return the parameters for queries (L, d) and keys (S, d)."""
         candidates = list(self.candidates(x.shape[-1]).values())
         (x_half, x_judges), (y_half, y_judges) = _halves(x), _halves(y)
         half = Statistics.of(x_half, y_half)
@@ -307,13 +325,16 @@ class AutoRF(Dense):
         return AutoParams(*as_dense(params, x.shape[-1]), choice.double().view(1, 1))
 
     def names(self, params: AutoParams) -> list[str]:
-        """What each batch entry chose, in order."""
+        """Return the name of the selected map of each batch entry, in order."""
         known = list(self.candidates(params.root.shape[-1]))
         return [known[int(i)] for i in params.choice.flatten()]
 
 
 def as_dense(params: OPRFParams | SDERFParams, d: int) -> SDERFParams:
-    """The same features with every parameter there: full matrices (d, d) where d allows them, else diagonals (1, d)."""
+    """Return equal SDERF parameters without None.
+
+    Matrices are full (d, d) if d <= 256, else diagonal (1, d).
+    """
     if isinstance(params, OPRFParams):
         params = SDERFParams(torch.sqrt(1 - 4 * params.A).expand(1, d), None, None)
     shift = params.root.new_zeros(1, d) if params.shift is None else params.shift
@@ -326,9 +347,10 @@ def _full(M: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first half of the rows, and of the second at most VECTORS, evenly spread; of one row, itself twice.
+    """Return the first half of the rows, and up to VECTORS rows of the second half.
 
-    Rows side by side may be the same one: a layer that saw few vectors samples some of them twice.
+    A single row is returned in both. Halves are contiguous, so that duplicates, which are neighbours, stay on one
+    side.
     """
     middle = -(-len(x) // 2)
     first, second = x[:middle], x[middle:] if len(x) > 1 else x

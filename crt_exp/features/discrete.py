@@ -1,12 +1,17 @@
-"""Discretely induced random features: Poisson, geometric, their positive variants, and per-coordinate Poisson rates.
+"""Discrete random features: Poisson and geometric, and their positive variants.
 
-f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! p(omega_l)) with omega_l = 0, 1, ... of distribution p
-(CRT (9), (10)); the softmax kernel drops e^(-|x|^2/2). Legend as in base.py; k counts.
+Notation: c shift, lambda rate of the Poisson distribution, p of the geometric distribution. The counts omega_l = 0, 1,
+... have distribution P(omega_l). The features of the Gaussian kernel are
 
-Gaussian rows become counts through u = Phi(g) and the quantile function of the distribution, so every sampler with
-exactly Gaussian rows serves, and new parameters need no new draw. log|f| is a product of the counts with log|x|: where
-|x_l| falls below 1e-30 (float64: 1e-300) it is clamped, which is exact in the value (it underflows) and sets the
-gradient there to zero.
+    f(omega, x) = e^(-|x|^2/2) prod_l x_l^omega_l / sqrt(omega_l! P(omega_l))
+
+(CRT eq. (9), (10)). The softmax kernel drops e^(-|x|^2/2).
+
+Counts are the quantiles of u = Phi(g) for Gaussian projections g. Every sampler with exactly Gaussian rows works, and
+new parameters need no new sample.
+
+log|f| is a matrix product of counts with log|x|. |x_l| is clamped at 1e-30 (float64: 1e-300), where the value
+underflows; the gradient there is zero.
 """
 
 import math
@@ -31,8 +36,10 @@ P_RANGE = (1e-6, 1 - 1e-9)
 
 
 class DiscreteParams(NamedTuple):
-    """`rate`: lambda of Poisson or p of the geometric distribution, (..., 1, 1) or (..., 1, d);
-    `shift`: c (..., 1, d) or None."""
+    """Parameters of discrete maps.
+
+    `rate` is lambda or p, (..., 1, 1) or (..., 1, d). `shift` is c, (..., 1, d) or None.
+    """
 
     rate: Tensor
     shift: Tensor | None = None
@@ -40,14 +47,14 @@ class DiscreteParams(NamedTuple):
 
 @dataclass(frozen=True)
 class DiscreteRF(FeatureMap):
-    """Base of the discrete maps; signed: value = prod_l sgn(x_l)^omega_l."""
+    """Base class of discrete maps; the sign of a feature is prod_l sgn(x_l)^omega_l."""
 
     def fit(self, stats: Statistics) -> DiscreteParams:
         shift = self._shift(stats)
         return DiscreteParams(self._rate(stats, shift), shift)
 
     def _shift(self, stats: Statistics) -> Tensor | None:
-        """c (..., 1, d), which is taken from all vectors."""
+        """Return c (..., 1, d), or None for maps without shift."""
         return None
 
     def _rate(self, stats: Statistics, shift: Tensor | None) -> Tensor:
@@ -74,7 +81,7 @@ class DiscreteRF(FeatureMap):
         return write
 
     def _weights(self, noise: Noise, params: DiscreteParams) -> tuple[Tensor, Tensor]:
-        """[counts, bias, 1] (..., m, d + 2), and 1/2 where a count is odd (..., m, d)."""
+        """Return [counts, bias, 1] (..., m, d + 2), and 1/2 at odd counts (..., m, d)."""
         counts = self.counts(noise, params)                          # (..., m, d)
         of_counts, constant = self._log_weights(counts, params)
         bias = (of_counts + constant - math.log(noise.m) / 2).mT     # (..., m, 1)
@@ -83,7 +90,7 @@ class DiscreteRF(FeatureMap):
         return weight, (counts % 2 / 2).to(weight.dtype)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None) -> Features:
-        """log|phi| is the product of [log|x|, 1, norm term] with [counts, bias, 1]; the sign is a parity of halves."""
+        """Compute log|phi| as [log|x|, 1, norm term] [counts, bias, 1]^T, and the sign."""
         with as_given(x):
             inputs, shifted, positive = self._inputs(x, noise, shift)
             log_scale = inputs @ weight.to(inputs.dtype).mT
@@ -91,8 +98,7 @@ class DiscreteRF(FeatureMap):
             return Features(sign, log_scale)
 
     def _inputs(self, x: Tensor, noise: Noise, shift: Tensor | None) -> tuple[Tensor, Tensor, bool]:
-        """[log|x|, 1, norm term] (..., L, d + 2) of the shifted x, the shifted x, and whether it is
-        positive throughout."""
+        """Return [log|x|, 1, norm term] of the shifted x, shifted x, and whether x > 0."""
         noise.check(x)
         x = at_least_float32(x)
         shifted = x if shift is None else x - shift.to(x)
@@ -102,14 +108,20 @@ class DiscreteRF(FeatureMap):
         return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
-        """-|x|^2/2 of the Gaussian kernel, at the shifted point, and +|x|^2/2 back to the softmax kernel
-        at the point itself."""
+        """Return the term that makes the shifted features estimate the chosen kernel.
+
+        It is -|x - c|^2/2 for the Gaussian kernel and (|x|^2 - |x - c|^2)/2 for the softmax kernel.
+        """
         if self.kernel == "gaussian":
             return -sq_norm(shifted) / 2
         return torch.zeros_like(x[..., :1]) if shifted is x else (sq_norm(x) - sq_norm(shifted)) / 2
 
     def counts(self, noise: Noise, params: DiscreteParams) -> Tensor:
-        """omega (..., m, d), whole numbers in float64, from the Gaussian rows of the noise."""
+        """Return omega (..., m, d), float64, from the Gaussian projections.
+
+        Raises:
+            ValueError: the projections are not exactly Gaussian.
+        """
         if not noise.gaussian:
             raise ValueError(f"{type(self).__name__} needs noise with exactly Gaussian rows (iid, orthogonal, simplex, "
                              "scrambled halton or sobol): counts made of approximate rows are badly biased")
@@ -119,8 +131,10 @@ class DiscreteRF(FeatureMap):
         raise NotImplementedError
 
     def _log_weights(self, counts: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
-        """Two terms of sum_l log(1 / sqrt(omega_l! p(omega_l))):
-        of the counts (..., 1, m), and constant (..., 1, 1)."""
+        """Return the terms of -1/2 sum_l log(omega_l! P(omega_l)).
+
+        The first term (..., 1, m) depends on the counts; the second (..., 1, 1) is constant.
+        """
         raise NotImplementedError
 
     def _shifted(self, x: Tensor, y: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
@@ -132,25 +146,31 @@ class DiscreteRF(FeatureMap):
 
 
 def _all_positive(x: Tensor) -> bool:
-    """Whether no entry is negative, where that is cheap to know:
-    not on a device, whose answer would have to be waited for."""
+    """Whether no entry is negative; False where values cannot be read cheaply."""
     known = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
     return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
 
 def _parity_sign(negative: Tensor, half_odd: Tensor, out: Tensor | None = None) -> Tensor:
-    """prod_l (-1)^omega_l over the negative entries, 1 in `negative` (..., L, d) and else 0: (..., L, m)."""
+    """Return prod_l (-1)^omega_l over negative entries, (..., L, m).
+
+    `negative` (..., L, d) is 1 at negative entries, else 0.
+    """
     odd = torch.matmul(negative, half_odd.mT, out=out).frac_()  # 0 or 1/2
     return torch.rsub(odd, 1, alpha=4) if out is None else torch.sub(1, odd, alpha=4, out=odd)
 
 
 @dataclass(frozen=True)
 class PoisRF(DiscreteRF):
-    """Poisson features with one rate lambda for all coordinates (CRT (11), (12), Theorem 3.4). `rate` fixes lambda."""
+    """Poisson features with one rate for all coordinates (CRT 3.2, Theorem 3.4).
+
+    Args:
+        rate: fixed lambda instead of the fit (CRT eq. (12)).
+    """
 
     rate: Positive | None = None
 
-    each_coordinate = False  # whether each has a rate of its own
+    each_coordinate = False  # one rate per coordinate
 
     @property
     def fitted(self) -> bool:
@@ -171,7 +191,7 @@ class PoisRF(DiscreteRF):
         return -(rate.log() / 2 @ counts.mT), rate.sum(-1, keepdim=True) / 2
 
     def log_relative_second_moment(self, x, y, params):
-        """sum_l (lambda_l - x_l y_l)^2 / lambda_l: the printed formula without its cancellation."""
+        """Return sum_l (lambda_l - x_l y_l)^2 / lambda_l, free of cancellation."""
         x, y = self._shifted(x, y, params)
         rate = align(params.rate.double(), x, y)
         return ((rate - x * y).square() / rate).sum(-1)
@@ -179,14 +199,21 @@ class PoisRF(DiscreteRF):
 
 @dataclass(frozen=True)
 class PoisCoordRF(PoisRF):
-    """Poisson features with a rate per coordinate: the least variance of all discrete features for a given pair."""
+    """Poisson features with one rate per coordinate.
+
+    For a fixed pair their variance is the least of all discrete features.
+    """
 
     each_coordinate = True
 
 
 @dataclass(frozen=True)
 class GeomRF(DiscreteRF):
-    """Geometric features (CRT (13), (14), Theorem 3.5): bounded, p fitted numerically. `p` fixes it."""
+    """Geometric features (CRT 3.2, Theorem 3.5): bounded.
+
+    Args:
+        p: fixed value instead of the numerical fit (CRT eq. (14)).
+    """
 
     p: Annotated[float, Field(gt=0, lt=1)] | None = None
 
@@ -199,12 +226,12 @@ class GeomRF(DiscreteRF):
             return torch.tensor([[float(self.p)]], dtype=torch.float64)
         if shift is None:
             sizes = [side.mean_abs.double() for side in (stats.x, stats.y)]
-        else:  # all shifted entries are positive, so the mean of |x - c| is mean(x) - c
+        else:  # x - c > 0, so the mean of |x - c| is mean(x) - c
             sizes = [side.mean.double() - shift.squeeze(-2) for side in (stats.x, stats.y)]
         return check_finite(optimal_p(sizes[0] * sizes[1]), "p")[..., None, None]
 
     def _quantile(self, g, rate):
-        """P(omega >= k) = (1 - p)^k, so omega = floor(log(1 - u) / log(1 - p)) with 1 - u = Phi(-g)."""
+        """Return floor(log(1 - u) / log(1 - p)) with 1 - u = Phi(-g)."""
         return torch.floor(torch.special.log_ndtr(-g) / torch.log1p(-rate)).clamp(max=MAX_COUNT)
 
     def _log_weights(self, counts, params):
@@ -222,10 +249,13 @@ class GeomRF(DiscreteRF):
 
 @dataclass(frozen=True)
 class _Shifted(DiscreteRF):
-    """x - c and y - c with c below every coordinate seen, which makes all features positive (CRT 3.2.3).
+    """Base class of discrete maps on x - c, y - c, with positive features (CRT 3.2.3).
 
-    `margin` sets how far below, in standard deviations of the coordinate. A later point below c gets a signed feature:
-    still unbiased, no longer positive.
+    c lies below all coordinates of the fitted vectors. Features of later vectors below c may be negative; the estimate
+    stays unbiased.
+
+    Args:
+        margin: distance of c below the minimum, in standard deviations of the coordinate.
     """
 
     margin: Positive = 1e-2
@@ -249,7 +279,7 @@ class GeomRFPlus(_Shifted, GeomRF):
 
 
 def _mean_sq_products(stats: Statistics, shift: Tensor | None) -> Tensor:
-    """Mean of (x_l - c_l)^2 times mean of (y_l - c_l)^2, (..., d), float64."""
+    """Return mean (x_l - c_l)^2 times mean (y_l - c_l)^2, (..., d), float64."""
     if shift is None:
         return stats.x.mean_sq.double() * stats.y.mean_sq.double()
     c = shift.squeeze(-2)
@@ -258,9 +288,10 @@ def _mean_sq_products(stats: Statistics, shift: Tensor | None) -> Tensor:
 
 
 def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
-    """The p of least variance for t_l = |x_l y_l| or its average (..., d); shape (...), clamped to [1e-6, 1 - 1e-9].
+    """Return the p of least variance for t_l = |x_l y_l| (..., d), or its average.
 
-    In v = (1 - p)^(-1/2) the objective is strictly convex: bisection of its derivative in log(v - 1), to 1e-12.
+    The shape is (...); p is clamped to [1e-6, 1 - 1e-9]. The objective is strictly convex in v = (1 - p)^(-1/2). The
+    function bisects its derivative in log(v - 1).
     """
     roots = [(p, math.sqrt(1 - p)) for p in P_RANGE]
     lo, hi = (torch.full_like(t[..., 0], math.log(p / (root * (1 + root)))) for p, root in roots)
@@ -276,12 +307,15 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
 
 
 def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
-    """Poisson counts at u = Phi(g): g (..., m, d) float64, rate (..., d) -> (..., m, d).
+    """Return Poisson counts (..., m, d) at u = Phi(g), for g (..., m, d).
 
-    The cumulative distribution is tabulated once per rate; upper tails use 1 - u, so that no count is lost
-    to rounding near u = 1.
+    `rate` has shape (..., d). The function tabulates the survival function once per rate and uses 1 - u, which is
+    accurate near u = 1.
+
+    Raises:
+        ValueError: the largest rate needs a table of more than 10,000 counts.
     """
-    # under vmap, of all that is mapped over
+    # under vmap, the largest rate of all mapped entries
     top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
@@ -289,11 +323,11 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     k = torch.arange(size, dtype=torch.float64, device=g.device)
     log_pmf = k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)  # (..., d, size)
     survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)  # P(omega >= k), exact in the tail
-    batch = np.broadcast_shapes(rate.shape[:-1], g.shape[:-2])  # torch's own imports sympy, 0.8 s
+    batch = np.broadcast_shapes(rate.shape[:-1], g.shape[:-2])  # torch.broadcast_shapes would import sympy
     g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()                                # (..., d, m)
     survival = survival.expand(*batch, *survival.shape[-2:])
     tail = torch.special.ndtr(-g)                                                      # 1 - u
-    if transforming():  # torch wants both to be mapped over by vmap, or neither
+    if transforming():  # searchsorted under vmap needs both arguments mapped
         tail = tail + 0 * survival[..., :1]
     # omega is the number of k >= 1 with P(omega >= k) > 1 - u
     below = torch.searchsorted(-survival[..., 1:].contiguous(), -tail)

@@ -1,10 +1,13 @@
-"""Exponential random features: trigonometric, positive, hyperbolic, SMREG, GERF and OPRF.
+"""Exponential random features: TrigRF, PosRF, HypRF, SMREG, GERF and OPRF.
 
-Legend: f(omega, x) = D exp(A |omega|^2 + B omega.x + C |x|^2) with s = +-1, B = sqrt(s (1 - 4A)),
-log D = d/4 log(1 - 4A), C = -(s + 1)/2 for the Gaussian kernel and -s/2 for the softmax kernel (CRT (4), (5)).
-S_s = |x + s y|^2; w = 1 - 8A = e^(a + ib), |b| < pi/2, is the domain where the variance is finite.
+Notation: S_s = |x + s y|^2 for s = +-1, N = |x|^2 + |y|^2, w = 1 - 8A. The features have the form
 
-Variances are given relative to the squared kernel, which makes them the same for both kernels and free of cancellation.
+    f(omega, x) = D exp(A |omega|^2 + B omega.x + C |x|^2)
+
+with B = sqrt(s (1 - 4A)), log D = d/4 log(1 - 4A), and C = -(s + 1)/2 for the Gaussian kernel, -s/2 for the softmax
+kernel (CRT eq. (4), (5)). The variance is finite for Re w > 0.
+
+Second moments are relative to the squared kernel: they are then equal for both kernels and free of cancellation.
 """
 
 import cmath
@@ -23,7 +26,7 @@ from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
 from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
 
-LARGEST_A = 0.12  # of an A that is trained: at 1/8 the variance is infinite
+LARGEST_A = 0.12  # limit of a trained A; the variance is infinite at 1/8
 
 
 class OPRFParams(NamedTuple):
@@ -36,13 +39,16 @@ class GERFParams(NamedTuple):
 
 
 def sq_norm(x: Tensor) -> Tensor:
-    """|x|^2, (..., L, 1)."""
+    """Return |x|^2, (..., L, 1)."""
     return x.square().sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
 class Trigonometric(FeatureMap):
-    """cos and sin of products with the rows W that `directions` makes of the noise. M = 2m: cos, then sin."""
+    """Base class: cosines and sines of projections, M = 2m, cosines first.
+
+    Subclasses transform the random projections in `directions`.
+    """
 
     def width(self, m: int) -> int:
         return 2 * m
@@ -74,7 +80,11 @@ class Trigonometric(FeatureMap):
 
 @dataclass(frozen=True)
 class TrigRF(Trigonometric):
-    """Random Fourier features: bounded, indefinite, exact at x = y (CRT 2.2, Performers 2.3). M = 2m: cos, then sin."""
+    """Random Fourier features (CRT 2.2, Performers 2.3).
+
+    Features are bounded for the Gaussian kernel. Estimates are exact at x = y and may be negative. M = 2m: cosines,
+    then sines.
+    """
 
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
         log_scale = super()._log_scale(x, phase)
@@ -86,10 +96,13 @@ class TrigRF(Trigonometric):
 
 @dataclass(frozen=True)
 class PositiveExponential(FeatureMap):
-    """Positive features log phi = scale omega.x + bias - c |x|^2;
-    c = 1/2 for the softmax kernel, 1 for the Gaussian one.
+    """Base class of positive features log phi = scale omega.x + bias - c |x|^2.
 
-    `antithetic` uses omega and -omega: M = 2m features for m projections, with less variance than 2m independent ones.
+    c is 1/2 for the softmax kernel and 1 for the Gaussian kernel.
+
+    Args:
+        antithetic: use omega and -omega: M = 2m features. Their variance is lower than that of 2m independent
+            features.
     """
 
     antithetic: bool = False
@@ -104,14 +117,17 @@ class PositiveExponential(FeatureMap):
         return 2 * m if self.antithetic else m
 
     def affine(self, noise: Noise, params) -> tuple[Tensor | None, Tensor | float]:
-        """scale (..., 1, 1) and bias (..., 1, m), which hold log D + A |omega|^2 - log(M)/2; None stands for 1."""
+        """Return scale (..., 1, 1), or None for 1, and bias (..., 1, m).
+
+        The bias holds log D + A |omega|^2 - log(M)/2.
+        """
         return None, -math.log(self.width(noise.m)) / 2
 
     def directions(self, noise: Noise) -> Noise:
         return noise
 
     def enter(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
-        """What of factor x (..., L, d), a query or a key, enters the formula, and the factor that is left to it."""
+        """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         return x, factor
 
     def bind(self, noise, params=()) -> BoundMap:
@@ -129,7 +145,7 @@ class PositiveExponential(FeatureMap):
         return lambda x, out: torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
 
     def _weight(self, noise: Noise, params) -> Tensor:
-        """[scale rows, bias, -norm_weight] (..., M, d + 2): log phi is its product with [x, 1, |x|^2], in one pass."""
+        """Return W (..., M, d + 2) with log phi = [x, 1, |x|^2] W^T."""
         rows, scale, bias = self.exponent(noise, params)
         rows = rows if scale is None else rows * scale.to(rows.dtype)
         bias = bias.mT.expand(*rows.shape[:-1], 1)
@@ -154,10 +170,10 @@ class PositiveExponential(FeatureMap):
         return Features(ONE, torch.cat(signed, -1))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
-        """rows (..., M, d), scale (..., 1, 1) or None and bias (..., 1, M):
-        log phi = scale rows.x + bias - norm_weight |x|^2 of what `enter` gives.
+        """Return rows (..., M, d), scale (..., 1, 1) or None, and bias (..., 1, M).
 
-        What an engine needs to make the M features by itself: antithetic maps have both signs of each row.
+        log phi = scale rows.x + bias - norm_weight |x|^2, where x is the result of `enter`. Attention engines compute
+        features from these tensors. Antithetic maps return both signs of each row.
         """
         noise = self.directions(noise)
         scale, bias = self.affine(noise, params)
@@ -176,29 +192,34 @@ class PositiveExponential(FeatureMap):
         return log_mean_exp2(hi, log_alpha - s_plus) if self.antithetic else hi
 
     def _log_rho(self, params, x: Tensor, y: Tensor) -> Tensor:
-        """log rho, rho = 1 / (1 - 8A), to broadcast with the pairs."""
+        """Return log rho, rho = 1 / (1 - 8A), to broadcast with the pairs."""
         return torch.zeros((), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class PosRF(PositiveExponential):
-    """Positive random features of FAVOR+ (Performers Lemma 1): exact at x = -y, log-normal tails."""
+    """Positive random features of FAVOR+ (Performers Lemma 1): exact at x = -y."""
 
 
 @dataclass(frozen=True)
 class HypRF(PositiveExponential):
-    """Hyperbolic positive features (Performers Lemma 1, HRF (3)): PosRF with antithetic pairs."""
+    """Hyperbolic positive features: PosRF with antithetic pairs, M = 2m.
+
+    Sources: Performers Lemma 1, HRF eq. (3).
+    """
 
     antithetic: bool = True
 
 
 @dataclass(frozen=True)
 class SMREG(PositiveExponential):
-    """Positive features with rows of length sqrt(d): unbiased for the regularised softmax kernel
-    SMREG <= SM, not for SM.
+    """Positive features with projections of length sqrt(d) (Performers 2.3).
 
-    SMREG(x, y) = e^(-N/2) 0F1(; d/2; d |x+y|^2 / 4) (Performers Theorem 1; closed form checked numerically). Bounded.
-    `kernel="gaussian"` gives SMREG e^(-N/2). Any noise serves: its rows are put on the sphere.
+    The features are bounded. They estimate the regularised softmax kernel SMREG(x, y) = e^(-N/2) 0F1(; d/2; d |x+y|^2
+    / 4) <= SM(x, y) without bias (Performers Theorem 1), not SM itself. With `kernel="gaussian"` they estimate SMREG
+    e^(-N/2).
+
+    All samplers are allowed: the map rescales the projections.
     """
 
     trainable = False
@@ -220,11 +241,14 @@ class SMREG(PositiveExponential):
 
 @dataclass(frozen=True)
 class OPRF(PositiveExponential):
-    """Optimal positive random features (FAVOR++): least-variance positive features, for a real A <= 0
-    (CRT Theorem 3.3).
+    """Optimal positive random features of FAVOR++ (CRT Theorem 3.3, eq. (7)).
 
-    A is fitted to the mean of |x_i + y_j|^2 over all pairs; A = 0 is FAVOR+. Features are bounded where A < 0. Unbiased
-    for every A < 1/8 that does not depend on omega. `A` fixes it instead. `antithetic` adds omega -> -omega pairs.
+    `fit` chooses the real A <= 0 of least variance at the mean of |x_i + y_j|^2 over all pairs. A = 0 is FAVOR+.
+    Features are bounded if A < 0. The estimate is unbiased for all A < 1/8 that do not depend on omega.
+
+    Args:
+        A: fixed value instead of the fit.
+        antithetic: use omega and -omega: M = 2m features.
     """
 
     A: Annotated[float, Field(lt=1 / 8)] | None = None
@@ -259,12 +283,19 @@ class OPRF(PositiveExponential):
 
 @dataclass(frozen=True)
 class GERF(FeatureMap):
-    """Generalised exponential random features (CRT 3.1): s = +-1, A real or complex, least mean log variance of all.
+    """Generalised exponential random features (CRT 3.1): real or complex A, s = +-1.
 
-    M = 2m: Re, then Im (zero where s = +1 and A is real). Indefinite. `s` "auto" takes the sign with the smaller mean
-    log second moment; the optimum over complex A was at real A in every numerical search, so `search="real"` is the
-    default, and `search="complex"` runs the two-dimensional search and keeps it where it gains more than 1e-9. `A`
-    (with s) fixes A. Real A > 0 (s = -1) is unbounded: its sample variance needs A < 1/16 to be finite.
+    `fit` minimises the mean log second moment. Estimates may be negative. M = 2m: real parts, then imaginary parts.
+
+    Args:
+        s: sign in CRT eq. (5); "auto" takes the sign of smaller mean log second moment.
+        A: fixed value instead of the fit; needs a fixed s. Real A > 0 gives unbounded features, whose sample variance
+            is infinite for A >= 1/16.
+        search: "complex" also searches complex A and keeps it if the gain exceeds 1e-9. Numerical searches found no
+            gain.
+
+    Raises:
+        ValueError: A is fixed without s, or Re(1 - 8A) <= 0.
     """
 
     s: Literal["auto", 1, -1] = "auto"
@@ -298,13 +329,13 @@ class GERF(FeatureMap):
         return GERFParams(check_finite(A, "A")[..., None, None], s[..., None, None])
 
     def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A, log second moment and s, each of the batch shape."""
+        """Return A, log second moment and s, each of the batch shape."""
         mean_s, mean_n = (stats.mean_sq_sum if s == 1 else stats.mean_sq_diff), stats.mean_norms
         A = optimal_a(mean_s / stats.d) if s == 1 else optimal_a_trig(mean_s, stats.d)
         if self.search == "complex":
             A = search_complex_a(A, mean_s, s, stats.d)
         ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
-        log_kernel_sq = mean_s - 2 * mean_n if s == 1 else -mean_s  # of the Gaussian kernel at the mean statistics
+        log_kernel_sq = mean_s - 2 * mean_n if s == 1 else -mean_s  # Gaussian kernel at the mean statistics
         return A, ratio + log_kernel_sq, torch.full_like(mean_s, s, dtype=torch.long)
 
     def phi_q(self, x, noise, params) -> Features:
@@ -314,7 +345,7 @@ class GERF(FeatureMap):
         return self._phi(y, noise, params, key=True)
 
     def _phi(self, x, noise, params, key: bool) -> Features:
-        """Re(u v) = Re u Re v - Im u Im v: the key side carries s B and the minus."""
+        """Return [Re f, Im f] for queries and [Re f, -Im f] for keys."""
         x, noise = at_least_float32(x), precise(noise, x.dtype)
         A, s = (t.to(noise.sq_norm.device) for t in (params.A.to(torch.complex128), params.s))
         B = torch.sqrt(s * (1 - 4 * A)) * (s if key else 1)
@@ -337,7 +368,12 @@ class GERF(FeatureMap):
 
 
 def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: int) -> Tensor:
-    """log E (Re Z)^2 / K^2 of one GERF feature, A of either type, at S_s = |x + s y|^2 (CRT (6) in a stable form)."""
+    """Return log E (Re Z)^2 / K^2 of one GERF feature (CRT eq. (6), stable form).
+
+    Args:
+        A: real or complex tensor.
+        s_s: S_s = |x + s y|^2.
+    """
     check_a(A)
     a = torch.log1p(-8 * A.double()) if not A.is_complex() else torch.log(1 - 8 * A)
     if not a.is_complex():
@@ -354,7 +390,10 @@ def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: 
 
 
 def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Tensor:
-    """log of (e^high + e^low cos(phase)) / 2 for low <= high, accurate also where both are near 0."""
+    """Return log((e^high + e^low cos(phase)) / 2) for low <= high.
+
+    The result is accurate if both are near 0.
+    """
     low = torch.minimum(low, high)
     mid, half = (high + low) / 2, (high - low) / 2
     phase = torch.as_tensor(phase, dtype=high.dtype)
@@ -365,16 +404,19 @@ def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Ten
 
 
 def optimal_a(u: Tensor) -> Tensor:
-    """The A of OPRF for u = |x+y|^2 / d >= 0 (CRT (7), in a form exact as u -> 0): A <= 0, float64."""
+    """Return the A <= 0 of OPRF for u = |x+y|^2 / d >= 0, float64 (CRT eq. (7)).
+
+    The form is accurate as u -> 0.
+    """
     u = u.double()
     root = torch.sqrt(1 + 12 * u + 4 * u * u)
     return torch.where(u < 0.5, -u / (1 - 2 * u + root), (1 - 2 * u - root) / 16)
 
 
 def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
-    """The real A of least variance for s = -1 (Gaussian-reweighted TrigRF), by a search in a = log(1 - 8A).
+    """Return the real A of least variance for s = -1, by a search in log(1 - 8A).
 
-    The second moment d log cosh(a/2) + log1p(exp(-(1 + e^-a) S_-)) has one minimum, in [-0.82, 0].
+    The second moment d log cosh(a/2) + log1p(exp(-(1 + e^-a) S_-)), a = log(1 - 8A), has one minimum, in [-0.82, 0].
     """
     s_minus = s_minus.double()
 
@@ -388,10 +430,10 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
 
 
 def zoom(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
-    """A point of [low, high] for each entry of `like` (...), to (high - low) 24^-rounds.
+    """Return a point of [low, high] per entry of `like`, by repeated grid search.
 
-    Each round lays a grid (..., points) over the interval and goes on between the neighbours of the one that `pick`
-    chooses. A few calls on wide tensors take the place of many calls on narrow ones.
+    Each round evaluates a grid (..., points) and continues between the neighbours of the point chosen by `pick`. The
+    error is (high - low) 24^-rounds.
     """
     lo, hi = torch.full_like(like, low).unsqueeze(-1), torch.full_like(like, high).unsqueeze(-1)
     steps = torch.linspace(0, 1, points, dtype=like.dtype, device=like.device)
@@ -403,9 +445,10 @@ def zoom(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: i
 
 
 def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:
-    """The complex A of least second moment, by Nelder-Mead in (a, beta), b = pi/2 tanh(beta), from the real optimum.
+    """Return the complex A of least second moment, by Nelder-Mead.
 
-    Each batch entry is searched by itself; the real A stays unless the gain in log second moment is above 1e-9.
+    The search starts from the real optimum. The variables are (a, beta) with 1 - 8A = e^(a + ib), b = pi/2 tanh(beta).
+    The real A stays unless the log second moment drops by more than 1e-9.
     """
     values = [_search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())]
     return torch.tensor(values, dtype=torch.complex128, device=start.device).view(start.shape)
@@ -430,18 +473,24 @@ def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
 
 
 def _complex_a(point: Sequence[float]) -> complex:
-    """A at (a, beta)."""
+    """Return A at (a, beta)."""
     return (1 - cmath.exp(complex(point[0], math.pi / 2 * math.tanh(point[1])))) / 8
 
 
 def check_a(A: Tensor | complex) -> None:
-    """Raises where Re(1 - 8A) <= 0: the second moment is infinite there. Values on other devices than the CPU pass."""
+    """Check that the second moment is finite.
+
+    Values on other devices than the CPU are not checked.
+
+    Raises:
+        ValueError: Re(1 - 8A) <= 0.
+    """
     w = 1 - 8 * torch.as_tensor(A)
     if can_ask(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
         raise ValueError(f"A = {A}: Re(1 - 8A) must be positive (A < 1/8 for real A), or the variance is infinite")
 
 
 def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """N and |x + y|^2, float64."""
+    """Return N and |x + y|^2, float64."""
     x, y = x.double(), y.double()
     return x.square().sum(-1) + y.square().sum(-1), (x + y).square().sum(-1)

@@ -1,8 +1,12 @@
-"""Hybrid random features: kernels estimated several ways at once, each weighted where it is good.
+"""Hybrid random features (HRF): weighted combinations of kernel estimates.
 
-K = sum_k lambda_k K_k + (1 - sum_k lambda_k) K_last, with estimated coefficients lambda_k that are independent of the
-estimates K_k: unbiased whatever the coefficients are. The map is the Sum of the Products of these (HRF Lemma 2.3, in
-real numbers: signs stand on the side of the queries). Legend as in base.py; n projections of a coefficient.
+Notation: n projections of a coefficient. The estimate is
+
+    K = sum_k lambda_k K_k + (1 - sum_k lambda_k) K_last
+
+with bases K_k and estimated coefficients lambda_k. It is unbiased for all coefficients that are independent of the
+bases. The features are the concatenated products of HRF Lemma 2.3 in real numbers, with negative signs on the query
+side.
 """
 
 import math
@@ -25,27 +29,31 @@ from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, mapped,
 
 @dataclass(frozen=True)
 class HybridMap(InBlocks):
-    """What all hybrids share. n: projections of each coefficient (None: as many as of a base). shared: one noise for
-    all bases; as unbiased as independent ones, cheaper, and with no more variance for TrigRF with PosRF or HypRF.
+    """Base class of hybrid maps.
 
-    Noise and parameters are pairs of tuples: one entry for each coefficient, and one for each base. m is the number of
-    projections of the bases, or the pair (n, m).
+    Projections and parameters are pairs of tuples: one entry per coefficient, and one entry per base. m is the number
+    of projections of each base, or the pair (n, m).
+
+    Args:
+        n: projections of each coefficient; None: as many as each base.
+        shared: all bases use the same projections. The estimate stays unbiased and is cheaper. For TrigRF with PosRF
+            or HypRF the variance does not increase.
     """
 
     n: Count | None = None
     shared: bool = True
-    one_coefficient_noise = False  # whether all coefficients are made of the same projections
+    one_coefficient_noise = False  # all coefficients use the same projections
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "_parts", self._made())  # once: their options are checked
+        object.__setattr__(self, "_parts", self._made())  # cached: building parts checks their options
 
     @abstractmethod
     def _made(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
-        """What `made_of` gives."""
+        """Return the coefficients and bases; called once."""
 
     def made_of(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
-        """p coefficients and p + 1 bases; the last base has what the coefficients leave to it."""
+        """Return p coefficients and p + 1 bases; the last base has weight 1 - sum lambda."""
         return self._parts
 
     @property
@@ -74,7 +82,7 @@ class HybridMap(InBlocks):
         return sum(r * b.width(k) for r, b, k in zip([*columns, rest], bases, m))
 
     def _counts(self, m: Nested) -> tuple[tuple, tuple]:
-        """Projections of each coefficient and of each base."""
+        """Return the numbers of projections of each coefficient and of each base."""
         coefficients, bases = self.made_of()
         n, m = m if isinstance(m, tuple) else (self.n or m, m)
         n, m = (k if isinstance(k, tuple) else (k,) * len(parts) for k, parts in ((n, coefficients), (m, bases)))
@@ -106,7 +114,10 @@ class HybridMap(InBlocks):
         return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
 
     def _weights(self, rhos: list[Tensor], params: tuple, key: bool) -> list[Tensor]:
-        """Of each base, (..., L, R): [sqrt|a|, rho] of its coefficient, and for the last one of what these leave."""
+        """Return the weights of each base, (..., L, R).
+
+        They are [sqrt|a|, rho] of its coefficient; the last base has the columns of 1 - sum lambda.
+        """
         coefficients, _ = self.made_of()
         weights = [c.weighted(rho, p, key) for c, rho, p in zip(coefficients, rhos, params)]
         if len(coefficients) == 1:
@@ -118,16 +129,18 @@ class HybridMap(InBlocks):
     # ---- exact errors
 
     def log_mse(self, x, y, params, m) -> Tensor:
-        """With m iid projections of the bases, and n of each coefficient."""
+        """Return the log variance with m i.i.d. projections of bases, n of coefficients."""
         relative = self.log_relative_variance(x, y, params, self.n or m, m)
         return 2 * self.log_kernel(x.double(), y.double()) + relative
 
     def log_relative_variance(self, x: Tensor, y: Tensor, params: Params, n: int = 1, m: int = 1) -> Tensor:
-        """log(Var / K^2) with n and m iid projections, float64, nats (HRF Theorems 3.1, D.1, F.1; own for p > 1).
+        """Return log(Var / K^2) with n and m i.i.d. projections, float64, in nats.
 
-        The sum over bases of E lambda_k^2 Var K_k, and of E lambda_k lambda_l Cov(K_k, K_l) where they share their
-        projections. Raises NotImplementedError where no covariance is known: shared ones other than TrigRF, PosRF,
-        HypRF and CERF.
+        The variance is the sum over bases of E lambda_k^2 Var K_k. With shared projections the sum of E lambda_k
+        lambda_l Cov(K_k, K_l) is added (HRF Theorems 3.1, D.1, F.1; derived for this project for p > 1).
+
+        Raises:
+            NotImplementedError: no covariance is known. It is known for TrigRF, PosRF, HypRF and CERF.
         """
         x, y = x.double(), y.double()
         bases, moments = self.made_of()[1], self._moments(x, y, params[0], n)
@@ -143,7 +156,10 @@ class HybridMap(InBlocks):
         return torch.where(total > 0, total.clamp(min=0).log() + top, -torch.inf) - math.log(m)
 
     def _moments(self, x: Tensor, y: Tensor, params: tuple, n: int) -> list[list[Tensor]]:
-        """E lambda_k lambda_l of the estimated coefficients, with that of the last base: they sum to 1."""
+        """Return E lambda_k lambda_l of the estimated weights, including the last base.
+
+        The entries sum to 1.
+        """
         coefficients = self.made_of()[0]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
         spreads = [c.variance(x, y, p) / n for c, p in zip(coefficients, params)]
@@ -162,9 +178,10 @@ COEFFICIENTS = {"angular": AngularCoefficient, "gaussian": GaussianCoefficient, 
 
 @dataclass(frozen=True)
 class Hybrid(HybridMap):
-    """The hybrid of any p coefficients and p + 1 bases of one kernel (HRF equation 8).
+    """The hybrid of p coefficients and p + 1 bases of one kernel (HRF eq. (8)).
 
-    Each is an object, or a line with a name of COEFFICIENTS or BASES and options, such as "complex M=0.5+1j".
+    A coefficient or base is an object, or a string with a name of COEFFICIENTS or BASES and options, such as "complex
+    M=0.5+1j".
     """
 
     coefficients: Several[Coefficient | str] = ()
@@ -182,7 +199,7 @@ class Hybrid(HybridMap):
 
 
 def _part(key: str, part: Any, known: dict[str, type], **given: Any) -> Any:
-    """What a line of `Hybrid` names; an object itself."""
+    """Build a coefficient or base from a string; return objects unchanged."""
     if not isinstance(part, str):
         return part
     name, options = split_words(part)
@@ -194,10 +211,13 @@ def _part(key: str, part: Any, known: dict[str, type], **given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Bipolar(HybridMap):
-    """lambda K_positive + (1 - lambda) K_trig, where lambda is 0 at x = y and largest at x = -y.
+    """Base class of lambda K_positive + (1 - lambda) K_trig.
 
-    base: the positive one, "hyp" (antithetic, 2m features) or "pos". The positive base is exact at x = -y and the
-    trigonometric one at x = y, so lambda must weight the positive one.
+    lambda is 0 at x = y, where the trigonometric base is exact, and largest at x = -y, where the positive base is
+    exact.
+
+    Args:
+        base: the positive base, "hyp" (antithetic, 2m features) or "pos".
     """
 
     base: Literal["hyp", "pos"] = "hyp"
@@ -210,7 +230,7 @@ class Bipolar(HybridMap):
         return (self.coefficient(),), (positive, TrigRF(self.kernel))
 
     def bind(self, noise, params) -> BoundMap:
-        """With all projections in one product, where both bases share theirs."""
+        """Bind both maps; shared projections need one matrix product."""
         self._check(noise, params)
         (of_coefficient,), (of_base, other) = noise
         if of_base is not other or of_base.matrix_free or of_base.batch != of_coefficient.batch:
@@ -225,7 +245,7 @@ class Bipolar(HybridMap):
         return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
 
     def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
-        """The features of the positive and the trigonometric base, from their projections (..., L, m)."""
+        """Return positive and trigonometric features from projections (..., L, m)."""
         half, m = sq_norm(x) / 2, omega_x.shape[-1]
         both = torch.cat([omega_x, -omega_x], -1) if self.base == "hyp" else omega_x
         down = half if self.kernel == "softmax" else 2 * half
@@ -236,11 +256,14 @@ class Bipolar(HybridMap):
 
 @dataclass(frozen=True)
 class AngularHybrid(Bipolar):
-    """theta/pi K_positive + (1 - theta/pi) K_trig (HRF 3.1): no variance at angles 0 and pi between vectors of equal
-    length. M = 8 m n, indefinite. Lengths that differ cost variance at both ends."""
+    """Angular hybrid theta/pi K_positive + (1 - theta/pi) K_trig (HRF 3.1).
+
+    M = 8 m n for the hyperbolic base. Estimates may be negative. For vectors of equal length the variance is zero at
+    angles 0 and pi. Unequal lengths increase it at both.
+    """
 
     def rank(self, m: Nested) -> int:
-        """4m (n + 1), as HRF counts: with the constant 1/2 in place of indicators."""
+        """Return 4m (n + 1), the dimension in HRF, which has a = 1/2 and no indicators."""
         (n,), m = self._counts(m)
         return (n + 1) * sum(b.width(k) for b, k in zip(self.made_of()[1], m))
 
@@ -250,9 +273,10 @@ class AngularHybrid(Bipolar):
 
 @dataclass(frozen=True)
 class GaussianHybrid(Bipolar):
-    """The bipolar hybrid with Gaussian coefficients (HRF F): no variance at x = y. M = 4m (2n + 1), indefinite.
+    """Bipolar hybrid with Gaussian coefficients (HRF appendix F).
 
-    sigma, r: see `BipolarGaussianCoefficient`.
+    M = 4m (2n + 1) for the hyperbolic base. Estimates may be negative. The variance is zero at x = y. sigma and r are
+    those of `BipolarGaussianCoefficient`.
     """
 
     sigma: Positive | None = None
@@ -263,8 +287,11 @@ class GaussianHybrid(Bipolar):
 
 
 def covariance(bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y: Tensor, log_unit: Tensor) -> Tensor:
-    """Cov(K_1, K_2) / K^2 of two exponential estimates from one projection, in units of exp(log_unit) (own; for TrigRF
-    with PosRF or HypRF it is cos(|x|^2 - |y|^2) - 1, HRF Theorem 3.1)."""
+    """Return Cov(K_1, K_2) / K^2 of two estimates from one projection.
+
+    The result is divided by exp(log_unit). For TrigRF with PosRF or HypRF the covariance is cos(|x|^2 - |y|^2) - 1
+    (HRF Theorem 3.1). The general case was derived for this project.
+    """
     one, other = (_meeting(b, x, y, p) for b, p in zip(bases, params))
     antithetic = any(getattr(b, "antithetic", False) for b in bases)
     products = ((one * other).sum(-1), (one * other.conj()).sum(-1))
@@ -274,7 +301,7 @@ def covariance(bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y
 
 
 def _meeting(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
-    """w = M x + M^-T y of the base's M, complex (..., d)."""
+    """Return w = M x + M^-T y of the base, complex (..., d)."""
     if hasattr(base, "meeting"):
         return base.meeting(x, y, params)
     if isinstance(base, TrigRF):

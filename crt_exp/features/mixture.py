@@ -1,19 +1,21 @@
-"""Positive features whose rows follow the data: drawn around the centres of s = x' + y', or placed at them.
+"""Positive features with rows at or around the k-means centres of x' + y'.
 
-Legend as in base.py; vectors enter as x' = G x, y' = G^-T y (the balance of dense.py), and s = x' + y'. With
-psi_w(x) = exp(w.x - |x|^2 / 2),
+Notation: x' = G x, y' = G^-T y with the balance G of dense.py; s = x' + y'; psi_w(x) = exp(w.x - |x|^2 / 2); centres
+c_r, rows w_r, weights a_r, features phi_r = a_r^(1/2) psi_(w_r). Since
+
     psi_w(x') psi_w(y') = exp(x.y) exp(|w|^2 / 2) exp(-|s - w|^2 / 2),
-so features phi_r = a_r^(1/2) psi_(w_r) are good where unit Gaussians around the rows w_r cover the s of queries and the
-keys that they attend to. k-means finds a centre c_r for each row.
 
-weights="unbiased": w_r = c_r + omega_r, a draw from N(c_r, I), with what importance sampling from the mixture of all of
-them gives, a_r = N(w_r; 0, I) / sum_i N(w_r; c_i, I) = 1 / sum_i exp(w_r.c_i - |c_i|^2 / 2). Unbiased for all G and c
-that do not depend on the noise.
-weights="fitted": w_r = c_r, in both directions plus a draw of deviation 0.6 that is made once, and the a_r that give
-estimated attention the least KL divergence from exact attention in the sequences of the fit. Biased; nearer where
-features are few, or errors of many layers add up.
+estimates are accurate where unit Gaussians around the rows cover the s of queries and their attended keys.
 
-Source: our own.
+weights="unbiased": w_r = c_r + omega_r is a sample of N(c_r, I). Importance sampling from the mixture of these
+distributions gives a_r = 1 / sum_i exp(w_r.c_i - |c_i|^2 / 2). The estimate is unbiased for all G and c that do not
+depend on the projections.
+
+weights="fitted": w_r = c_r (bidirectional: plus fixed Gaussian noise of deviation 0.6). The a_r minimise the KL
+divergence of estimated from exact attention on the fitted sequences. The estimate is biased, but closer to exact with
+few features or many layers.
+
+The method was derived for this project.
 """
 
 import math
@@ -33,28 +35,32 @@ from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.options import Count
 from crt_exp.samplers import orthogonal
 
-KEYS, PAIRS = 2, 8   # keys drawn for each query, and pairs for each centre; the larger number counts
-UNIFORM = 1 / 16     # of the keys are drawn from all that a query sees, the others by attention
-ROUNDS = 4           # of k-means
-QUERIES, UPDATES = 128, 30  # of each sequence, for which weights are fitted, and the steps of that
-DEVIATION = 0.6      # of fitted rows from their centres in both directions, where errors of tokens cancel; causal: 0
+KEYS, PAIRS = 2, 8   # least number of sampled keys per query, and of sampled pairs per centre
+UNIFORM = 1 / 16     # share of keys sampled uniformly from all visible keys; the others are sampled by attention
+ROUNDS = 4           # iterations of k-means
+QUERIES, UPDATES = 128, 30  # queries per sequence and iterations of the weight fit
+DEVIATION = 0.6      # of fitted rows from their centres; causal attention: 0
 TINY = 1e-8
 
 
 class MixtureParams(NamedTuple):
     balance: Tensor | None   # G (..., d, d), symmetric; None: I
     centres: Tensor          # (..., m, d)
-    log_weights: Tensor      # fitted log a_r + |w_r|^2 / 2, what the row counts at s = w_r, (..., 1, m)
+    log_weights: Tensor      # fitted log a_r + |w_r|^2 / 2, (..., 1, m)
 
-    shift = None             # of Dense: it is in the centres
+    shift = None             # read by Dense; the centres include the shift
 
 
 @dataclass(frozen=True)
 class Mixture(Dense):
-    """Positive features with rows around or at the centres of x' + y', one centre for each.
+    """Positive features with one row per k-means centre of x' + y'.
 
-    weights: "fitted" or "unbiased". size: the number of projections, which `of_size` fills in. Raises ValueError for
-    antithetic pairs, and in `fit` without a size.
+    Args:
+        weights: "fitted" (biased) or "unbiased"; see the module docstring.
+        size: number of projections; `of_size` sets it.
+
+    Raises:
+        ValueError: antithetic=True, or (in `fit`) no size.
     """
 
     weights: Literal["fitted", "unbiased"] = "fitted"
@@ -83,7 +89,7 @@ class Mixture(Dense):
         return MixtureParams(torch.eye(d), torch.zeros(self.size, d), torch.full((1, self.size), -math.log(self.size)))
 
     def admitted(self, params: MixtureParams) -> MixtureParams:
-        return params  # any balance that has an inverse, and any centres
+        return params  # all invertible balances and all centres are valid
 
     # ---- features
 
@@ -95,7 +101,7 @@ class Mixture(Dense):
         return rows, None, -(centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True) / 2
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        """Not in closed form but for one centre, exp |s - c|^2."""
+        """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
         if self.weights == "fitted" or params.centres.shape[-2] > 1:
             return FeatureMap.log_relative_second_moment(self, x, y, params)
         G, ndim = params.balance, max(x.ndim, y.ndim)
@@ -106,14 +112,17 @@ class Mixture(Dense):
     # ---- fit
 
     def fit(self, stats: Statistics) -> MixtureParams:
-        """To sets of vectors: a query meets all keys of its set."""
+        """Fit to sets of vectors in which each query attends to all keys."""
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
         params = self.fit_sequences([x[None] for x in xs], [y[None] for y in ys])
         return MixtureParams(*(None if t is None else t.reshape(*batch, *t.shape[1:]) for t in params))
 
     def fit_sequences(self, x: Iterable[Tensor], y: Iterable[Tensor], causal: bool = False) -> MixtureParams:
-        """To sequences, x (B, L, d) and y (B, S, d) of each head: a query meets the keys of its sequence; causal:
-        those up to its own place."""
+        """Fit to sequences, x (B, L, d) and y (B, S, d) for each head.
+
+        Args:
+            causal: queries attend to keys up to their own position, else to all keys of the sequence.
+        """
         if self.size is None:
             raise ValueError("a mixture has as many centres as projections: fit mixture.of_size(m)")
         of_heads = [self._of_head(*(check_finite(t.double(), "mixture") for t in pair), causal)
@@ -140,7 +149,7 @@ class Mixture(Dense):
                                                         exact[:, some], seen[some]))
 
     def _attended(self, y: Tensor, exact: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
-        """Keys that each query meets, (B, L, n, d)."""
+        """Sample n keys per query, mostly by attention, (B, L, n, d)."""
         n = max(KEYS, -(-PAIRS * self.size // exact[..., 0].numel()))
         shares = torch.lerp(exact, (seen / seen.sum(-1, keepdim=True)).to(exact), UNIFORM)
         drawn = torch.multinomial(shares.flatten(0, 1).cpu(), n, replacement=True, generator=generator).to(y.device)
@@ -148,12 +157,12 @@ class Mixture(Dense):
 
 
 def k_means(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Centres (count, d) of points (n, d) and how many are nearest to each (1, count), after a few rounds."""
+    """Return centres (count, d) of points (n, d) and cluster sizes (1, count)."""
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # fewer different points: some centres are equal
+        warnings.simplefilter("ignore", ConvergenceWarning)  # with few distinct points some centres are equal
         found = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=0).fit(
             points.float().cpu().numpy())
     return (torch.from_numpy(found.cluster_centers_).to(points),
@@ -161,12 +170,13 @@ def k_means(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def fitted_weights(x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor) -> Tensor:
-    """log a_r + |w_r|^2 / 2 (1, m), from `start`, of least KL divergence from exact attention (B, L, S) of x (B, L, d)
-    to y (B, S, d).
+    """Return log a_r + |w_r|^2 / 2 (1, m) of least KL divergence from exact attention.
 
-    The divergence is mean_i (log sum_j K_ij - sum_j exact_ij log K_ij) + const, K = sum_r a_r psi_r(x) psi_r(y). Its
-    first term lies below its tangent and the second below the bound of EM. Each update takes the a_r that are least for
-    the sum of these two, and so lowers the divergence.
+    `exact` (B, L, S) is the attention of x (B, L, d) to y (B, S, d). `start` initialises the result.
+
+    The divergence is mean_i (log sum_j K_ij - sum_j exact_ij log K_ij) + const, K = sum_r a_r psi_r(x) psi_r(y). Each
+    update minimises an upper bound: the tangent of the first term plus the EM bound of the second. The divergence
+    therefore never increases.
     """
     log_q, log_k = x @ rows.mT + start - sq_norm(rows).mT / 2, y @ rows.mT - sq_norm(y) / 2
     top = log_k.amax((0, 1))

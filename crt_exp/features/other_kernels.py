@@ -1,8 +1,9 @@
-"""Maps of other kernels: random Fourier features, arc-cosine kernels, and sums and products of maps.
+"""Random Fourier features of other kernels, arc-cosine kernels, sums and products.
 
-Legend as in base.py; r = |x - y|; W spectral rows, E cos(w.(x - y)) = kernel. Rows of W are made of Gaussian ones g by
-monotone functions, the length |g| or the coordinates g_l through their own distribution to the distribution that the
-kernel has. So directions stay as coupled as the sampler made them, and a map needs no numbers of its own.
+Notation: r = |x - y|; W spectral rows with E cos(w.(x - y)) = kernel.
+
+W is a monotone function of Gaussian projections g. It transforms the length |g| or the coordinates g_l to the spectral
+distribution. Radial kernels preserve the coupling of directions by the sampler.
 """
 
 import math
@@ -22,17 +23,17 @@ from crt_exp.features.statistics import Kernel, Statistics, angle
 from crt_exp.options import Positive
 from crt_exp.samplers.noise import DenseNoise, Nested, Noise, mapped, precise, shared
 
-NODES, POINTS = 400, 1500  # of the mixture of the rational quadratic kernel, and of the table of its distribution
+NODES, POINTS = 400, 1500  # sizes of the quadrature over the mixture and of the table of the rational quadratic kernel
 
 
 @dataclass(frozen=True)
 class SpectralRF(Trigonometric):
-    """Base of the maps of shift-invariant kernels other than the Gaussian one."""
+    """Base class for shift-invariant kernels other than the Gaussian kernel."""
 
     own_kernel = True
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
-        """E cos^2 = (1 + K(2 (x - y))) / 2."""
+        """Return the moment from E cos^2 = (1 + K(2 (x - y))) / 2."""
         x, y = x.double(), y.double()
         twice = self.log_kernel(2 * x, 2 * y)
         return torch.log1p(torch.expm1(twice) / 2) - 2 * self.log_kernel(x, y)
@@ -40,10 +41,14 @@ class SpectralRF(Trigonometric):
 
 @dataclass(frozen=True)
 class RadialRF(SpectralRF):
-    """Kernels of r = |x - y|: the directions of the noise, with lengths of the kernel's radial distribution."""
+    """Base class for kernels of |x - y|: rescales the projections to spectral lengths."""
 
     def directions(self, noise: Noise) -> Noise:
-        """Raises ValueError for rows of one length, which cannot become rows of a distribution."""
+        """Rescale the projections.
+
+        Raises:
+            ValueError: all projections have one length, so their lengths are not chi-distributed.
+        """
         sq_norm = noise.sq_norm.double()
         if not noise.gaussian and noise.m > 1 and bool((sq_norm.amax() - sq_norm.amin()) < 1e-6 * sq_norm.amax()):
             raise ValueError(f"{type(self).__name__} needs rows whose lengths vary as those of Gaussian rows do, which "
@@ -54,27 +59,27 @@ class RadialRF(SpectralRF):
 
     @abstractmethod
     def squared_length(self, sq_norm: np.ndarray, d: int) -> np.ndarray:
-        """|w|^2 at |g|^2, which is chi^2 of d degrees of freedom."""
+        """Return |w|^2 as a function of |g|^2 (chi-squared, d degrees of freedom)."""
 
 
 @dataclass(frozen=True)
 class MaternRF(RadialRF):
-    """Matern kernel of smoothness nu: nu = 1/2 is e^-r, 3/2 (1 + t) e^-t, 5/2 (1 + t + t^2/3) e^-t, t = sqrt(2 nu) r.
+    """Matern kernel of smoothness nu in r = |x - y|.
 
-    Rows are of the multivariate t distribution with 2 nu degrees of freedom. More of them lie far out the smaller nu
-    is.
+    The kernel is e^-r for nu = 1/2. With t = sqrt(2 nu) r it is (1 + t) e^-t for 3/2 and (1 + t + t^2/3) e^-t for 5/2.
+    The spectral distribution is the multivariate t with 2 nu degrees of freedom. Small nu gives heavy tails.
     """
 
     kernel: Literal["matern"] = "matern"
     nu: Literal[0.5, 1.5, 2.5] = 1.5
 
     def squared_length(self, sq_norm, d):
-        """d F(d, 2 nu) = 2 nu B / (1 - B) for B of the beta distribution (d/2, nu), from the nearer end of it."""
+        """Return the quantile of d F(d, 2 nu), from the closer tail of a beta."""
         from scipy.special import betaincinv, gammainc, gammaincc
 
         low, high = gammainc(d / 2, sq_norm / 2), gammaincc(d / 2, sq_norm / 2)
         b, rest = betaincinv(d / 2, self.nu, low), betaincinv(self.nu, d / 2, high)
-        with np.errstate(divide="ignore"):  # of the end that is not taken
+        with np.errstate(divide="ignore"):  # from the tail that np.where discards
             return 2 * self.nu * np.where(low < 0.5, b / (1 - b), (1 - rest) / rest)
 
     def log_kernel(self, x, y):
@@ -86,13 +91,16 @@ class MaternRF(RadialRF):
 
 @dataclass(frozen=True)
 class RationalQuadraticRF(RadialRF):
-    """(1 + r^2 / (2 alpha))^-alpha: a mixture of Gaussian kernels, their precisions gamma(alpha)."""
+    """Rational quadratic kernel (1 + r^2 / (2 alpha))^-alpha, r = |x - y|.
+
+    It is a scale mixture of Gaussian kernels with gamma(alpha) distributed precision.
+    """
 
     kernel: Literal["rational_quadratic"] = "rational_quadratic"
     alpha: Positive = 1.0
 
     def squared_length(self, sq_norm, d):
-        """By a table of the distribution of |w|^2 = |g|^2 G / alpha, G of the gamma distribution of shape alpha."""
+        """Interpolate a table of the distribution of |g|^2 G / alpha, G ~ gamma(alpha)."""
         from scipy.special import gammainc, gammaincc
 
         log_square, low, high = rational_quadratic_distribution(float(self.alpha), d)
@@ -107,7 +115,7 @@ class RationalQuadraticRF(RadialRF):
 
 @lru_cache(maxsize=32)
 def rational_quadratic_distribution(alpha: float, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log |w|^2 on a grid, and the logs of how likely it is to be less, and more, strictly monotone."""
+    """Return log |w|^2 on a grid, and the log CDF and log survival function there."""
     from scipy.special import gammainc, gammaincc, gammaincinv, gammainccinv
 
     low, high = np.log(gammaincinv(alpha, 1e-14)), np.log(gammainccinv(alpha, 1e-14))
@@ -126,10 +134,10 @@ def rational_quadratic_distribution(alpha: float, d: int) -> tuple[np.ndarray, n
 
 @dataclass(frozen=True)
 class LaplaceRF(SpectralRF):
-    """exp(-sum_l |x_l - y_l|), of the distances of single coordinates: rows of independent Cauchy numbers.
+    """Laplace kernel exp(-sum_l |x_l - y_l|).
 
-    Coordinates, not lengths, are brought to another distribution, so that rows must be exactly Gaussian, and directions
-    are no longer orthogonal. e^-|x - y| is MaternRF(nu=0.5).
+    The spectral rows have independent Cauchy entries. They need exactly Gaussian projections and lose orthogonality.
+    The kernel e^-|x - y| is MaternRF(nu=0.5).
     """
 
     kernel: Literal["laplace"] = "laplace"
@@ -148,8 +156,10 @@ class LaplaceRF(SpectralRF):
 
 @dataclass(frozen=True)
 class ArcCosineRF(FeatureMap):
-    """Arc-cosine kernels (Cho and Saul 2009) of the angle theta: 1 - theta / pi for order 0, and for order 1
-    |x| |y| (sin theta + (pi - theta) cos theta) / pi. Features are those of a layer of steps, or of ReLUs, at random.
+    """Arc-cosine kernels of order 0 and 1 (Cho and Saul 2009).
+
+    theta is the angle between x and y. The kernel is 1 - theta / pi for order 0. It is |x| |y| (sin theta + (pi -
+    theta) cos theta) / pi for order 1. The features are random step functions (order 0) or ReLUs (order 1).
     """
 
     kernel: Literal["arccosine"] = "arccosine"
@@ -160,7 +170,7 @@ class ArcCosineRF(FeatureMap):
     def bind(self, noise, params=()) -> BoundMap:
         def phi(x: Tensor) -> Features:
             projected = precise(noise, x.dtype).project(x)
-            half = projected.new_tensor(0.5)  # of a step at 0, as for a zero vector
+            half = projected.new_tensor(0.5)  # value of the step function at 0
             value = projected.relu() if self.order else torch.heaviside(projected, half)
             return Features(value, torch.full_like(projected[..., :1], math.log(2 / noise.m) / 2))
         return BoundMap(phi, phi)
@@ -174,7 +184,10 @@ class ArcCosineRF(FeatureMap):
         return (x.norm(dim=-1) * y.norm(dim=-1) * shape.clamp(min=0)).log()
 
     def log_relative_second_moment(self, x, y, params=()):
-        """E Z^2 is twice the kernel of order 2 n. Of opposite and of zero vectors Z is 0: no variance."""
+        """Return the moment; E Z^2 is twice the kernel of order 2 * order.
+
+        The value is 0 for opposite and zero vectors, whose estimate is constant.
+        """
         kernel, x, y = self.log_kernel(x, y), x.double(), y.double()
         ratio = math.log(2) - kernel
         if self.order == 1:
@@ -186,9 +199,10 @@ class ArcCosineRF(FeatureMap):
 
 @dataclass(frozen=True, init=False)
 class Composite(FeatureMap):
-    """A map made of others. Noise and parameters are tuples with an entry for each part, and so is m where it differs.
+    """Base class of maps with parts.
 
-    `kernel` is that of the parts, where all have the same; those without one (None), as coefficients, do not count.
+    Projections and parameters are tuples with one entry per part. m is one number or such a tuple. `kernel` is the
+    common kernel of the parts, ignoring parts with kernel None.
     """
 
     parts: tuple[FeatureMap, ...] = ()
@@ -215,17 +229,17 @@ class Composite(FeatureMap):
         return tuple(p.fit(stats) for p in self.parts)
 
     def _bound(self, noise: Nested, params: Params) -> list[BoundMap]:
-        """Of each part."""
+        """Bind each part."""
         return [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), _each(params, self.parts))]
 
 
 @dataclass(frozen=True, init=False)
 class Sum(Composite):
-    """Estimates sum_i weights_i K_i by concatenating the features of its parts. Weights may be negative.
+    """Estimates sum_i weights_i K_i by concatenated features.
 
-    The parts have independent projections, or with `shared` the same ones: as unbiased, but they are then correlated.
-    Parts that are sums or products themselves share place by place. One Noise may be given for all, whatever `shared`
-    says, but `log_variance` counts no correlation.
+    Args:
+        weights: may be negative; default 1.
+        shared: all parts use the same projections. The estimate stays unbiased, but `log_variance` is not available.
     """
 
     weights: tuple[float, ...] | None = None
@@ -253,7 +267,7 @@ class Sum(Composite):
                         lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False))
 
     def log_kernel(self, x, y) -> Tensor:
-        """log of the weighted sum, where that is positive."""
+        """Return the log of the weighted sum; NaN if the sum is negative."""
         logs = torch.stack([p.log_kernel(x, y) for p in self.parts])
         return _log_weighted_sum(logs, self.weights)
 
@@ -261,7 +275,11 @@ class Sum(Composite):
         return torch.log1p((self.log_variance(x, y, params) - 2 * self.log_kernel(x.double(), y.double())).exp())
 
     def log_variance(self, x, y, params) -> Tensor:
-        """That of independent parts. Raises NotImplementedError where they are shared, and so correlated."""
+        """Return the log variance for independent parts.
+
+        Raises:
+            NotImplementedError: the parts share projections.
+        """
         if self.shared:
             raise NotImplementedError("the parts of this Sum share their projections: its variance has no closed form")
         logs = torch.stack([p.log_variance(x, y, q) for p, q in zip(self.parts, _each(params, self.parts))])
@@ -270,9 +288,9 @@ class Sum(Composite):
 
 @dataclass(frozen=True, init=False)
 class Product(Composite):
-    """Estimates K_1 K_2 by the outer product of two feature vectors, made of independent noises (given as a pair).
+    """Estimates K_1 K_2 by the outer product of features with independent projections.
 
-    `width((m1, m2))` = M1 M2; feature (i, j) is at i * M2 + j.
+    `width((m1, m2))` = M1 M2. Feature (i, j) has index i * M2 + j.
     """
 
     def __init__(self, first: FeatureMap, second: FeatureMap):
@@ -296,13 +314,13 @@ class Product(Composite):
 
 
 def _common_kernel(parts: Sequence[FeatureMap]) -> Kernel | None:
-    """The kernel of the parts that have one; where they differ, one that is not softmax: nor is the result."""
+    """Return the kernel of the parts; if they differ, one that is not softmax."""
     kernels = [p.kernel for p in parts if p.kernel is not None]
     return next((k for k in kernels if k != "softmax"), kernels[0] if kernels else None)
 
 
 def _spread(given: Nested, parts: Sequence[FeatureMap]) -> tuple:
-    """One entry per part: a tuple as it is, anything else repeated."""
+    """Return one entry per part: a tuple unchanged, all else repeated."""
     return _each(given, parts) if isinstance(given, tuple) else (given,) * len(parts)
 
 
@@ -314,7 +332,7 @@ def _each(given: tuple, parts: Sequence[FeatureMap]) -> tuple:
 
 
 def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """value and log_scale, both (..., L, M), with `scale` multiplied in."""
+    """Return value and log_scale, both (..., L, M), multiplied by `scale`."""
     f = f.dense()
     value, log_scale = torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)
     if scale == 0:
@@ -323,7 +341,7 @@ def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def _concatenate(fs: list[Features], weights: Sequence[float], signed: bool) -> Features:
-    """Each side carries the square root of |weight|; the query side the sign."""
+    """Concatenate with factors sqrt(|weight|); the sign goes to the query side."""
     scales = [math.copysign(abs(w) ** 0.5, w if signed else 1.0) for w in weights]
     values, logs = zip(*(_full(f, s) for f, s in zip(fs, scales)))
     return Features(torch.cat(values, -1), torch.cat(logs, -1))
@@ -336,7 +354,7 @@ def _outer(a: Features, b: Features) -> Features:
 
 
 def _log_weighted_sum(logs: Tensor, weights: Sequence[float]) -> Tensor:
-    """log sum_i w_i exp(logs_i) over the first axis; NaN where the sum is negative."""
+    """Return log sum_i w_i exp(logs_i) over the first axis; NaN for negative sums."""
     top = logs.amax(0)
     top = torch.where(top.isinf(), 0.0, top)
     w = logs.new_tensor(weights).view(-1, *[1] * (logs.ndim - 1))

@@ -1,8 +1,9 @@
-"""Exact kernels, the oracles of every estimator, and statistics of queries and keys, from which maps are fitted.
+"""Exact kernels, and statistics of queries and keys for fitting feature maps.
 
-Legend: L queries x, S keys y, d dimension; batch dimensions (...) come first. N = |x|^2 + |y|^2; K Gaussian kernel, SM
-softmax kernel. Kernels are elementwise in the leading dimensions, which broadcast:
-`log_kernel("softmax", x[..., :, None, :], y[..., None, :, :])` is a matrix.
+Notation: N = |x|^2 + |y|^2; K Gaussian kernel, SM softmax kernel. Batch dimensions (...) come first.
+
+Kernels are evaluated pair by pair and broadcast. The kernel matrix is `log_kernel("softmax", x[..., :, None, :],
+y[..., None, :, :])`.
 """
 
 import math
@@ -24,7 +25,7 @@ def check_kernel(kernel: str) -> None:
 
 
 def log_kernel(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
-    """log SM(x, y) = x.y, or log K(x, y) = -|x - y|^2 / 2, in nats."""
+    """Return log SM(x, y) = x.y or log K(x, y) = -|x - y|^2 / 2, in nats."""
     check_kernel(kernel)
     if kernel == "softmax":
         return (x * y).sum(-1)
@@ -32,7 +33,10 @@ def log_kernel(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
 
 
 def angle(x: Tensor, y: Tensor) -> Tensor:
-    """The angle between x and y in [0, pi], accurate at both ends; pi/2 where either vector is zero."""
+    """Return the angle in [0, pi] between x and y; pi/2 if either vector is zero.
+
+    The result is accurate near 0 and pi.
+    """
     nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
     zero = ((nx == 0) | (ny == 0)).squeeze(-1)
     u, v = x / nx.where(nx > 0, torch.ones_like(nx)), y / ny.where(ny > 0, torch.ones_like(ny))
@@ -41,9 +45,10 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 
 
 def log_0f1(b: float, z: Tensor) -> Tensor:
-    """log 0F1(; b; z) for z >= 0, b > 0, in float64; the mean of exp over a sphere (math: Bessel I, scaled).
+    """Return log 0F1(; b; z) for z >= 0, b > 0, in float64, without gradient.
 
-    Not differentiable (evaluated by scipy). Sums the series where the scaled Bessel function underflows.
+    0F1 is the mean of exp over a sphere. The function uses the scaled Bessel function I, or the power series where I
+    underflows.
     """
     from scipy.special import gammaln, ive
 
@@ -68,16 +73,17 @@ def _log_0f1_series(b: float, z: np.ndarray) -> np.ndarray:
 
 
 class Moments:
-    """Moments of one set of vectors, each computed when first asked for, in O(L d), without gradient; those of second
-    order between coordinates, in float64, in O(L d^2).
+    """Moments of one set of vectors, computed lazily and without gradient.
 
-    `Moments.of(x, mask)` for a set x (..., L, d) with mask (..., L), True = keep; `Moments.known(mean=..., ...)` for
-    moments kept from elsewhere, such as running averages. Masked positions may hold anything, NaN included.
+    `Moments.of(x, mask)` takes a set x (..., L, d) and a mask (..., L), True = keep. Masked positions may hold any
+    number, including NaN. `Moments.known(mean=..., ...)` takes moments from elsewhere, such as running averages.
+
+    First moments take O(L d). Second moments between coordinates take O(L d^2) and are float64.
     """
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> "Moments":
-        """Moments of scale x, without that product."""
+        """Return the moments of scale * x, without computing this product."""
         if x.ndim < 2:
             raise ValueError(f"statistics need a set of vectors (..., L, d), not a tensor of shape {tuple(x.shape)}")
         if 0 in x.shape[-2:]:
@@ -98,12 +104,12 @@ class Moments:
         self.d = next(iter(moments.values())).shape[-1]
         return self
 
-    def __getattr__(self, name):  # reached only for moments that are neither known nor computable
+    def __getattr__(self, name):  # reached only for missing moments
         raise AttributeError(f"these statistics do not hold {name!r}; they hold {sorted(self.__dict__)}")
 
     @cached
     def count(self) -> Tensor:
-        """Number of vectors, (..., 1), at least 1 so that an empty set has zero moments."""
+        """Number of vectors (..., 1), at least 1 so that an empty set has zero moments."""
         if self._mask is None:
             return self._x.new_full((1,), self._x.shape[-2])
         return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._x.dtype)
@@ -119,7 +125,7 @@ class Moments:
 
     @cached
     def mean_norm(self) -> Tensor:
-        """Mean of |x|^2, (...) float64; one pass that writes nothing where `mean_sq` is not there yet."""
+        """Mean of |x|^2, (...) float64."""
         if "mean_sq" in self.__dict__:
             return self.mean_sq.double().sum(-1)
         norm = torch.linalg.vector_norm(self._x, dim=(-2, -1)).double()
@@ -137,7 +143,10 @@ class Moments:
 
     @cached
     def covariance(self) -> Tensor:
-        """Mean of (x - mean)(x - mean)^T, (..., d, d); of known moments what `second` leaves of it."""
+        """Mean of (x - mean)(x - mean)^T, (..., d, d).
+
+        For known moments it is computed from `second` and `mean`.
+        """
         if "_x" not in self.__dict__:
             return centred(self.second, self.mean)
         x, count = self._x.double() * self._scale, self.count.double().unsqueeze(-1)
@@ -150,7 +159,7 @@ class Moments:
         if self._mask is None:
             return self._x.amin(-2) * self._scale
         low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
-        return torch.where(low.isinf(), 0.0, low) * self._scale  # nothing but masked positions
+        return torch.where(low.isinf(), 0.0, low) * self._scale  # all positions masked
 
     @cached
     def largest(self) -> Tensor:
@@ -158,9 +167,10 @@ class Moments:
         return self._x.abs().amax(-2) * self._scale
 
     def sets(self) -> tuple[torch.Size, list[Tensor]]:
-        """The shape of the batch, and the vectors (n, d) that are kept of each entry in order.
+        """Return the batch shape and, for each batch entry, the unmasked vectors (n, d).
 
-        Raises ValueError for moments without the vectors that they are of, such as running averages.
+        Raises:
+            ValueError: the moments were given by `known`, without vectors.
         """
         if "_x" not in self.__dict__:
             raise ValueError("these are moments without the vectors that they are of, which this map is fitted to: "
@@ -174,21 +184,22 @@ class Moments:
 
 
 def centred(second: Tensor, mean: Tensor) -> Tensor:
-    """The covariance (..., d, d), float64, of the mean of x x^T and that of x (..., d)."""
+    """Return the covariance (..., d, d), float64, from E x x^T and E x (..., d)."""
     mean = mean.double().unsqueeze(-2)
     return second.double() - mean.mT @ mean
 
 
 class Mirrored:
-    """Moments of a set and its negatives together: what to expect of vectors of which no more is known than their size.
+    """Moments of the union of a set and its negatives.
 
-    The minimum lies half as far again below, since shifted maps lose their sign at vectors beyond it, which costs more.
+    They are the expected moments of vectors with known size and unknown sign. The minimum is -1.5 times the largest
+    |x_l|: discrete maps with a shift lose positivity below it.
     """
 
     def __init__(self, of: Moments):
         self._of, self.d = of, of.d
 
-    def __getattr__(self, name):  # the squares and absolute values are those of the set
+    def __getattr__(self, name):  # squares and absolute values do not change with the sign
         if name == "mean":
             return torch.zeros_like(self._of.mean_sq)
         if name == "covariance":
@@ -197,8 +208,10 @@ class Mirrored:
 
 
 class EitherMoments:
-    """Moments of one set where `condition` holds, else of another, each computed when asked for;
-    nothing waits for a device."""
+    """Moments of `first` where `condition` is true, else of `other`.
+
+    They are computed lazily, without device synchronisation.
+    """
 
     def __init__(self, condition: Tensor, first: Moments, other: "Moments | Mirrored"):
         self._condition, self._first, self._other, self.d = condition, first, other, other.d
@@ -209,9 +222,9 @@ class EitherMoments:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of queries x and keys y, from which `FeatureMap.fit` takes its parameters (CRT (8)).
+    """Statistics of queries x and keys y, the input of `FeatureMap.fit` (CRT eq. (8)).
 
-    Scalars have the shape (...) of the batch dimensions, float64: they feed closed forms.
+    Scalar statistics have the batch shape (...) and are float64.
     """
 
     x: Moments | Mirrored | EitherMoments
@@ -220,7 +233,10 @@ class Statistics:
     @classmethod
     def of(cls, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None,
            scale: float = 1.0) -> "Statistics":
-        """x (..., L, d), y (..., S, d), both times `scale`; masks (..., L) and (..., S), True = keep."""
+        """Return the statistics of scale * x (..., L, d) and scale * y (..., S, d).
+
+        Masks have shapes (..., L) and (..., S), True = keep.
+        """
         if x.shape[-1] != y.shape[-1]:
             raise ValueError(f"x has {x.shape[-1]} dimensions and y has {y.shape[-1]}: they must agree")
         if x.device != y.device:

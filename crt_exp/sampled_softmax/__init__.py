@@ -1,12 +1,11 @@
-"""Sampled softmax: classifiers with many classes, whose training looks at a few classes a query.
+"""Sampled softmax for classifiers with many classes (HRF 4.2, appendix I).
 
-Legend: B queries h (hidden vectors), V classes with vectors e_c and biases b_c, logits o_c = h.e_c + b_c, d dimension,
-k negatives a query, m projections, M features; t is a query's target.
+Notation: B queries h (hidden vectors) with targets t; V classes with vectors e_c, biases b_c and logits o_c = h.e_c +
+b_c; d dimension; k negatives per query; m projections, M features.
 
-A sampler proposes classes and says with which probability it did: uniform, log-uniform, unigram, the exact softmax, a
-quadratic kernel, or in proportion to a random-feature estimate of the softmax.
-`TreeFeatures` draws from the last without a number for each pair of query and class: O(M + log V) a draw.
-`SampledSoftmax` makes a loss of it. Sources: HRF 4.2 and appendix I.
+A `ClassSampler` samples negatives and returns their probabilities. Distributions are uniform, log-uniform, unigram,
+exact softmax, a quadratic kernel, or a random-feature estimate of the softmax. `TreeFeatures` samples from this
+estimate in O(M + log V) per negative, without computing all V estimates. `SampledSoftmax` is the loss.
 """
 
 from crt_exp.sampled_softmax.base import ClassSampler, Drawn, ExactSoftmax, LogUniform, Quadratic, Uniform, Unigram

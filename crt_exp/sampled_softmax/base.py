@@ -1,9 +1,8 @@
-"""Samplers of classes: what each one is, fixed distributions, and distributions made of all logits.
+"""Class samplers: interface, fixed distributions, and dense distributions.
 
-A draw of a fixed distribution turns one uniform number into a class by the inverse of the distribution function. To
-leave the target t out, the number is taken from [0, 1 - q_t) and what lies at or above F(t) is moved up by q_t: exact,
-and nothing is redrawn. A dense distribution takes a number for each pair of a query and a class, made for a block of
-queries at a time.
+Fixed distributions invert the distribution function F at a uniform number u. To exclude the target t, u is uniform on
+[0, 1 - q_t), and values from F(t) on are increased by q_t. This is exact and needs no rejection. Dense distributions
+compute one weight for each pair of query and class, for one block of queries at a time.
 """
 
 import math
@@ -17,27 +16,26 @@ from torch import Tensor, nn
 from crt_exp.features.base import NotFinite
 from crt_exp.options import whole_number
 
-PAIRS = 2**20  # pairs of a query and a class at once, which stay in the cache
+PAIRS = 2**20  # pairs of query and class per block, so that the block fits the cache
 
 
 class Drawn(NamedTuple):
-    """k classes for each of B queries, drawn with replacement, and the logarithms of their probabilities."""
+    """k classes per query, sampled with replacement, with log probabilities."""
 
     ids: Tensor           # (B, k) int64; never the query's target where targets were given
-    log_q: Tensor         # (B, k): of each draw's class in the distribution that it was drawn from, without t
-    target_log_q: Tensor | None  # (B,): of the target in the distribution over all classes; None where none were given
+    log_q: Tensor         # (B, k): log probability of ids in the distribution without the target
+    target_log_q: Tensor | None  # (B,): log probability of the target over all classes, if given
 
 
 class ClassSampler(nn.Module, ABC):
-    """A distribution over V classes for each query. Draws and probabilities carry no gradient.
+    """A distribution over V classes for each query, without gradient.
 
-    Its tables are buffers: they move with `.to()`, and a sampler that was saved and restored goes on with the same
-    distribution bit for bit. Those that look at the class vectors are built by `rebuild`, which `draw` asks for with a
-    ValueError where it was never called (`SampledSoftmax` calls it). Tables that are behind the vectors cost variance,
-    never correctness: the probabilities are those of the tables.
+    Tables are buffers, so they move with `.to()` and are saved exactly. Samplers that depend on class vectors need
+    `rebuild` before `draw`; `SampledSoftmax` calls it. Outdated tables increase the variance but cause no bias:
+    returned probabilities are those of the tables.
     """
 
-    looks_at_classes = False  # whether the distribution depends on class vectors: `rebuild` and `update` do something
+    looks_at_classes = False  # the distribution depends on class vectors; if False, `rebuild` and `update` do nothing
 
     def __init__(self, classes: int):
         super().__init__()
@@ -45,23 +43,37 @@ class ClassSampler(nn.Module, ABC):
 
     @abstractmethod
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        """k classes for each row of hidden (B, d), from the distribution without its target (B,), where one is given.
+        """Sample k classes for each row of hidden (B, d), with replacement.
 
-        Drawn by torch's default generator of the device, with replacement; k may be any number of at least 1.
+        Targets (B,) are excluded. The random numbers are those of torch's default generator of the device.
+
+        Args:
+            k: any integer >= 1.
+
+        Raises:
+            ValueError: `rebuild` is required and was not called.
         """
 
     @abstractmethod
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Log probabilities of ids (B, k) in the distribution over all classes, (B, k)."""
+        """Return log probabilities (B, k) of ids (B, k), over all classes."""
 
     def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
-        """Builds all tables from class vectors (V, d) and biases (V,). hidden: queries to fit parameters to (B, d),
-        by default those of the last draw, and where there are none, vectors like those of the classes, of either sign.
+        """Build all tables from class vectors (V, d) and biases (V,).
+
+        Args:
+            hidden: queries (B, d) for fitting parameters. Default: those of the last `draw`, else class vectors with
+                both signs.
         """
 
     def update(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Takes over the vectors and biases of the classes `rows` (any order, repeated or not) after the optimiser's
-        step. Raises ValueError, with the tables as they were, where one of them is not finite."""
+        """Update the tables for the classes `rows`, after an optimiser step.
+
+        Rows may be unsorted and repeated.
+
+        Raises:
+            ValueError: a vector is not finite; the tables are unchanged.
+        """
 
     @property
     def built(self) -> bool:
@@ -69,7 +81,7 @@ class ClassSampler(nn.Module, ABC):
         return True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassSampler":
-        """As of any module, but for `half()` and its like: the tables stay as precise as they are."""
+        """Apply `fn` but keep the dtype of the tables, for example in `half()`."""
         def moved(t: Tensor) -> Tensor:
             applied = fn(t)
             return applied if applied.dtype == t.dtype else t.to(applied.device)
@@ -77,39 +89,43 @@ class ClassSampler(nn.Module, ABC):
 
 
 def blocks(step: int, *of_queries: Tensor | None):
-    """Tensors of all queries in parts of `step` queries; None stays None."""
+    """Yield blocks of `step` queries of each tensor; None stays None."""
     step = max(1, step)
     for start in range(0, max(1, len(of_queries[0])), step):
         yield tuple(None if each is None else each[start:start + step] for each in of_queries)
 
 
 def joined(parts: list[Drawn]) -> Drawn:
-    """The draws of blocks of queries as one."""
+    """Concatenate the samples of blocks of queries."""
     targets = None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
     return Drawn(torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets)
 
 
 def without(log_q: Tensor, target_log_q: Tensor) -> Tensor:
-    """log of q_c / (1 - q_t), without the target: log_q (B, k), target_log_q (B,) of the distribution over all."""
+    """Return log(q_c / (1 - q_t)): log_q (B, k) without the target, target_log_q (B,)."""
     return log_q - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))[:, None]
 
 
 def check_queries(hidden: Tensor) -> None:
-    """Raises NotFinite naming the first query (B, d) that is not finite."""
+    """Raise NotFinite if a query (B, d) is not finite, naming the first one."""
     fine = hidden.isfinite().all(-1)
     if not bool(fine.all()):
         raise NotFinite(f"query {int((~fine).nonzero()[0])} is not finite: look at the layers below the head")
 
 
 def check_classes(weight: Tensor, bias: Tensor | None, classes: int, d: int) -> None:
-    """Raises ValueError where class vectors are not (classes, d), or biases not (classes,)."""
+    """Raise ValueError unless vectors are (classes, d) and biases (classes,)."""
     for what, t, shape in (("class vectors", weight, (classes, d)), ("biases", bias, (classes,))):
         if t is not None and tuple(t.shape) != shape:
             raise ValueError(f"{what} of shape {tuple(t.shape)}: this sampler takes {shape}")
 
 
 def check_rows(rows: Tensor, classes: int) -> Tensor:
-    """The distinct rows, sorted. Raises ValueError for numbers of no class."""
+    """Return the distinct rows, sorted.
+
+    Raises:
+        ValueError: a row is no class index.
+    """
     rows = rows.reshape(-1).unique()
     if rows.is_floating_point():
         raise ValueError(f"rows must be whole numbers of classes, not {rows.dtype}")
@@ -120,8 +136,11 @@ def check_rows(rows: Tensor, classes: int) -> Tensor:
 
 
 def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> None:
-    """Raises NotFinite naming the first class with a vector or bias that is not finite. rows: the numbers of the
-    classes (r,), None where they are all."""
+    """Raise NotFinite if a class vector or bias is not finite, naming the first one.
+
+    Args:
+        rows: class indices (r,) for the message; None: all classes.
+    """
     if bool(weight.detach().sum().isfinite()) and (bias is None or bool(bias.detach().sum().isfinite())):
         return
     fine = weight.detach().isfinite().all(-1)
@@ -135,19 +154,19 @@ def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> No
 
 
 class FixedDistribution(ClassSampler):
-    """A distribution q over classes, given by F(c) = q_0 + ... + q_(c-1) and its inverse."""
+    """A query-independent distribution q, defined by F(c) = q_0 + ... + q_(c-1)."""
 
     @abstractmethod
     def below(self, ids: Tensor) -> Tensor:
-        """F(c), the probability of the classes before c, float64."""
+        """Return F(c), the probability of all classes before c, float64."""
 
     @abstractmethod
     def at(self, u: Tensor) -> Tensor:
-        """The class c with F(c) <= u < F(c + 1), for float64 u in [0, 1)."""
+        """Return the class c with F(c) <= u < F(c + 1), for float64 u in [0, 1)."""
 
     @abstractmethod
     def log_probability(self, ids: Tensor) -> Tensor:
-        """log q_c, float64, of the shape of ids."""
+        """Return log q_c, float64, in the shape of ids."""
 
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
         u = torch.rand(len(hidden), k, dtype=torch.float64, device=hidden.device)
@@ -159,7 +178,7 @@ class FixedDistribution(ClassSampler):
         q_t, before = target_log_q.exp(), self.below(t)
         u = u * (1 - q_t)
         ids = self.at(torch.where(u >= before, u + q_t, u).clamp(max=1 - 2.0**-53))
-        ids = torch.where(ids == t, self._neighbour(t), ids)  # u within rounding of the target's interval
+        ids = torch.where(ids == t, self._neighbour(t), ids)  # rounding errors of u may hit the target
         log_q = without(self.log_probability(ids), target_log_q[:, 0])
         return Drawn(ids, log_q.to(torch.float32), target_log_q[:, 0].to(torch.float32))
 
@@ -171,7 +190,7 @@ class FixedDistribution(ClassSampler):
 
 
 class Uniform(FixedDistribution):
-    """All classes alike."""
+    """The uniform distribution over classes."""
 
     def below(self, ids: Tensor) -> Tensor:
         return ids.double() / self.classes
@@ -184,7 +203,10 @@ class Uniform(FixedDistribution):
 
 
 class LogUniform(FixedDistribution):
-    """q_c = log((c + 2) / (c + 1)) / log(V + 1): about Zipf's law, for classes numbered from the most frequent on."""
+    """The log-uniform distribution, for classes sorted by descending frequency.
+
+    q_c = log((c + 2) / (c + 1)) / log(V + 1), an approximation of Zipf's law.
+    """
 
     def below(self, ids: Tensor) -> Tensor:
         return torch.log1p(ids.double()) / math.log(self.classes + 1)
@@ -197,10 +219,12 @@ class LogUniform(FixedDistribution):
 
 
 class Unigram(FixedDistribution):
-    """In proportion to counts (V,): how often each class occurs in the training data, or any power of that.
+    """A distribution proportional to counts (V,), such as class frequencies.
 
-    Raises ValueError for counts that are negative or not finite. A class of count 0 would never be drawn, and so biases
-    the normaliser: it counts as one half.
+    Count 0 is replaced by 1/2, because classes that are never sampled bias the normaliser.
+
+    Raises:
+        ValueError: a count is negative or not finite, or counts are not one-dimensional.
     """
 
     def __init__(self, counts: Tensor):
@@ -230,9 +254,10 @@ class Unigram(FixedDistribution):
 
 
 class LogitDistribution(ClassSampler):
-    """q in proportion to exp of `log_weights`, made of the logits, O(V d) a query.
+    """Base class: q proportional to exp(`log_weights`), O(V d) per query.
 
-    head: what the logits are of, with `weight` (V, d) and perhaps `bias` (V,), as it is at each draw.
+    Args:
+        head: module with `weight` (V, d) and optional `bias` (V,), read at each call.
     """
 
     def __init__(self, head: nn.Module):
@@ -240,7 +265,7 @@ class LogitDistribution(ClassSampler):
             raise ValueError(f"{type(self).__name__}({head!r}): it takes the head itself, a module with `weight` "
                              "(V, d)")
         super().__init__(len(head.weight))
-        self._head = [head]  # in a list: the parameters stay those of the head alone
+        self._head = [head]  # a list, so that the parameters of the head are not registered here
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
@@ -254,7 +279,7 @@ class LogitDistribution(ClassSampler):
 
     @abstractmethod
     def log_weights(self, logits: Tensor) -> Tensor:
-        """Of logits (b, V), which are used up."""
+        """Return log weights of logits (b, V); may modify them in place."""
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
@@ -266,15 +291,17 @@ class LogitDistribution(ClassSampler):
 
 
 class ExactSoftmax(LogitDistribution):
-    """q = softmax(o), the distribution that is sought: what other distributions are measured by."""
+    """q = softmax(o), the reference for other distributions."""
 
     def log_weights(self, logits: Tensor) -> Tensor:
         return logits
 
 
 class Quadratic(LogitDistribution):
-    """q_c in proportion to alpha o_c^2 + 1: the quadratic kernel of Blanc and Rendle (2018), whose alpha is 100. Their
-    tree draws from the same distribution in O(d^2 log V)."""
+    """q_c proportional to alpha o_c^2 + 1 (Blanc and Rendle 2018, alpha = 100).
+
+    This implementation is dense. Their tree samples from the same distribution in O(d^2 log V).
+    """
 
     def __init__(self, head: nn.Module, alpha: float = 100.0):
         super().__init__(head)
@@ -285,13 +312,16 @@ class Quadratic(LogitDistribution):
     def log_weights(self, logits: Tensor) -> Tensor:
         if not self.alpha:
             return logits.zero_()
-        return nn.functional.softplus(logits.abs_().log_().mul_(2).add_(math.log(self.alpha)))  # squares overflow
+        return nn.functional.softplus(logits.abs_().log_().mul_(2).add_(math.log(self.alpha)))  # avoids overflow
 
 
 def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | None = None) -> Drawn:
-    """k classes a row in proportion to weights (B, V) >= 0, without the targets; those given (B, k), not -1, stand.
+    """Sample k classes per row in proportion to weights (B, V) >= 0, without targets.
 
-    Uniform where no other class has a weight. `weights` is used up.
+    Rows without positive weights are uniform. `weights` is modified in place.
+
+    Args:
+        given: classes (B, k) that replace samples; -1 means sample.
     """
     of_target = 0.0
     if targets is not None:

@@ -1,7 +1,7 @@
-"""What the distributions in proportion to a random-feature estimate of the softmax share.
+"""Base class of samplers from a random-feature estimate of the softmax.
 
-The kernel is exp(h.e / (|h| |e| T)) e^b, with T the temperature and b the bias of the class. Vectors of length zero
-stay zero: their kernel is e^b with every query.
+The kernel is exp(h.e / (|h| |e| T)) e^b with temperature T and class bias b. Zero vectors stay zero: their kernel with
+every query is e^b.
 """
 
 import math
@@ -20,20 +20,29 @@ from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_classes, che
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import Nested, mapped
 
-UPDATED = 2**12    # classes of an update at once: what lies between then stays in the cache
-DEFENSIVE = 0.05   # share of the uniform distribution, mixed with a signed estimate that may not be positive
-FITTED_TO = 2**11  # queries and classes at most, evenly spaced: more would hardly change the parameters
-BLOCK = 2**22      # features of a block of classes, where all are made
-HIGHEST = 20.0     # log of a feature over its constant: beyond, the sums above would lose the others to rounding
-LEAST = 1e-30      # of a positive feature: what would underflow keeps a probability
+UPDATED = 2**12    # classes per block of an update, so that intermediate results fit the cache
+DEFENSIVE = 0.05   # default share of the uniform distribution if estimates may be negative
+FITTED_TO = 2**11  # largest number of queries and of classes in the fit, evenly spaced
+BLOCK = 2**22      # features per block of classes in a rebuild
+HIGHEST = 20.0     # largest log of feature / constant; sums over classes lose precision above it
+LEAST = 1e-30      # least positive feature, so that no class has probability 0 by underflow
 
 
 class FeatureDistribution(ClassSampler):
-    """q_c = (1 - defensive) q'_c + defensive / V, with q' made of phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}.
+    """Base class: q_c = (1 - defensive) q'_c + defensive / V.
 
-    proposal: a feature map, a Mechanism or the name of one. m, sampler: of the mechanism (default: those of the command
-    line). temperature T: the kernel is exp(cos(h, e_c) / T); at 1 / (|h| |e|) it is the softmax itself, and the larger
-    T, the less the estimate varies. defensive: by default 0 for maps whose features are positive and 0.05 for others.
+    q' estimates the softmax by phi_q(h / |h|) . phi_k(e_c / |e_c|) e^{b_c}.
+
+    Args:
+        proposal: a feature map, a Mechanism or its name.
+        m: number of projections; default as on the command line.
+        sampler: sampler of projections; default as on the command line.
+        temperature: T in the kernel exp(cos(h, e_c) / T). T = 1 / (|h| |e|) is the softmax. Larger T gives less
+            variance of the estimate.
+        defensive: share of the uniform distribution; default 0 for positive features, else 0.05.
+
+    Raises:
+        ValueError: `defensive` is outside [0, 1), or 0 for features that may be negative.
     """
 
     looks_at_classes = True
@@ -49,30 +58,30 @@ class FeatureDistribution(ClassSampler):
         if not 0 <= self.defensive < 1 or self.defensive == 0 < least:
             raise ValueError(f"defensive = {defensive}: a share of at least 0 and below 1, and above 0 for a map whose "
                              "features may be negative: classes of no probability would bias the normaliser")
-        self._queries: Tensor | None = None  # of the last draw, to fit parameters to
+        self._queries: Tensor | None = None  # of the last draw, for fitting
 
-    # ---- what the distributions do in their own ways
+    # ---- implemented by subclasses
 
     @abstractmethod
     def _restored(self, features: Tensor, rows: slice) -> None:
-        """Puts features (r, M) of the classes `rows` in place, while all are built again."""
+        """Store features (r, M) of the classes `rows` during a rebuild."""
 
     def _completed(self) -> None:
-        """After the last of these."""
+        """Finish a rebuild."""
 
     @abstractmethod
     def _changed(self, rows: Tensor, features: Tensor) -> None:
-        """Puts features (r, M) of sorted, distinct classes in place."""
+        """Store features (r, M) of sorted, distinct classes during an update."""
 
     @abstractmethod
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
-        """As `draw`, from q'. uniform (B, k) holds classes that stand for draws, and -1 where there is none."""
+        """Sample from q' as `draw`; `uniform` (B, k) holds classes, or -1 for sampling."""
 
     @abstractmethod
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Log probabilities of ids (B, k) in q' over all classes; -inf where the estimate is not positive."""
+        """Return log q' of ids (B, k) over all classes; -inf for negative estimates."""
 
-    # ---- what they share
+    # ---- shared methods
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
@@ -111,7 +120,7 @@ class FeatureDistribution(ClassSampler):
         self.made.fill_(True)
 
     def _all_restored(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Puts the features of all classes in place. False where one of them outgrew the constants."""
+        """Store the features of all classes; False if one exceeds the constants."""
         for rows in self.features.blocks():
             features = self.features.of_classes(weight[rows], _part(bias, rows))
             if features is None:
@@ -131,7 +140,7 @@ class FeatureDistribution(ClassSampler):
             self.rebuild(weight, bias)
 
     def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Takes over the vectors (r, d) of sorted, distinct classes; False where one outgrew the constants."""
+        """Store features of sorted, distinct classes; False if one exceeds the constants."""
         for start in range(0, len(rows), UPDATED):
             some = slice(start, start + UPDATED)
             features = self.features.of_classes(weight[some], _part(bias, some))
@@ -141,7 +150,7 @@ class FeatureDistribution(ClassSampler):
         return True
 
     def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
-        """Uniform classes without the targets for a share `defensive` of the draws, -1 for the others."""
+        """Sample uniform classes for a share `defensive` of the entries, else -1."""
         shape, device = (len(hidden), k), hidden.device
         if not self.defensive:
             return torch.full((1, 1), -1, device=device).expand(shape)
@@ -168,10 +177,10 @@ def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
 
 
 class ClassFeatures(nn.Module):
-    """phi_q and phi_k of one map with its noise, its parameters and a constant for each feature, all saved.
+    """Feature map with its projections, parameters and constants, saved as buffers.
 
-    Features of classes are divided by the constants, about the largest ones when `fit` was called, and those of queries
-    multiplied: nothing overflows, and the products stay what they are.
+    Class features are divided by one constant per feature, about the largest value at the last `fit`. Query features
+    are multiplied by it. This avoids overflow and leaves products unchanged.
     """
 
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, m: int | None, sampler,
@@ -193,15 +202,18 @@ class ClassFeatures(nn.Module):
             self.register_buffer(_buffer_of(p), noise.rows().float().contiguous())
         self.width = self.phi.width(mapped(lambda p: p.m, self.projections, empty=d))
         self.register_buffer("constants", torch.zeros(self.width, dtype=torch.float64))
-        for side in "xy":  # what the parameters are fitted to, and how many vectors that is
+        for side in "xy":  # vectors for fitting the parameters, and their number
             self.register_buffer(f"{side}_fitted_to", torch.zeros(FITTED_TO, d))
             self.register_buffer(f"{side}_count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("stamp", torch.zeros((), dtype=torch.float64))  # tells what `fit` was given
-        self.positive = is_positive(self.phi)  # all features of the map, whatever the vectors
+        self.register_buffer("stamp", torch.zeros((), dtype=torch.float64))  # checksum of the arguments of `fit`
+        self.positive = is_positive(self.phi)  # for all vectors
         self._kept: tuple = (None, None)
 
     def fit(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
-        """Parameters for finite class vectors (V, d) and queries (B, d), and constants for some of the classes."""
+        """Fit parameters and constants to class vectors (V, d) and queries (B, d).
+
+        All values must be finite. At most FITTED_TO vectors per side are used.
+        """
         some = slice(None, None, spacing(len(weight), FITTED_TO))
         keys = self._unit(weight[some])
         queries = torch.cat([keys, -keys]) if hidden is None else self._unit(hidden)
@@ -213,7 +225,7 @@ class ClassFeatures(nn.Module):
         self.constants.copy_(self._largest(weight[some], None if bias is None else bias[some]))
 
     def fit_constants(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Constants for all classes, where some outgrow those that `fit` took from others."""
+        """Compute the constants from all classes, if some exceed those of `fit`."""
         largest = [self._largest(weight[rows], None if bias is None else bias[rows]) for rows in self.blocks()]
         self.constants.copy_(torch.stack(largest).amax(0))
 
@@ -221,14 +233,15 @@ class ClassFeatures(nn.Module):
         return self._of_classes(weight, bias)[1].amax(0).double()
 
     def blocks(self) -> list[slice]:
-        """All classes, in parts whose features are made at once."""
+        """Return slices of classes whose features fit one block."""
         step = max(1, BLOCK // self.width)
         return [slice(start, min(start + step, self.classes)) for start in range(0, self.classes, step)]
 
     def of_classes(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """phi_k over the constants, (r, M) float32, of classes with vectors (r, d) and biases (r,), all finite.
+        """Return phi_k / constants (r, M), float32, for vectors (r, d) and biases (r,).
 
-        None where one of them has outgrown the constants, which `fit` then has to set again.
+        The vectors must be finite. The result is None if a feature exceeds its constant by a factor above e^HIGHEST;
+        the caller then rebuilds the tables.
         """
         value, log = self._of_classes(weight, bias)
         log = log - self.constants.to(log.dtype)
@@ -237,14 +250,14 @@ class ClassFeatures(nn.Module):
         return log.exp_().clamp_(min=LEAST) if self.positive else log.exp_().mul_(value)
 
     def of_queries(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Signs or values (B, M) and logarithms (B, M), float64, of phi_q times the constants."""
+        """Return signs or values (B, M), and log|phi_q| + log constants (B, M), float64."""
         value, log = self._full(self.phi.phi_q(self._unit(hidden), *self._noise_and_params()))
         return value, log.double() + self.constants
 
     def _noise_and_params(self) -> tuple[Nested, Params]:
-        """What the map takes, computed when first asked for after its buffers changed.
+        """Return projections and parameters, cached until a buffer changes.
 
-        DistributedDataParallel writes to buffers without a new version: the stamp tells that.
+        `stamp` detects changes by DistributedDataParallel, which do not increase tensor versions.
         """
         state = (float(self.stamp), *((t.data_ptr(), t._version) for t in self.buffers()))
         if self._kept[0] != state:
@@ -267,14 +280,18 @@ class ClassFeatures(nn.Module):
         return value.to(features.log_scale), features.log_scale.expand(shape)
 
     def get_extra_state(self) -> Tensor:
-        """The description as bytes: files of weights hold tensors alone."""
+        """Return the description as a byte tensor, since weight files hold only tensors."""
         return torch.frombuffer(bytearray(self.described.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing to do: `check_saved` compared it before anything was loaded."""
+        """Do nothing; `check_saved` compares the state before loading."""
 
     def check_saved(self, saved: Tensor | None, prefix: str) -> None:
-        """Raises ValueError where a saved state is one of another map, m, d, temperature or number of classes."""
+        """Check the description of saved tables.
+
+        Raises:
+            ValueError: map, m, d, temperature or number of classes differ.
+        """
         saved = None if saved is None else bytes(saved.tolist()).decode()
         if saved is not None and saved != self.described:
             raise ValueError(f"the saved tables of {prefix.rstrip('.') or 'this sampler'} are those of {saved}, and "
@@ -283,7 +300,11 @@ class ClassFeatures(nn.Module):
 
 
 def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler, seed: int) -> Mechanism:
-    """The mechanism of a name, of a map with m projections, or itself. Raises ValueError for one without a map."""
+    """Return the mechanism of a name or feature map, or the mechanism itself.
+
+    Raises:
+        ValueError: the mechanism has no feature map that estimates a kernel.
+    """
     if isinstance(proposal, Mechanism):
         if m is not None or sampler is not None:
             raise ValueError("m and sampler are those of the mechanism: give them to Mechanism.of")
@@ -300,15 +321,17 @@ def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler,
 
 
 def is_positive(phi: FeatureMap) -> bool:
-    """Whether all features of a map are positive for all vectors. Those of shifted discrete maps are not: beyond the
-    shift, which was fitted to other vectors, they change sign."""
+    """Whether all features are positive for all vectors.
+
+    This is False for discrete maps with a shift, whose sign changes below the shift.
+    """
     if isinstance(phi, Sum | Product):
         return all(map(is_positive, phi.parts)) and min(getattr(phi, "weights", (1.0,))) > 0
     return isinstance(phi, PositiveExponential)
 
 
 def spacing(count: int, most: int) -> int:
-    """Every how manieth of `count` to take, so that they are no more than `most`."""
+    """Return the stride that takes at most `most` of `count` items."""
     return -(-count // most)
 
 

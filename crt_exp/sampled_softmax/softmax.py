@@ -1,4 +1,4 @@
-"""`SampledSoftmax`: the loss of a classifier with many classes from a few of them, as a module around any head."""
+"""Sampled softmax cross-entropy as a module around a classifier head."""
 
 import math
 
@@ -12,29 +12,34 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import ClassSampler, check_queries
 from crt_exp.sampled_softmax.tree_features import TreeFeatures
 
-NOTED = 2**20          # classes that are noted at once, or twice as many as there are
-LARGEST_BLOCK = 2**24  # numbers of the (queries, classes) matrix of exact losses that are formed at once
+NOTED = 2**20          # recorded classes before duplicates are removed, or 2 V if that is larger
+LARGEST_BLOCK = 2**24  # entries of a block of the (queries, classes) matrix of exact losses
 
 
 class SampledSoftmax(nn.Module):
-    """Cross-entropy of a head of V classes from `negatives` sampled ones a query, in training; exact in eval mode.
+    """Cross-entropy of a head with V classes: sampled in training, exact in eval mode.
 
-    proposal: a `ClassSampler`; or a feature map, a Mechanism or the name of one ("favorpp"), which become
-    `TreeFeatures`, with m, temperature and seed. head: what has `weight` (V, d) and, or not, `bias` (V,): nn.Linear, or
-    nn.Embedding; it stays the owner of its parameters, tied or not. sparse: gradients of `head.weight` (and bias) are
-    sparse tensors of the classes that took part, for torch.optim.SGD, SparseAdam or Adagrad: without it a backward pass
-    writes V d numbers. rebuild_every: updates after which all tables are built again, 0 = never.
-
-        loss = softmax(hidden, targets)      # hidden (..., d), targets (...): the mean over all queries, in nats
+        loss = softmax(hidden, targets)      # hidden (..., d), targets (...): mean over all queries, in nats
         loss.backward(); optimiser.step()
-        softmax.update()                     # the classes that took part since the last update; or update(more_rows)
+        softmax.update()                     # classes used since the last update; update(rows) adds other classes
 
-    The loss is -o_t + log Z^, Z^ = e^{o_t} + 1/k sum_s e^{o_{c_s}} / q_{c_s}: unbiased for the normaliser Z, negatives
-    being drawn from the distribution without the target, so that none is an accidental hit; its logarithm is biased low
-    (HRF appendix I). Tables are made in the first training pass, from the weights that the head has then.
+    The loss is -o_t + log Z^ with Z^ = e^{o_t} + 1/k sum_s e^{o_{c_s}} / q_{c_s}. Negatives c_s exclude the target. Z^
+    is an unbiased estimate of the normaliser; its log is biased low (HRF appendix I). The first training pass builds
+    the tables.
 
-    Raises ValueError for one class, for more negatives than there are classes besides the target, for targets that are
-    no class, for hidden vectors of another dimension or not finite, and on loading tables of another m or V.
+    Args:
+        proposal: a `ClassSampler`; or a feature map, a Mechanism or its name ("favorpp"), which become `TreeFeatures`
+            with m, temperature and seed.
+        head: module with `weight` (V, d) and optional `bias` (V,), such as nn.Linear or nn.Embedding. Weights may be
+            tied.
+        negatives: sampled classes per query.
+        sparse: gradients of the head are sparse tensors, for torch.optim.SGD, SparseAdam or Adagrad. Dense gradients
+            write V d numbers per backward pass.
+        rebuild_every: number of updates between rebuilds of all tables; 0: never.
+
+    Raises:
+        ValueError: there are fewer than two classes, or `negatives` exceeds V - 1; a target is no class, or hidden
+            vectors have another dimension or are not finite; or loaded tables have another m or V.
     """
 
     def __init__(self, proposal: ClassSampler | FeatureMap | Mechanism | str, head: nn.Module, negatives: int = 40, *,
@@ -53,14 +58,14 @@ class SampledSoftmax(nn.Module):
             raise ValueError(f"the sampler has {self.sampler.classes} classes and the head {classes}")
         self.sparse, self.rebuild_every = sparse, whole_number(rebuild_every, "rebuild_every", 0)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
-        self._touched: list[Tensor] = []  # of the passes since the last update
+        self._touched: list[Tensor] = []  # classes used since the last update
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss in nats of hidden (..., d) and targets (...): sampled in training, exact in eval mode."""
+        """Return the mean loss in nats of hidden (..., d) and targets (...)."""
         return self.losses(hidden, targets).mean()
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """That of every query, (...)."""
+        """Return the loss of each query, (...)."""
         h, t = self._checked(hidden, targets)
         if not self.training:
             return self._exact(h, t).view(targets.shape)
@@ -69,11 +74,16 @@ class SampledSoftmax(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor | None = None) -> None:
-        """After the optimiser's step: the tables follow the classes of the passes since the last update, and those of
-        `rows` (other classes that the step moved, such as input words of tied embeddings). Every `rebuild_every` of
-        these calls all tables are built again.
+        """Update the tables after an optimiser step.
 
-        Raises ValueError, with the tables as they were, where the vector of such a class is not finite.
+        The update covers the classes of all passes since the last update, and `rows`. Every `rebuild_every` calls it
+        rebuilds all tables.
+
+        Args:
+            rows: other classes changed by the step, such as input words of tied embeddings.
+
+        Raises:
+            ValueError: a class vector is not finite; the tables are unchanged.
         """
         touched = self._touched if rows is None else [*self._touched, rows.reshape(-1).to(self.head.weight.device)]
         if not self.sampler.looks_at_classes or not self.sampler.built:
@@ -88,7 +98,7 @@ class SampledSoftmax(nn.Module):
 
     @torch.no_grad()
     def rebuild(self) -> None:
-        """Builds all tables again, fitted to the queries of the last training pass."""
+        """Rebuild all tables, fitted to the queries of the last training pass."""
         self.sampler.rebuild(self.head.weight, self._bias)
 
     def extra_repr(self) -> str:
@@ -99,7 +109,7 @@ class SampledSoftmax(nn.Module):
         return getattr(self.head, "bias", None)
 
     def _sampled(self, h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """log Z^ and the target's logit, (B,) both."""
+        """Return log Z^ and the target logit, (B,) each."""
         queries = h.detach().float()
         check_queries(queries)
         if not self.sampler.built:
@@ -113,13 +123,13 @@ class SampledSoftmax(nn.Module):
         return torch.cat([logits[:, :1], corrected], 1).logsumexp(-1), logits[:, 0]
 
     def _note(self, ids: Tensor) -> None:
-        """Classes that an update has to follow; each once where they have become many, if updates are rare."""
+        """Record classes for the next update; remove duplicates if there are many."""
         self._touched.append(ids.reshape(-1))
         if sum(map(len, self._touched)) > max(NOTED, 2 * self.sampler.classes):
             self._touched = [torch.cat(self._touched).unique()]
 
     def _logits(self, h: Tensor, ids: Tensor) -> Tensor:
-        """Of the classes ids (B, n), in float32 at least."""
+        """Return logits of classes ids (B, n), in float32 or float64."""
         vectors = F.embedding(ids, self.head.weight, sparse=self.sparse)
         logits = (vectors @ h.to(vectors.dtype)[..., None]).squeeze(-1)
         if self._bias is not None:
@@ -133,7 +143,7 @@ class SampledSoftmax(nn.Module):
         return torch.cat(losses)
 
     def _checked(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (B, d) and targets (B,)."""
+        """Return validated queries (B, d) and targets (B,)."""
         classes, d = self.head.weight.shape
         if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != d or not targets.numel():
             raise ValueError(f"hidden vectors {tuple(hidden.shape)} and targets {tuple(targets.shape)}: expected (..., "

@@ -1,7 +1,8 @@
-"""Draws in proportion to a random-feature estimate of the softmax: down a tree of sums, or from all the estimates.
+"""Samplers from a random-feature estimate of the softmax, by a tree or densely.
 
-Legend: a = phi_q(h), (M,); f_c = phi_k(e_c) e^{b_c}, (M,), both with the constants of `ClassFeatures`; the estimate of
-class c is s_c = a.f_c. Level 0 of a tree is the table (V, M) of f, a row of level l + 1 the sum of FAN rows of level l.
+Notation: query features a = phi_q(h) (M,) and class features f_c = phi_k(e_c) e^{b_c} (M,), with the constants of
+`ClassFeatures`; estimate s_c = a.f_c. Level 0 of a tree is the table (V, M) of f. Each row of level l + 1 is the sum
+of FAN rows of level l.
 """
 
 import math
@@ -15,31 +16,32 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, draw_dense, joined
 from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
 
-GATHERED = 2**22   # features of drawn classes that are gathered at once
-SHARED = 100       # a level of fewer nodes than SHARED k is multiplied with all queries: cheaper than k gathers each
-FAN = 16           # children of a node
-EXHAUSTED = 1e-9   # a sum less one of its rows, as a share of it, below which rounding would decide: taken as 0
-FLAT = 2**12       # nodes at most of a level whose distribution functions are inverted at once
+GATHERED = 2**22   # features per block of gathered classes
+SHARED = 100       # levels of at most SHARED k nodes use one product with all queries, faster than k gathers each
+FAN = 16           # children per node
+EXHAUSTED = 1e-9   # a sum minus one row counts as 0 below this share of the sum, because of rounding
+FLAT = 2**12       # largest number of nodes of the level where the descent starts
 
 
 class TreeFeatures(FeatureDistribution):
-    """q' in proportion to s_c, in O(M + log V) a draw where the features are positive.
+    """q' proportional to s_c, by a tree of sums: O(M + log V) per sample if positive.
 
-    Positive maps, by composition: feature i with probability a_i T_i / sum_j a_j T_j, T the sums of f over all classes
-    but the target, then a class in proportion to its feature i, down a tree of sums: the distribution of the dense
-    estimate.
+    Positive maps use composition: feature i with probability proportional to a_i T_i, where T is the sum of f over all
+    classes but the target. Then the tree gives a class in proportion to its feature i. This distribution is that of
+    the dense estimate.
 
-    Signed maps: down a tree of sums of f, a child in proportion to the positive part of a.(its sum), or to its number
-    of classes where no part is positive, O(M log V) a draw. The distribution is that of the tree, known exactly by its
-    path. Where all sums are positive it is in proportion to s_c; else it is near that, and positive by the uniform
-    share.
+    Signed maps descend the tree of sums of f. A child has probability proportional to the positive part of a.(its
+    sum); without positive parts, proportional to its number of classes. A sample takes O(M log V). Its probability is
+    computed exactly from the path. The distribution is proportional to s_c if all sums are positive; else it is an
+    approximation, and the uniform share keeps all probabilities positive.
 
-    The tables are m V numbers and a fifteenth (float64: two) above. An update of r classes takes O(r M log V).
+    The table takes M V float32 numbers. The sums add 1/15 of its memory, or 2/15 for positive maps, whose sums are
+    float64. An update of r classes takes O(r M log V).
     """
 
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):
         super().__init__(proposal, classes, d, **options)
-        # A positive map's probabilities are quotients by the sums; a signed one's are of the path, whatever the sums.
+        # Probabilities of positive maps divide by the sums; those of signed maps follow the path, exact for any sums.
         dtype = torch.float64 if self.features.positive else torch.float32
         self.tree = SumTree(self.classes, self.features.width, dtype)
 
@@ -75,8 +77,11 @@ class TreeFeatures(FeatureDistribution):
     # ---- positive maps
 
     def _masses(self, hidden: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """a (B, M) but for a factor of each row, the sums over all classes but the targets (B, M) or over all (M,), and
-        the log probabilities of the targets among all (B,); float64, the last float32."""
+        """Return a (B, M), feature sums (B, M) or (M,), and target log probabilities (B,).
+
+        a has an arbitrary factor per row. The sums exclude the targets. They are float64, the log probabilities
+        float32.
+        """
         _, log_a = self.features.of_queries(hidden)
         a = (log_a - log_a.amax(-1, keepdim=True)).exp_()
         total = self.tree.total
@@ -88,8 +93,11 @@ class TreeFeatures(FeatureDistribution):
         return a, left, ((a * of_targets).sum(-1) / (a @ total)).log().float()
 
     def _repaired(self, ids: Tensor, hopeless: Tensor, targets: Tensor | None) -> Tensor:
-        """Uniform draws for queries whose other classes lie below the rounding of the target's own mass, and in place
-        of the target, which rounding at an edge of its interval may give."""
+        """Replace invalid samples by uniform ones.
+
+        Invalid are samples that hit the target by rounding, and queries whose other classes have a mass below the
+        rounding error.
+        """
         if targets is None:
             return ids
         wrong = hopeless | (ids == targets[:, None])
@@ -99,7 +107,7 @@ class TreeFeatures(FeatureDistribution):
         return torch.where(wrong, other + (other >= targets[:, None]), ids)
 
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
-        """weight (B, M) times the features of ids (B, k), (B, k)."""
+        """Return weight (B, M) times the features of ids (B, k), (B, k)."""
         step = max(1, GATHERED // (ids.shape[1] * weight.shape[1]))
         parts = [F.embedding(i, self.tree.leaves) @ w[..., None] for i, w in zip(ids.split(step), weight.split(step))]
         return torch.cat(parts).squeeze(-1)
@@ -107,8 +115,10 @@ class TreeFeatures(FeatureDistribution):
     # ---- signed maps
 
     def _walk(self, hidden: Tensor, given: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Down the tree to a class for each entry of given (B, k): the one that is given, or where that is -1 a drawn
-        one. ids and their log probabilities, (B, k) both."""
+        """Descend the tree; return class ids and log probabilities, (B, k) each.
+
+        Entries of `given` (B, k) that are not -1 determine the class.
+        """
         a = self._signed_queries(hidden)
         taken = None if targets is None else (a * self.tree.leaves[targets]).sum(-1, keepdim=True)
         node, log_q = torch.zeros_like(given), torch.zeros(given.shape, device=given.device)
@@ -127,7 +137,7 @@ class TreeFeatures(FeatureDistribution):
 
     def _weights(self, a: Tensor, number: int, children: Tensor, targets: Tensor | None,
                  taken: Tensor | None) -> Tensor:
-        """Of children (B, k, FAN) of a level, not negative, for each of the queries."""
+        """Return non-negative weights of children (B, k, FAN) of a level."""
         scores, counts = self._scores(a, number, children), self.tree.counts(number, children)
         if targets is not None:
             mine = children == (targets // FAN**number)[:, None, None]
@@ -137,7 +147,7 @@ class TreeFeatures(FeatureDistribution):
         return torch.where(scores.sum(-1, keepdim=True) > 0, scores, counts.to(scores.dtype))
 
     def _scores(self, a: Tensor, number: int, children: Tensor) -> Tensor:
-        """a.(sum of f below each of the children), (B, k, FAN)."""
+        """Return a.(sum of f below each child), (B, k, FAN)."""
         level, k = self.tree.level(number), children.shape[1]
         if number and len(level) <= SHARED * k:
             return (a @ level.mT).gather(1, children.flatten(1)).view_as(children)
@@ -148,7 +158,10 @@ class TreeFeatures(FeatureDistribution):
 
 
 class DenseFeatures(FeatureDistribution):
-    """q' in proportion to the positive part of the estimate, O(V M) a query; uniform where no part is positive."""
+    """q' proportional to the positive part of the estimate, O(V M) per query.
+
+    The distribution is uniform if no estimate is positive.
+    """
 
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):
         super().__init__(proposal, classes, d, **options)
@@ -182,10 +195,13 @@ class DenseFeatures(FeatureDistribution):
 
 
 class SumTree(nn.Module):
-    """A table of V rows and the sums above it, all of them buffers. The sums take a fifteenth of the table's rows.
+    """A table of V rows with a tree of sums above it, stored as buffers.
 
-    dtype: of the sums. A change of r rows takes O(r M log V): their differences are added to the sums above, and with
-    rounding the sums drift from those of the rows; `resum` sums again.
+    The sums take 1/15 of the rows of the table. An update of r rows takes O(r M log V): it adds differences, so
+    rounding errors accumulate until `resum`.
+
+    Args:
+        dtype: dtype of the sums.
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype = torch.float64):
@@ -199,7 +215,7 @@ class SumTree(nn.Module):
             self.depth += 1
 
     def level(self, number: int) -> Tensor:
-        """Rows of level `number`, with rows of zeros at the end up to a multiple of FAN."""
+        """Return level `number`, padded with zero rows to a multiple of FAN."""
         return getattr(self, f"level{number}")
 
     @property
@@ -209,16 +225,16 @@ class SumTree(nn.Module):
 
     @property
     def total(self) -> Tensor:
-        """The sum of all rows as the tree has it, (M,) float64."""
+        """The sum of all rows, (M,) float64."""
         return self.level(self.depth - 1).sum(0, dtype=torch.float64)
 
     def counts(self, number: int, nodes: Tensor) -> Tensor:
-        """How many rows of the table lie below nodes of a level."""
+        """Return the number of table rows below each node of a level."""
         size = FAN**number
         return (self.rows - nodes * size).clamp(0, size)
 
     def set(self, rows: Tensor, values: Tensor) -> None:
-        """New values (r, M) of sorted, distinct rows (r,)."""
+        """Set sorted, distinct rows (r,) to values (r, M)."""
         change = values.double() - self.level0.index_select(0, rows).double()
         self.level0[rows] = values
         for number in range(1, self.depth):
@@ -228,7 +244,7 @@ class SumTree(nn.Module):
             level[rows] = (level.index_select(0, rows).double() + change).to(level.dtype)
 
     def resum(self) -> None:
-        """All sums, again, from the table."""
+        """Recompute all sums from the table."""
         for number in range(1, self.depth):
             self.level(number).copy_(self._sums(number))
 
@@ -238,10 +254,13 @@ class SumTree(nn.Module):
         return torch.nn.functional.pad(summed, (0, 0, 0, len(level) - len(summed)))
 
     def draw(self, mass: Tensor, k: int, without: Tensor | None = None) -> Tensor:
-        """k rows for each query, (B, k): a column in proportion to mass (B, M), then a row in proportion to the entries
-        of that column, none of them negative.
+        """Sample k rows for each query, (B, k).
 
-        without: a row (B,) that is left out of the draws of its query. O(FAN log V) a draw, and O(FLAT M) for all.
+        The method samples a column in proportion to mass (B, M), then a row in proportion to the column. All entries
+        must be non-negative. It takes O(FAN log V) per sample, and O(FLAT M) in total.
+
+        Args:
+            without: one excluded row per query, (B,).
         """
         u = torch.rand(len(mass), k, self.start + 2, dtype=torch.float64, device=mass.device)
         ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)                # (M, nodes)
@@ -249,11 +268,11 @@ class SumTree(nn.Module):
 
     @property
     def start(self) -> int:
-        """The level at which the way down begins."""
+        """The level where the descent starts."""
         return next(number for number in range(self.depth) if len(self.level(number)) <= FLAT)
 
     def rows_of(self, ends: Tensor, mass: Tensor, u: Tensor, without: Tensor | None) -> Tensor:
-        """The rows (B, k) that uniform numbers u (B, k, 2 + levels below `start`) stand for."""
+        """Return the rows (B, k) for uniform numbers u (B, k, 2 + levels below `start`)."""
         column = choose_columns(mass, u[..., 0])
         taken = None if without is None else self.level0[without].gather(1, column).double()
         node = self._invert(ends, column, u[..., 1], without, taken)
@@ -266,13 +285,13 @@ class SumTree(nn.Module):
         return node
 
     def _invert(self, ends: Tensor, column: Tensor, u: Tensor, without: Tensor | None, taken: Tensor | None) -> Tensor:
-        """Nodes (B, k) of level `start`, each in proportion to its column, whose sums up to each node are ends.
+        """Return nodes (B, k) of level `start`, by inversion of cumulative sums `ends`.
 
-        One search for all draws: column i's distribution function takes the numbers from i to i + 1.
+        One search serves all columns: the distribution function of column i covers [i, i + 1).
         """
         total, nodes = ends[:, -1:].clone(), ends.shape[1]
         ends = (ends / total).add_(torch.arange(len(ends), device=ends.device)[:, None]).flatten()
-        if without is not None:  # the interval of the row's node is shorter by what is taken, those behind it move up
+        if without is not None:  # shorten the interval of the excluded row's node and shift later ones
             taken = taken / total.flatten()[column]
             place = column * nodes + without[:, None] // FAN**self.start
             u = u * (1 - taken)
@@ -281,11 +300,14 @@ class SumTree(nn.Module):
         return places.clamp_(0, self._last(self.start))
 
     def _last(self, number: int) -> int:
-        """The last node of a level with rows: where little of a column is left, rounding can choose one behind it."""
+        """Return the last non-empty node of a level, a limit against rounding errors."""
         return (self.rows - 1) // FAN**number
 
     def _leave_out(self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor) -> None:
-        """Takes the entries `taken` (B, k) of a row off the weights (B, k, FAN) of the child that it lies below."""
+        """Subtract a row's entries `taken` (B, k) from its ancestor in weights.
+
+        `weights` (B, k, FAN) is modified in place.
+        """
         ancestor = row // FAN**number
         place = (ancestor % FAN).expand_as(node)[..., None]
         held = weights.gather(-1, place)
@@ -296,14 +318,16 @@ class SumTree(nn.Module):
 
 
 def choose(weights: Tensor, u: Tensor) -> Tensor:
-    """A number of the last axis for each of weights (..., n), none of them negative, in proportion: the one that the
-    uniform number u (...) stands for."""
+    """Sample an index of the last axis of weights (..., n) by uniform numbers u (...).
+
+    Weights are non-negative.
+    """
     ends = weights.cumsum(-1)
     return (ends <= u[..., None] * ends[..., -1:]).sum(-1).clamp_(max=weights.shape[-1] - 1)
 
 
 def choose_columns(mass: Tensor, u: Tensor) -> Tensor:
-    """The same with k uniform numbers (B, k) for each row of mass (B, M), (B, k)."""
+    """Sample k columns per row of mass (B, M) by uniform numbers u (B, k): (B, k)."""
     ends = mass.double().cumsum(-1)
     return torch.searchsorted(ends, u * ends[:, -1:], right=True).clamp_(max=mass.shape[1] - 1)
 

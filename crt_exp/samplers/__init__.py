@@ -1,11 +1,14 @@
-"""Samplers: rows omega for random features, each marginally N(0, I_d) unless said otherwise.
+"""Samplers of random projections: rows omega with marginal distribution N(0, I_d).
 
-Legend: m projections (rows), d dimension, n = 2^ceil(log2 d), `batch` leading dimensions (heads, layers). A sampler is
-a function `(m, d, generator=None, batch=()) -> Noise`. Numbers are drawn in float64 on the generator's device (CPU
-unless a CUDA generator is given, so that one seed means one draw on every machine) and cast at the end.
+Notation: m projections (rows), d dimension, n = 2^ceil(log2 d), `batch` leading dimensions (heads, layers).
 
-Exactly Gaussian rows, which make estimates unbiased and serve the discrete maps: iid, orthogonal, simplex,
-scrambled halton and sobol. Approximate: hadamard, givens, lengths other than chi; `measured_bias` says by how much.
+A sampler is a function `(m, d, generator=None, batch=()) -> Noise`. It samples in float64 on the device of the
+generator and casts the result. Without a CUDA generator it samples on the CPU, so a seed gives equal projections on
+every machine.
+
+Exactly Gaussian rows give unbiased estimates and are required by discrete maps: iid, orthogonal, simplex, scrambled
+halton and sobol. Approximate samplers are hadamard, givens, and all with lengths other than chi. `measured_bias`
+estimates their bias.
 """
 
 from crt_exp.samplers.bias import Bias, measured_bias

@@ -1,4 +1,4 @@
-"""The bias of an approximate sampler, measured."""
+"""Monte Carlo estimates of the bias of approximate samplers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from crt_exp.samplers.noise import Noise
 
 
 class Bias(NamedTuple):
-    """Mean estimate / exact kernel, and the standard error of that ratio."""
+    """Ratio of mean estimate to exact kernel, with its standard error."""
 
     ratio: Tensor
     error: Tensor
@@ -24,10 +24,19 @@ class Bias(NamedTuple):
 
 def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: int | None = None, draws: int = 2000,
                   generator: torch.Generator | None = None) -> Bias:
-    """The bias of phi under an approximate sampler, measured: a ratio of 1 within the error is no bias that shows.
+    """Estimate the bias of a feature map under a sampler.
 
-    x, y (pairs, d) -> ratio, error (pairs,). `m`: the projections of one draw (default d, one block). Where the
-    relative variance is large (positive features at large |x + y|) the error itself is underestimated.
+    A ratio of 1 within the standard error means no detectable bias. The standard error is underestimated if the
+    relative variance is large (positive features at large |x + y|).
+
+    Args:
+        x: queries (pairs, d).
+        y: keys (pairs, d).
+        m: projections per sample; default d (one block).
+        draws: number of independent samples.
+
+    Returns:
+        Ratio and standard error, (pairs,) each.
     """
     d = x.shape[-1]
     m, draws = d if m is None else whole_number(m, "m"), whole_number(draws, "draws", 2)
@@ -44,10 +53,12 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
 
 
 def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: int = 16) -> dict[str, float]:
-    """For metrics: mean bias over random pairs of x (n, d) and y (n, d), and its standard error;
-    {} for exact samplers."""
+    """Return the mean bias over random pairs of x and y (n, d), for metrics.
+
+    Exact samplers return {}.
+    """
     g = torch.Generator().manual_seed(0)
-    if sampler(2, 2, g).gaussian:  # whatever the dimension is
+    if sampler(2, 2, g).gaussian:  # independent of the dimension
         return {}
     i, j = torch.randint(len(x), (pairs,), generator=g), torch.randint(len(y), (pairs,), generator=g)
     bias = measured_bias(phi, sampler, x[i], y[j], params, generator=g)
@@ -55,7 +66,7 @@ def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: 
 
 
 def bias_sentence(record: dict) -> str:
-    """What a run prints of `bias_record`; empty for exact samplers."""
+    """Format `bias_record` as a sentence; empty for exact samplers."""
     if "sampler_bias" not in record:
         return ""
     return (f"\nthe sampler is approximate: mean estimate / exact kernel = {record['sampler_bias']:.3f} +- "
@@ -63,8 +74,10 @@ def bias_sentence(record: dict) -> str:
 
 
 def estimate_ratios(phi, x: Tensor, y: Tensor, noise: Noise, params) -> Tensor:
-    """Estimate / kernel of each draw and pair, (draws, pairs), x and y (pairs, d); in logs until the kernel is divided
-    out."""
+    """Return estimate / kernel for each sample and pair, (draws, pairs).
+
+    x and y are (pairs, d). The division by the kernel is done in log space.
+    """
     fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
     log_scale = fx.log_scale + fy.log_scale - phi.log_kernel(x, y).unsqueeze(-1)
     return (fx.value * fy.value * log_scale.exp()).sum(-1)

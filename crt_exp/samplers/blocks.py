@@ -1,7 +1,7 @@
-"""Samplers: rows in blocks of coupled directions, single points, and the seeded float64 numbers that both are made of.
+"""Samplers with coupled or independent rows, and their random number functions.
 
-Blocks (orthogonal, simplex, Hadamard, Givens) are independent; the last one is cut to make m rows. Single points are
-independent or quasi-Monte Carlo. `generator=None` is torch's default generator.
+Orthogonal, simplex, Hadamard and Givens rows come in independent blocks; the last block is cut to m rows in total. The
+other samplers are i.i.d. or quasi-Monte Carlo. `generator=None` is torch's default generator.
 """
 
 import math
@@ -16,17 +16,18 @@ from torch import Tensor
 from crt_exp.options import Count, Whole, whole_number
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 
-ONE_THREAD = 256     # columns up to which a factorisation takes one thread
-SOBOL_MAX_DIM = 21201  # direction numbers known to scipy
-ALWAYS = 2**28   # bytes below which the free memory is not looked up
-U_MARGIN = 2.0**-33  # quantiles of u nearer to 0 or 1 are cut: |g| <= 6.4
+ONE_THREAD = 256     # largest matrix factorised with one thread
+SOBOL_MAX_DIM = 21201  # scipy has direction numbers up to this dimension
+ALWAYS = 2**28   # bytes; smaller requests do not check the free memory
+U_MARGIN = 2.0**-33  # u is clamped to [U_MARGIN, 1 - U_MARGIN], so |g| <= 6.4
 
 
 def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
                lengths: Literal["chi", "sqrt_d"] = "chi", dtype: torch.dtype = torch.float32) -> DenseNoise:
-    """Blocks of d mutually orthogonal rows with Haar directions (Performers 2.4). Exact with chi lengths.
+    """Sample blocks of d orthogonal rows with Haar directions (Performers 2.4).
 
-    `lengths`: "chi" draws row lengths from chi(d), so rows are exactly Gaussian; "sqrt_d" fixes them (SMREG noise).
+    Args:
+        lengths: "chi" samples lengths from chi(d), which makes rows exactly Gaussian; "sqrt_d" fixes them, for SMREG.
     """
     m, d = check(m, d, batch, generator)
     directions = haar((*batch, -(-m // d), d, d), generator)
@@ -35,10 +36,11 @@ def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: 
 
 def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
             dtype: torch.dtype = torch.float32) -> DenseNoise:
-    """Blocks of d rows with pairwise cosines -1/(d - 1), randomly rotated, chi(d) lengths (Reid et al. 2023). Exact.
+    """Sample blocks of d rows with pairwise cosines -1/(d - 1) (Reid et al. 2023).
 
-    Less variance than orthogonal rows for positive features; more for antithetic ones (HypRF), whose rows also meet at
-    the opposite cosine, and mostly for trigonometric ones. At d = 1: iid.
+    Blocks are randomly rotated with chi(d) lengths, so rows are exactly Gaussian. The variance is lower than with
+    orthogonal rows for positive features, but higher for antithetic features (HypRF) and mostly for trigonometric
+    features. For d = 1 the sampler is `iid`.
     """
     m, d = check(m, d, batch, generator)
     if d == 1:
@@ -51,13 +53,16 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
 def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
              blocks: Count = 3, lengths: Literal["chi", "fixed", "sqrt_d"] = "chi",
              dtype: torch.dtype = torch.float32) -> Noise:
-    """Rows of sqrt(n) H D_k ... H D_1: k = `blocks` products of a Hadamard matrix and random signs (Performers B.2).
+    """Sample rows of sqrt(n) H D_k ... H D_1, k = `blocks` (Performers B.2).
 
-    Approximate: not Gaussian. With k = 1 rows are sign vectors, and e_1 sees a kernel of cosh whatever d; k = 3 is
-    within one percent or two at d = 64. Any d, by zero padding to n = 2^ceil(log2 d): rows are orthogonal where d = n,
-    else the columns of a stack are. Stacks of n rows are independent. `lengths`: "chi" draws chi(n), as Gaussian rows
-    have in n dimensions; "fixed" keeps the sqrt(n) of the product; "sqrt_d" puts the cut rows on the sphere (SMREG
-    noise).
+    H is the orthonormal Hadamard matrix, D_i are diagonals of random signs. Rows are not Gaussian, so estimates are
+    biased: with k = 1 rows are sign vectors and the bias does not vanish with d; with k = 3 it is 1% to 2% at d = 64.
+    Inputs are padded with zeros to n = 2^ceil(log2 d). Rows are orthogonal if d = n, else columns of a stack are.
+    Stacks of n rows are independent.
+
+    Args:
+        lengths: "chi" samples chi(n), the lengths of Gaussian rows in n dimensions; "fixed" is sqrt(n); "sqrt_d"
+            rescales the cut rows, for SMREG.
     """
     blocks = whole_number(blocks, "blocks")
     m, d = check(m, d, batch, generator, row=blocks + 1)
@@ -70,12 +75,14 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
 
 def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
            rotations: Whole | None = None, dtype: torch.dtype = torch.float32) -> DenseNoise:
-    """Blocks of d orthogonal rows from Kac's walk: `rotations` Givens rotations in random planes (Performers B.2).
+    """Sample blocks of d orthogonal rows by Kac's random walk (Performers B.2).
 
-    Approximate: Haar only as rotations grow; default 4 ceil(d log d). Lengths chi(d). Random signs of the rows make the
-    mean zero however short the walk (which alone never leaves the rotations: at d = 1 it would stay at +1). Projections
-    are dense: the walk visits two coordinates at a time, in thousands of steps, and was 30 times slower or more at
-    every d measured (16, 64, 256).
+    The walk applies `rotations` Givens rotations in random planes. Row signs are random, so the mean is zero for every
+    walk; lengths are chi(d). Directions are Haar-distributed only in the limit of many rotations. Projections use the
+    dense matrix: applying the rotations to vectors is at least 30 times slower for d = 16 to 256.
+
+    Args:
+        rotations: default 4 ceil(d log d).
     """
     m, d = check(m, d, batch, generator)
     steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole_number(rotations, "rotations", 0)
@@ -85,16 +92,16 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
 
 
 def _rows_of(directions: Tensor, m: int, lengths: str, generator, dtype: torch.dtype, gaussian: bool) -> DenseNoise:
-    """Blocks of unit rows (*batch, stacks, d, d) -> m rows with independent lengths."""
+    """Cut blocks of unit rows (*batch, stacks, d, d) to m rows and sample lengths."""
     rows = directions.flatten(-3, -2)[..., :m, :]
     return DenseNoise((rows * row_lengths(rows.shape[:-1], rows.shape[-1], lengths, generator)).to(dtype), gaussian)
 
 
 def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    """Haar-distributed orthogonal matrices, float64, shape (..., d, d).
+    """Sample Haar-distributed orthogonal matrices, float64, shape (..., d, d).
 
-    The Q of G = QR, G Gaussian, with a positive diagonal of R. Without that sign LAPACK's Q is not Haar (the mean of
-    Q_00 is about -0.3 at d = 4), and exponential features, which are not even in omega, are biased.
+    The result is Q of a Gaussian G = QR with positive diagonal of R. Without this sign convention Q is not
+    Haar-distributed and exponential features, which are not even in omega, are biased.
     """
     g = normal(shape, generator)
     with one_thread() if g.shape[-1] <= ONE_THREAD else nullcontext():
@@ -104,8 +111,7 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
 
 @contextmanager
 def one_thread():
-    """For factorisations of small matrices: a second thread gains nothing there, and on a busy
-    machine is waited for."""
+    """Use one thread for small factorisations, where more threads do not help."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -115,7 +121,10 @@ def one_thread():
 
 
 def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor:
-    """x (B, d, L) turned by `steps` rotations of the d coordinates, each in its own random plane by a uniform angle."""
+    """Apply `steps` random rotations to the d coordinates of x (B, d, L).
+
+    Each rotation has a random plane and a uniform angle, independent over B.
+    """
     count, d, _ = x.shape
     if d == 1 or steps == 0:
         return x
@@ -132,17 +141,17 @@ def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor
 
 def iid(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32) -> DenseNoise:
-    """Independent Gaussian rows. Exact."""
+    """Sample independent Gaussian rows."""
     m, d = check(m, d, batch, generator)
     return DenseNoise(normal((*batch, m, d), generator).to(dtype), gaussian=True)
 
 
 def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (), scramble: bool = True,
            dtype: torch.dtype = torch.float32) -> DenseNoise:
-    """Quasi-Monte Carlo rows g = Phi^-1(u) of the Halton sequence, one independent scramble per batch entry.
+    """Sample quasi-Monte Carlo rows g = Phi^-1(u) from the Halton sequence.
 
-    Exact when scrambled (each row is Gaussian over scrambles). `scramble=False`, for reference, is deterministic and
-    biased (the point 0 is dropped), and poor beyond some 50 dimensions.
+    Each batch entry has an independent scramble. Scrambled rows are exactly Gaussian over scrambles. `scramble=False`
+    is deterministic and biased, for reference only; it drops the point 0 and is inaccurate for d > 50.
     """
     from scipy.stats.qmc import Halton
 
@@ -157,9 +166,12 @@ def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
 
 def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (), scramble: bool = True,
           dtype: torch.dtype = torch.float32) -> DenseNoise:
-    """Quasi-Monte Carlo rows of the Sobol sequence; otherwise as `halton`. Best at m = 2^k; d <= 21201.
+    """Sample quasi-Monte Carlo rows from the Sobol sequence; options as `halton`.
 
-    Other m keep the first m of 2^k points, which leaves each row exactly Gaussian and so the estimate unbiased.
+    m = 2^k is most accurate. Other m use the first m of 2^k points, which keeps the estimate unbiased.
+
+    Raises:
+        ValueError: d > 21201.
     """
     from scipy.stats.qmc import Sobol
 
@@ -177,7 +189,10 @@ def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple
 
 def _quasi(draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dtype,
            spacing: float = 0.0) -> DenseNoise:
-    """`draw(seed)` gives points u (m, d) in [0, 1), multiples of `spacing`, which a jitter makes continuous."""
+    """Transform points u (m, d) of `draw(seed)` to Gaussian rows.
+
+    The points lie in [0, 1). A jitter of size `spacing` makes their grid continuous.
+    """
     import numpy as np
 
     count = math.prod(batch) if scramble else 1
@@ -207,8 +222,8 @@ def signs(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
 
 
 def row_lengths(shape: tuple[int, ...], d: int, kind: str, generator: torch.Generator | None) -> Tensor:
-    """Row lengths (*shape, 1)."""
-    if kind == "chi":  # chi^2_d is twice a gamma variable of shape d/2: one number a row instead of d
+    """Return row lengths (*shape, 1)."""
+    if kind == "chi":  # chi^2_d is twice a gamma variable of shape d/2: one random number per row instead of d
         half = torch.full((*shape, 1), d / 2, dtype=torch.float64, device=device_of(generator))
         return (2 * torch._standard_gamma(half, generator=generator)).sqrt()
     if kind == "sqrt_d":
@@ -227,9 +242,13 @@ def device_of(generator: torch.Generator | None) -> torch.device:
 
 def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generator | None = None,
           row: int | None = None) -> tuple[int, int]:
-    """Projections and dimension as ints. Raises ValueError for sizes that are no counts, or too large for the memory.
+    """Return m and d as ints.
 
-    row: numbers drawn for each of m, else d.
+    Args:
+        row: random numbers per row; None: d.
+
+    Raises:
+        ValueError: m or d is no positive integer, or the rows exceed the free memory.
     """
     m = whole_number(m, "m")
     d = whole_number(d, "d")
@@ -242,14 +261,14 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
 
 
 def available() -> float:
-    """Bytes of the machine's memory that can still be had; infinity where the system does not say."""
+    """Return the available memory of the machine in bytes; infinity if unknown."""
     table = Path("/proc/meminfo")
     lines = dict(line.split(":", 1) for line in table.read_text().splitlines()) if table.is_file() else {}
     return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else math.inf
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be had: of the GPU, or of the machine or the container around this process."""
+    """Return the free bytes of the GPU, or of the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = available()

@@ -1,7 +1,7 @@
-"""Noise: random rows and products with them, dense or by a fast Hadamard transform.
+"""Random projections, dense or by fast Hadamard transform, and helpers.
 
-At the end what noise needs and others use: nested noise and parameters (a noise or a tensor, or a tuple, named or not,
-with an entry for each part of a map; None is an empty place), and precision whatever torch.autocast would choose.
+Helpers handle nested values and autocast. A nested value is a leaf (a `Noise` or tensor), None, or a tuple of nested
+values, one for each part of a map.
 """
 
 from abc import ABC, abstractmethod
@@ -13,29 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Hadamard noise is matrix-free where a vector costs at least this many multiply-adds by rows, m d, for each number that
-# is transformed, stacks n. One x86 core, float32, a million outputs: by rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024,
-# 37 at 2048; by transforms 14.3, 9.1, 10.3, 11.2 (2026-11, one thread). Not measured on GPUs.
+# Hadamard projections use transforms if m d / (stacks n) is at least this. Measured for a million outputs (one x86
+# core, float32): rows 12.4 ms at 576, 13.6 at 768, 17.6 at 1024, 37 at 2048; transforms 14.3, 9.1, 10.3, 11.2.
+# Not measured on GPUs.
 MATRIX_FREE_FROM = 768
-Nested = Any  # a leaf, None, or a tuple of these
-RADIX = 64  # of the fast transform: products with H_64 beat passes over memory
+Nested = Any  # a leaf, None, or a tuple of nested values
+RADIX = 64  # largest factor of the fast transform; products with H_64 are faster than more passes over memory
 
 
 def lasting() -> bool:
-    """Whether a tensor that is made now may be kept for later:
-    not one of a transform of torch.func, or of torch.export."""
+    """Whether a new tensor may be cached: not inside torch.func or torch.export."""
     return not (transforming() or torch.compiler.is_exporting())
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is at work:
-    its tensors stand for others and end with it."""
+    """Whether a torch.func transform (grad, vmap, jvp, ...) is active.
+
+    Its tensors are wrappers that are invalid afterwards.
+    """
     return torch._C._are_functorch_transforms_active()
 
 
 class cached:  # noqa: N801 (used as a decorator)
-    """A property that is computed when first asked for and kept: functools.cached_property without its lock, which
-    torch.compile cannot enter. Kept where it lasts."""
+    """functools.cached_property without its lock, which torch.compile cannot trace.
+
+    Values computed inside torch.func or torch.export are not cached.
+    """
 
     def __init__(self, function):
         self.function, self.__doc__ = function, function.__doc__
@@ -53,10 +56,11 @@ class cached:  # noqa: N801 (used as a decorator)
 
 
 class Noise(ABC):
-    """m random rows in d dimensions, shape (*batch, m, d).
+    """m random projections in d dimensions, shape (*batch, m, d).
 
-    Attributes: m, d, batch; `gaussian` says whether rows are exactly N(0, I_d) marginally, which the discrete maps
-    need; `matrix_free` whether `project` is faster than a product with `rows()`.
+    Attributes:
+        gaussian: whether rows are exactly N(0, I_d); discrete maps need it.
+        matrix_free: whether `project` is faster than a product with `rows()`.
     """
 
     matrix_free = False
@@ -67,23 +71,26 @@ class Noise(ABC):
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """The matrix W, (*batch, m, d)."""
+        """Return the matrix W, (*batch, m, d)."""
 
     @abstractmethod
     def _project(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
     def to(self, *args, **kwargs) -> "Noise":
-        """As `Tensor.to`."""
+        """Convert dtype or device, as `Tensor.to`."""
 
     def project(self, x: Tensor) -> Tensor:
-        """x (..., L, d) -> x W^T (..., L, m), in float32 at least: an error in a log feature is a relative error."""
+        """Return x W^T (..., L, m) for x (..., L, d), in float32 or float64.
+
+        Lower precision is not enough: an absolute error of a log feature is a relative error of the feature.
+        """
         self.check(x)
         with as_given(x):
             return self._project(at_least_float32(x))
 
     def check(self, x: Tensor) -> None:
-        """Raises ValueError where x (..., L, d) has another d."""
+        """Raise ValueError if the last dimension of x (..., L, d) differs from d."""
         if x.shape[-1] != self.d:
             raise ValueError(f"the input has {x.shape[-1]} dimensions but the noise has d = {self.d}: draw it with "
                              f"d = {x.shape[-1]}, or check the order of the axes (..., L, d)")
@@ -95,19 +102,19 @@ class Noise(ABC):
     @cached
     def sq_norm(self) -> Tensor:
         """|omega_m|^2, (*batch, 1, m)."""
-        with torch.inference_mode(False):  # it is kept, and must serve later backward passes
+        with torch.inference_mode(False):  # a cached inference tensor would fail in backward
             return self.rows().square().sum(-1).unsqueeze(-2)
 
     def tensors(self) -> list[Tensor]:
-        """Those that it holds now: what its rows are made of, and what was computed of them and is kept."""
+        """Return the tensors of this object, including cached ones."""
         return [t for t in self.__dict__.values() if isinstance(t, Tensor)]
 
     def on_sphere(self) -> "Noise":
-        """The same directions with every row of length sqrt(d) (the noise of SMREG)."""
+        """Return rows of equal direction with length sqrt(d), for SMREG."""
         return DenseNoise(_directions(self.rows()) * self.d**0.5, gaussian=False)
 
     def scaled(self, factor: Tensor) -> "Noise":
-        """The same directions, row by row `factor` (*batch, m, 1) times as long."""
+        """Return the rows multiplied by `factor` (*batch, m, 1)."""
         return DenseNoise(self.rows() * factor, gaussian=False)
 
     def __repr__(self):
@@ -115,7 +122,7 @@ class Noise(ABC):
 
 
 class DenseNoise(Noise):
-    """Rows held as a matrix W (*batch, m, d)."""
+    """Random projections stored as a matrix W (*batch, m, d)."""
 
     def __init__(self, weight: Tensor, gaussian: bool):
         self.weight, self.gaussian = weight, gaussian
@@ -137,11 +144,11 @@ class DenseNoise(Noise):
 
 
 class HadamardNoise(Noise):
-    """Rows diag(lengths) [H D_k ... H D_1]_(m, d): stacks of products of orthonormal Hadamard
-    matrices and random signs.
+    """Rows of stacked products H D_k ... H D_1, scaled by lengths.
 
-    Holds signs / sqrt(n) (*batch, stacks, k, n) and lengths (*batch, m, 1) only. A projection takes O(m log d) a
-    vector; below MATRIX_FREE_FROM, where that is slower, it multiplies by the rows, kept from the first use.
+    H is the orthonormal Hadamard matrix and D_i are diagonals of random signs; see `hadamard`. The object stores signs
+    / sqrt(n) (*batch, stacks, k, n) and lengths (*batch, m, 1). A transform takes O(m log d) per vector. Below
+    MATRIX_FREE_FROM the product with the rows is faster; the rows are then cached.
     """
 
     gaussian = False
@@ -161,7 +168,7 @@ class HadamardNoise(Noise):
 
     @cached
     def _rows(self) -> Tensor:
-        with torch.no_grad(), torch.inference_mode(False):  # what is kept must serve later backward passes
+        with torch.no_grad(), torch.inference_mode(False):  # see sq_norm
             unit = torch.eye(self.d, dtype=torch.float64, device=self.signs.device)
             columns = self._transform(unit)  # (*batch, d, m)
             return columns.mT.to(self.lengths.dtype).contiguous()
@@ -170,7 +177,7 @@ class HadamardNoise(Noise):
         return self._transform(x) if self.matrix_free else x @ self._rows.to(x.dtype).mT
 
     def _transform(self, x: Tensor) -> Tensor:
-        """(..., L, d) -> (..., L, m) without the matrix."""
+        """Map x (..., L, d) to (..., L, m) by fast transforms."""
         x = torch.nn.functional.pad(x, (0, self.n - self.d)).unsqueeze(-2)          # (..., L, 1, n)
         for signs in self.signs.to(x.dtype).unsqueeze(-4).unbind(-2):               # (*batch, 1, stacks, n)
             x = fwht(x * signs)                                                     # (..., L, stacks, n)
@@ -195,15 +202,15 @@ class HadamardNoise(Noise):
 
 
 def precise(noise: Nested, dtype: torch.dtype) -> Nested:
-    """The same rows, in float64 where the vectors are: what is computed of rows alone must not be rounded before."""
+    """Convert the projections to float64 if the vectors are float64."""
     return mapped(lambda n: n.to(dtype) if dtype == torch.float64 != n.dtype else n, noise)
 
 
 def fwht(x: Tensor) -> Tensor:
-    """Fast Walsh-Hadamard transform x H^T of the last axis, entries +-1 (not normalised), of a power of two.
+    """Fast Walsh-Hadamard transform of the last axis, with entries +-1 (unnormalised).
 
-    Applies H_n = H_r x ... x H_r factor by factor with r <= 64: O(n log n), in few passes over the memory.
-    Differentiable.
+    The length must be a power of two. The transform applies the Kronecker factors of H_n, of size at most 64, in O(n
+    log n). It is differentiable.
     """
     n, h = x.shape[-1], 1
     if n & (n - 1):
@@ -217,7 +224,7 @@ def fwht(x: Tensor) -> Tensor:
 
 
 def _radices(n: int) -> list[int]:
-    """Powers of two up to RADIX with product n, as even as possible."""
+    """Return powers of two up to RADIX with product n, as even as possible."""
     bits, most = n.bit_length() - 1, RADIX.bit_length() - 1
     steps = max(1, -(-bits // most))
     return [2 ** (bits // steps + (i < bits % steps)) for i in range(steps)]
@@ -225,7 +232,7 @@ def _radices(n: int) -> list[int]:
 
 @lru_cache
 def _hadamard_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a tensor made in inference mode could not serve a later backward pass
+    with torch.inference_mode(False):  # a cached inference tensor would fail in backward
         matrix = torch.ones(1, 1, dtype=dtype, device=device)
         while len(matrix) < n:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -233,7 +240,7 @@ def _hadamard_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _directions(rows: Tensor) -> Tensor:
-    """Rows of length 1; a zero row (a Hadamard row can be cut to one) becomes +- a coordinate axis."""
+    """Normalise rows; zero rows, possible after cutting Hadamard rows, become +-e_1."""
     length = rows.norm(dim=-1, keepdim=True)
     axis = torch.zeros_like(rows)
     axis[..., 0::2, 0], axis[..., 1::2, 0] = 1, -1
@@ -245,16 +252,16 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def leaves(tree: Nested) -> list:
-    """All leaves in order, one that stands in several places as often."""
+    """Return all leaves in order, with repetitions."""
     if isinstance(tree, tuple):
         return [leaf for part in tree for leaf in leaves(part)]
     return [] if tree is None else [tree]
 
 
 def mapped(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> Nested:
-    """The same tree with function(leaf) for each leaf and `empty` in the empty places.
+    """Apply `function` to each leaf; None becomes `empty`.
 
-    A leaf that stands in several places gives one result, which stands in all of them: shared noises stay shared.
+    The function is called once per distinct leaf, so shared projections stay shared.
     """
     every, results = leaves(tree), {}
     for leaf in every:
@@ -264,7 +271,7 @@ def mapped(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> N
 
 
 def shared(one: Nested, other: Nested) -> bool:
-    """Whether some leaf stands in both."""
+    """Whether the two nested values have a common leaf."""
     return any(a is b for a in leaves(one) for b in leaves(other))
 
 
@@ -276,5 +283,5 @@ def _rebuilt(tree: Nested, results: Iterator, empty: Any) -> Nested:
 
 
 def as_given(t: Tensor) -> AbstractContextManager:
-    """No autocast on the device of this tensor; the meta device, which computes nothing, has none."""
+    """Disable autocast on the device of a tensor; a null context on the meta device."""
     return nullcontext() if t.is_meta else torch.autocast(t.device.type, enabled=False)
