@@ -106,9 +106,11 @@ def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 
     `cosine` is the cosine between two projections. The value is between -1 and 0 for orthogonal projections.
 
-    The moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) of orthogonal projections is K^2 E r_k with k ~ Poisson(S) and r_k =
-    prod_(i<k) (d + i) / (d + 2i). All terms have one sign, so nothing cancels. A cosine c replaces S by S (1 + c w),
-    averaged over w = 2 r_1 r_2 / (r_1^2 + r_2^2), which is independent of r_1^2 + r_2^2.
+    The moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) of orthogonal projections is K^2 E r_k with k ~ Poisson(S) and
+    r_k = prod_(i<k) (d + i) / (d + 2i). All terms have one sign, so nothing cancels.
+
+    A cosine c replaces S by S (1 + c w), averaged over w = 2 r_1 r_2 / (r_1^2 + r_2^2). w is independent of
+    r_1^2 + r_2^2.
     """
     if cosine == 0:
         return _poisson_mean(s_plus, lambda k: torch.expm1(_log_direction_ratio(k, d)))
@@ -121,8 +123,8 @@ def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
     """Cov(Z_1, Z_2) of the Gaussian kernel for s = -1 and every A (own).
 
-    The value is 1F1(d; d/2; -S_-/2) - e^(-S_-) for orthogonal projections, of either sign. Estimates are real parts,
-    and cos a cos b is the mean of cos(a + b) and cos(a - b), so a cosine counts with both signs.
+    The value is 1F1(d; d/2; -S_-/2) - e^(-S_-) for orthogonal projections, of either sign. Estimates are real parts.
+    cos a cos b is the mean of cos(a + b) and cos(a - b), so a cosine counts with both signs.
     """
     w, weight = _length_products(d) if cosine else (torch.zeros(1), torch.ones(1))
     moments = (hyp1f1(d, d / 2, (-s_minus.unsqueeze(-1) * (1 + c * w) / 2).numpy()) for c in (cosine, -cosine))

@@ -53,7 +53,7 @@ class Mechanism:
     """An attention method: its options, feature map, sampler and projections.
 
     Build one with `Mechanism.of`, `Mechanism.parse`, or `Mechanism.composed` for the configuration of a run. Baselines
-    have neither features nor sampler nor m. Two mechanisms are equal if they compute the same values.
+    have neither features nor sampler nor m.
 
     Attributes:
         name: the name in tables.
@@ -153,7 +153,7 @@ class Mechanism:
         m = whole_number(m, "m") if "m" in used else None
         return cls(name or features.name, node, features, sampler, m, whole_number(seed, "seed", None))
 
-    # ---- what it is made of
+    # ---- parts
 
     @property
     def kind(self) -> type:
@@ -168,7 +168,10 @@ class Mechanism:
 
     @property
     def own_kernel(self) -> bool:
-        """Whether the feature map defines its own kernel, such as Matern (no attention)."""
+        """Whether the feature map defines its own kernel, such as Matern.
+
+        Such a map serves kernel regression, and no attention.
+        """
         content = self.features and self.features.content
         made_by = imported(content["_target_"]) if isinstance(content, dict) else content
         return getattr(made_by, "own_kernel", False)
@@ -222,7 +225,7 @@ class Mechanism:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
         return self._map("softmax").noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
 
-    # ---- what it makes
+    # ---- layers, swaps and records
 
     def layer(self, heads: int, d: int, *, layer: int = 0, **sizes: Any) -> nn.Module:
         """Build one attention layer, a module called as (q, k, v, key_mask).
@@ -364,7 +367,7 @@ def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None
     return made.swap(model, layers, causal=causal, saved=saved)
 
 
-# ---- files and what they use
+# ---- configuration files
 
 
 def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:

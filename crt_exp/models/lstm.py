@@ -62,8 +62,8 @@ class LSTMLanguageModel(nn.Module):
     """A `WordLSTM` with a loss: the full softmax, or `head` in training.
 
     head(outputs (n, D), labels (n,)) returns the mean loss. The outputs are divided by the temperature. beta and gamma
-    weight the mean squared distance of the norms of outputs and embeddings from 1, HRF (105), which keeps the kernel
-    within the range of random features.
+    weight the mean squared distance of the norms of outputs and embeddings from 1, HRF (105). This penalty keeps the
+    kernel within the range of random features.
     """
 
     def __init__(self, body: WordLSTM, head: nn.Module | None = None, temperature: float = 1.0, beta: float = 0.0,

@@ -147,7 +147,7 @@ def known(model: str) -> VisionDescription:
     return VisionDescription.of_timm(model, config.to_dict(), {}) if config else VisionDescription(model, 224)
 
 
-# ---- where weights come from
+# ---- sources of weights
 
 class Checkpoint(NamedTuple):
     """A file of weights, or a folder of weights with config.json."""

@@ -1,8 +1,8 @@
 """`crt_exp.advise`: recommend an attention method for a pretrained model.
 
 The recommendation uses losses, times and memory of a `Bench`. A method is close enough if the upper end of its 95% CI
-is at most `tolerance` nats above exact attention, and at most `REPEATED` nats on repeated passages, if the model uses
-repetition. A method pays from the shortest timed length from which every pass is at least MARGIN times as fast.
+is at most `tolerance` nats above exact attention. If the model uses repetition, the limit on repeated passages is
+`REPEATED` nats. A method pays from the shortest timed length from which every pass is at least MARGIN times as fast.
 """
 
 import math

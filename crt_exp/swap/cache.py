@@ -3,9 +3,9 @@
 `install` makes `generate`, and calls with use_cache=True, create caches with a `RecurrentLayer` for each swapped causal
 layer. An attention module passes new keys to `update` and hands the returned keys to the attention function. `update`
 returns the new keys only, with the cache layer attached, so that the attention function finds the state. The state
-belongs to the cache, so several caches can be in use. The layer falls back to storing all keys, like DynamicLayer, if a
-module changes keys after the cache, in training, with gradients, or for attention that is not causal. The fallback
-takes time linear in the position.
+belongs to the cache, so several caches can be in use. The layer stores all keys, like DynamicLayer, if a module changes
+keys after the cache. It also stores all keys in training, with gradients, and for attention that is not causal. A step
+then takes time linear in the position.
 
 Notation: B batch, H query heads, Hkv key heads, T new tokens, S all tokens, d head dimension, dv value dimension, M
 features.
@@ -67,7 +67,7 @@ class RecurrentLayer(DynamicLayer):
         self.padding = None    # (B, p): padding mask of the first p tokens; all later tokens are kept
         self.owner = self.marks = None
 
-    # ---- what a forward pass calls
+    # ---- methods that a forward pass calls
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self._keep_given()

@@ -31,8 +31,8 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
             more than one query the mask overrides `causal`.
         cross: whether queries and keys come from different sequences. Default: as the layer was swapped.
         scaling: factor of the logits. Default: that of the layer.
-        dropout: probability of dropping a key. Each entry of the attention matrix is dropped with this probability, but
-            all queries of a head drop the same keys, because the matrix is not formed.
+        dropout: probability of dropping a key. Each entry of the attention matrix is dropped with this
+            probability. All queries of a head drop the same keys, because the matrix is not formed.
         matrix: also return the attention matrix (B,H,L,S).
 
     Raises:

@@ -157,7 +157,7 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
 
 
-# ---- what linear attention cannot represent
+# ---- attention that linear attention cannot represent
 
 class Passed(NamedTuple):
     """What a forward method passes to the attention function.
