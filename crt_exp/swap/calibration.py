@@ -50,7 +50,8 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     self-attention fit each sequence by itself, so calibration does not change them.
 
     `describe_attention` shows the error of each layer: |output - exact| / |exact| over heads and queries, with the
-    layer's own q, k, v and projections. The error covers the first 4 sequences of each batch and at most 128 queries of each.
+    layer's own q, k, v and projections. The error covers the first 4 sequences of each batch and at
+    most 128 queries of each.
 
     Args:
         batches: inputs of the model. Each is a dictionary of keyword arguments, a tuple or list of arguments, or one

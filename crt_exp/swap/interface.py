@@ -20,7 +20,7 @@ except ImportError:  # transformers 5.0
 INTERFACE = "crt_exp"  # name of the attention function in transformers
 # variants that keep transformers' own masks
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}
-EVERY_KEY = "crt_exp_every_key"                                           # attribute of masks that keep every key
+EVERY_KEY = "crt_exp_every_key"  # attribute of masks that keep every key
 EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")  # arguments that change the logits or the softmax
 
 
