@@ -1,7 +1,7 @@
-"""Random features for softmax and Gaussian kernels, and attention in linear time: run the mechanisms of Chefs' Random
-Tables, Performers and Hybrid Random Features, or swap the attention of a pretrained model.
+"""Random features for softmax and Gaussian kernels, and linear-time attention.
 
-The names below are imported when first used, so that `import crt_exp` itself costs nothing.
+The package runs the mechanisms of Chefs' Random Tables, Performers and Hybrid Random Features, and swaps the attention
+of pretrained models. Names are imported on first use, so that `import crt_exp` is fast.
 """
 
 import importlib

@@ -1,14 +1,18 @@
-"""`python -m crt_exp` and the console script: what must be there before the libraries, whose imports take seconds."""
+"""Entry point of `python -m crt_exp` and of the console script.
+
+Answers --version and reports missing packages before the imports of the libraries, which take seconds.
+"""
 
 import os
 import sys
 
-RUNNER = ("hydra", "omegaconf", "yaml")  # of the extra `run`
+RUNNER = ("hydra", "omegaconf", "yaml")  # packages of the extra `run`
 
 
 def main() -> None:
-    if os.getcwd() not in map(os.path.realpath, sys.path):  # of the script, which Python looks beside
-        sys.path.append(os.getcwd())                          # what names of one's own stand for, as with -m
+    # Class paths may name modules in the working directory, which a console script does not have on its path.
+    if os.getcwd() not in map(os.path.realpath, sys.path):
+        sys.path.append(os.getcwd())
     if "--version" in sys.argv[1:]:
         from importlib import metadata
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and whose errors say which file it is."""
+"""Atomic file writes: a file is written completely or not at all."""
 
 import csv
 import errno
@@ -10,15 +10,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # a full disk, a limit to the size of files, a quota
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # disk full, file size limit, quota
 
 
 @contextmanager
 def whole(path: Path, kind: str = "") -> Iterator[Path]:
-    """A private path to write to, whose file replaces `path` at the end; kind: the suffix of that file's name.
+    """Yield a temporary path whose file replaces `path` at the end.
 
-    Links are followed and the mode of an older file is kept. Raises OSError, naming `path`, where it cannot be written
-    or is no regular file: nothing is left of the new file, and what was there stays.
+    Symbolic links are followed, and the mode of an existing file is kept. `kind` is the suffix of the temporary file.
+    Raises OSError, naming `path`, if `path` is not a regular file or cannot be written; an existing file is unchanged.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -35,12 +35,12 @@ def whole(path: Path, kind: str = "") -> Iterator[Path]:
 
 
 def reason(error: OSError) -> str:
-    """What the system says, and of a full disk what to do."""
+    """Return the system's error message, with advice if the disk is full."""
     said = str(error.strerror or error)
     return f"{said}; free space and start again, with resume=auto in a run" if error.errno in FULL else said
 
 
 def write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """A csv file, as `whole` writes it."""
+    """Write a csv file atomically."""
     with whole(path) as part, open(part, "w", newline="") as file:
         csv.writer(file).writerows(rows)

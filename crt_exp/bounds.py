@@ -1,10 +1,12 @@
-"""The exact variance of estimates with coupled rows, and the number of projections that an accuracy takes.
+"""Exact variance with coupled projections, and the projections an error needs.
 
-Legend: Z one projection's estimate, hat K the mean of m of them, K the kernel (softmax or Gaussian, as the map says),
-d dimension, S_s = |x + s y|^2, N = |x|^2 + |y|^2, Z_1 and Z_2 the estimates of two rows of one block. Vectors x, y
-(..., d) broadcast pair by pair; results are float64 on the CPU and, where they could overflow, logs in nats.
+Vectors x, y (..., d) broadcast pair by pair. Results are float64 on the CPU. Results that could overflow are natural
+logarithms.
 
-Sources: CRT = Chefs' Random Tables (2022), Performers (2021). What is in neither paper is marked own.
+Notation: Z estimate of one projection, hat K mean of m estimates, K kernel (softmax or Gaussian, as the map states), d
+dimension, S_s = |x + s y|^2, N = |x|^2 + |y|^2, Z_1 and Z_2 estimates of two projections of one block.
+
+Sources: CRT (Chefs' Random Tables, 2022), Performers (2021). "own" marks results that are in neither paper.
 """
 
 import math
@@ -21,19 +23,19 @@ from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.statistics import log_0f1
 
-OVERFLOW = 700.0  # logs from which a number of projections is called infinite
+OVERFLOW = 700.0  # log of the number of projections from which the result is infinite
 ENSEMBLES = ("iid", "orthogonal", "simplex")
-NODES = 200    # Gauss-Legendre nodes of the simplex average: 1e-13 up to d = 1024
-TERMS = 2**22  # of Poisson sums held at a time
+NODES = 200    # Gauss-Legendre nodes of the simplex average: error 1e-13 up to d = 1024
+TERMS = 2**22  # elements of the Poisson sums in memory at a time
 
 
 def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: float, delta: float, relative: bool = True,
                ensemble: str = "iid") -> Tensor:
-    """A number of projections that gives |hat K - K| <= epsilon K (`relative=False`: <= epsilon) with
-    probability 1 - delta, by Chebyshev's inequality.
+    """Number of projections for |hat K - K| <= epsilon K with probability 1 - delta.
 
-    From the exact variance: m = Var(Z) / (delta epsilon^2) for iid rows; for coupled rows the least m among 1..d and
-    the multiples of d. Per pair, float64; +inf where no m is enough.
+    With `relative=False` the error is at most epsilon. The bound is Chebyshev's inequality with the exact variance: m =
+    Var(Z) / (delta epsilon^2) for iid projections. For coupled projections m is the least of 1..d and the multiples of
+    d. Returns float64 per pair, +inf if no m suffices.
     """
     if not (epsilon > 0 and 0 < delta < 1):
         raise ValueError(f"epsilon = {epsilon} and delta = {delta}: they need epsilon > 0 and 0 < delta < 1")
@@ -43,7 +45,7 @@ def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: flo
     log_target, d = math.log(delta) + 2 * log_epsilon, x.shape[-1]
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params)) - log_target
     value, log_unit = relative_covariance(phi, x, y, params, ensemble)
-    # the least m of those allowed with (one + covariance (b - 1)) / m <= 1, b = min(m, d), in units of the target
+    # the least allowed m with (one + covariance (b - 1)) / m <= 1, b = min(m, d), in units of the target
     one, covariance = log_one.clamp(max=OVERFLOW).exp(), value * (log_unit - log_target).clamp(max=OVERFLOW).exp()
     within = ((one - covariance) / (1 - covariance)).ceil().clamp(min=1)
     blocks = ((one + (d - 1) * covariance) / d).ceil().clamp(min=1)
@@ -54,10 +56,11 @@ def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: flo
 
 def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1,
                           ensemble: str = "iid") -> Tensor:
-    """log Var(hat K) with m rows that are iid, orthogonal or simplex, blocks of d with the last one cut.
+    """log Var(hat K) with m iid, orthogonal or simplex projections.
 
-    Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2. Exact for the exponential maps (own: one pair moment
-    serves every GERF, whatever A); the discrete maps raise. -inf where the variance is zero.
+    Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2, with blocks of d projections, the last one shorter.
+    Exact for the exponential maps (own: one pair moment serves every GERF, for all A). Raises ValueError for the
+    discrete maps. -inf where the variance is zero.
     """
     x, y = x.double(), y.double()
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params))
@@ -68,12 +71,15 @@ def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: i
 
 
 def couples(phi: FeatureMap) -> bool:
-    """Whether the covariance of coupled rows is known: of the exponential maps, with one A for all directions."""
+    """Whether the covariance of coupled projections is known.
+
+    It is known for the exponential maps with one A for all directions.
+    """
     return isinstance(phi, (TrigRF, PositiveExponential, GERF)) and not isinstance(phi, Dense)
 
 
 def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str) -> tuple[Tensor, Tensor]:
-    """Cov(Z_1, Z_2) / K^2 of two rows of one block, as (value, log unit): value * exp(log unit)."""
+    """Cov(Z_1, Z_2) / K^2 within a block, as (value, log unit): value * exp(log unit)."""
     if ensemble not in ENSEMBLES:
         raise ValueError(f"unknown ensemble {ensemble!r}: choose one of {', '.join(ENSEMBLES)}")
     s_plus, s_minus = ((x + s * y).square().sum(-1) for s in (1, -1))
@@ -96,11 +102,15 @@ def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble:
 
 
 def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
-    """Cov(Z_1, Z_2) / K^2 for s = +1, every A, rows with this cosine (own); between -1 and 0 for orthogonal rows.
+    """Cov(Z_1, Z_2) / K^2 for s = +1 and every A (own).
 
-    The moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) of orthogonal rows is K^2 E r_k with k ~ Poisson(S) and
-    r_k = prod_(i<k) (d + i) / (d + 2i): sums of one sign, no cancellation. A cosine c makes S into S (1 + c w),
-    averaged over w = 2 r_1 r_2 / (r_1^2 + r_2^2), which is independent of r_1^2 + r_2^2.
+    `cosine` is the cosine between two projections. The value is between -1 and 0 for orthogonal projections.
+
+    The moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) of orthogonal projections is K^2 E r_k with k ~ Poisson(S) and
+    r_k = prod_(i<k) (d + i) / (d + 2i). All terms have one sign, so nothing cancels.
+
+    A cosine c replaces S by S (1 + c w), averaged over w = 2 r_1 r_2 / (r_1^2 + r_2^2). w is independent of
+    r_1^2 + r_2^2.
     """
     if cosine == 0:
         return _poisson_mean(s_plus, lambda k: torch.expm1(_log_direction_ratio(k, d)))
@@ -111,9 +121,10 @@ def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 
 
 def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
-    """Cov(Z_1, Z_2) of the Gaussian kernel for s = -1, every A: 1F1(d; d/2; -S_-/2) - e^(-S_-), of either sign (own).
+    """Cov(Z_1, Z_2) of the Gaussian kernel for s = -1 and every A (own).
 
-    Estimates are real parts, and cos a cos b is the mean of cos(a + b) and cos(a - b): a cosine counts with both signs.
+    The value is 1F1(d; d/2; -S_-/2) - e^(-S_-) for orthogonal projections, of either sign. Estimates are real parts.
+    cos a cos b is the mean of cos(a + b) and cos(a - b), so a cosine counts with both signs.
     """
     w, weight = _length_products(d) if cosine else (torch.zeros(1), torch.ones(1))
     moments = (hyp1f1(d, d / 2, (-s_minus.unsqueeze(-1) * (1 + c * w) / 2).numpy()) for c in (cosine, -cosine))
@@ -121,7 +132,10 @@ def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 
 
 def smreg_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
-    """Cov(Z_1, Z_2) / SMREG^2, rows of length sqrt(d) with this cosine (own)."""
+    """Cov(Z_1, Z_2) / SMREG^2 for projections of length sqrt(d) (own).
+
+    `cosine` is the cosine between two projections.
+    """
     return torch.expm1(log_0f1(d / 2, d * s_plus * (1 + cosine) / 2) - 2 * log_0f1(d / 2, d * s_plus / 4))
 
 
@@ -130,8 +144,10 @@ def _cosine(ensemble: str, d: int) -> float:
 
 
 def _length_products(d: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of w = 2 r_1 r_2 / (r_1^2 + r_2^2), r ~ chi_d:
-    w = cos t, density proportional to cos^(d-1) t."""
+    """Nodes and weights of w = 2 r_1 r_2 / (r_1^2 + r_2^2), r ~ chi_d.
+
+    w = cos t with density proportional to cos^(d-1) t.
+    """
     node, weight = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(NODES))
     t = math.pi / 4 * (node + 1)
     weight = weight * t.cos() ** (d - 1)
@@ -139,7 +155,10 @@ def _length_products(d: int) -> tuple[Tensor, Tensor]:
 
 
 def _poisson_mean(rate: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    """E f(k), k ~ Poisson(rate), elementwise, by the terms up to 12 standard deviations above the largest rate."""
+    """E f(k), k ~ Poisson(rate), elementwise.
+
+    The sum ends 12 standard deviations above the largest rate.
+    """
     top = float(rate.max()) if rate.numel() else 0.0
     k = torch.arange(int(top + 12 * math.sqrt(top) + 40), dtype=torch.float64)
     values, log_factorial = f(k), torch.lgamma(k + 1)
@@ -155,6 +174,6 @@ def _log_direction_ratio(k: Tensor, d: int) -> Tensor:
 
 
 def _pairs_per_row(m: int, d: int) -> float:
-    """sum over blocks of b (b - 1) / m."""
+    """Sum over blocks of b (b - 1) / m."""
     full, rest = divmod(m, d)
     return (full * d * (d - 1) + rest * (rest - 1)) / m

@@ -1,7 +1,7 @@
-"""The configuration tree: the names of conf/, the files behind them, and the objects that these describe.
+"""The names of the configuration, their yaml files, and the objects they describe.
 
-The files of `conf/` are the only table of names: "oprf" is `conf/features/oprf.yaml`, for the library as for the
-command line. Folders of one's own (`own_names`) add to it.
+The files of conf/ define the names, for the library and for the command line: "oprf" is conf/features/oprf.yaml.
+`own_names` adds folders of the user.
 """
 
 import json
@@ -20,7 +20,7 @@ from crt_exp.options import (ConfigError, Parameter, Values, annotations_in_sour
 
 _PACKAGED = Path(__file__).with_name("conf")
 ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
-LARGEST = 2**17  # characters of a YAML file
+LARGEST = 2**17  # maximum number of characters of a YAML file
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
@@ -34,12 +34,14 @@ def choices(group: str) -> list[str]:
 
 @contextmanager
 def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
-    """Within it the names of these folders, laid out as conf/, are known too, also when a saved attention is read.
+    """Context manager that adds the names of folders laid out like conf/.
 
-    `--config-dir` adds them to a run and to a report. Their classes are imported, so give folders that you trust.
-    Raises ConfigError for a path that is no folder, and for a name that conf/ has.
+    `--config-dir` does this for a run and for a report. The names also apply to saved mechanisms. The classes of these
+    folders are imported, so pass only folders that you trust. Raises ConfigError for a path that is not a folder, and
+    for a name that conf/ already has.
     """
-    paths = tuple(Path(folder).expanduser().absolute() for folder in folders)  # processes may stand elsewhere
+    # worker processes may have another working directory
+    paths = tuple(Path(folder).expanduser().absolute() for folder in folders)
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{path}: expected a folder with names of your own, as --config-dir and names=... take")
@@ -54,12 +56,15 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
 
 
 def own_folders() -> tuple[Path, ...]:
-    """Those of `own_names`."""
+    """The folders of the active `own_names`."""
     return _OWN.get()
 
 
 def known(group: str) -> list[str]:
-    """The choices of a group, with those of `own_names`: no path is made of a word that is none of these."""
+    """The names of a group, including those of `own_names`.
+
+    Only these names become parts of file paths.
+    """
     return sorted({path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")})
 
 
@@ -68,17 +73,20 @@ def is_known(group: str, name: Any) -> bool:
 
 
 def file_of(group: str, name: str) -> Path:
-    """The file of a choice, of conf/ or of `own_names`."""
+    """The yaml file of a name."""
     return next(file for folder in (CONF, *_OWN.get()) if (file := folder / group / f"{name}.yaml").is_file())
 
 
 def canonical(group: str, name: Any) -> Any:
-    """The name of the file in conf/ that a name of the papers means; others as they are."""
+    """Replace an alias such as "favor++" by its name in conf/."""
     return ALIASES.get(group, {}).get(str(name).lower(), name)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The plain values of a YAML file, which may come from anybody. Raises ConfigError, naming the line."""
+    """Read a YAML file of plain values, which may be untrusted.
+
+    Raises ConfigError, naming the line.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(LARGEST + 1)
@@ -94,33 +102,36 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def imported(name: Any) -> Any:
-    """The class or function at a place such as "crt_exp.features.OPRF"; a class itself. Raises ConfigError."""
+    """Import the class or function at a path such as "crt_exp.features.OPRF".
+
+    Returns other objects unchanged. Raises ConfigError if the import fails.
+    """
     if not isinstance(name, str):
         return name
     try:
         return pkgutil.resolve_name(name)
-    except Exception as error:  # whatever the import of somebody's module raises
+    except Exception as error:  # the imported module can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{name} cannot be imported: {reason}") from None
 
 
 def place(made: Any) -> str:
-    """The place of a class or function; a place itself."""
+    """The import path of a class or function."""
     return f"{made.__module__}.{made.__qualname__}" if hasattr(made, "__qualname__") else str(made)
 
 
 def own_options(node: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a node but those that state what it builds, which the command line may not name."""
+    """The keys of a node without `_target_` and other keys that start with "_"."""
     return {key: value for key, value in node.items() if key[0] != "_"}
 
 
 def construct(node: dict[str, Any], **options: Any) -> Any:
-    """The object that a node describes: its `_target_`, called with its keys; no other value is built or imported."""
+    """Call the `_target_` of a node with its keys. No other value is imported."""
     return imported(node["_target_"])(**own_options(node), **options)
 
 
 def instantiate(node: Any) -> Any:
-    """The object that a node of a composed configuration describes."""
+    """Build the object that a node of a composed configuration describes."""
     from omegaconf import OmegaConf
 
     return construct(OmegaConf.to_container(node, resolve=True))
@@ -131,23 +142,23 @@ def instantiate(node: Any) -> Any:
 
 @dataclass(frozen=True)
 class Group:
-    """What the `_target_` of a group must be, and which of its parameters the configuration does not give."""
+    """What the `_target_` of a configuration group must be, and which keys it takes."""
 
     what: str
     is_one: Callable[[Any], bool]
-    supplied: tuple[str, ...] = ()                                        # by the run itself
-    extra: dict[str, Parameter] = field(default_factory=dict)             # further keys, where it has its parts
+    supplied: tuple[str, ...] = ()                                        # parameters that the run supplies
+    extra: dict[str, Parameter] = field(default_factory=dict)             # further keys, if all parts are present
     parts: dict[str, "Group"] = field(default_factory=dict)               # keys with a `_target_` of their own
     optional: bool = False
 
     def options(self, target: Any) -> dict[str, Parameter]:
-        """The keys that a class has in a file."""
+        """The parameters of a class that a file may set."""
         apart = (*self.supplied, *self.parts)
         return {key: parameter for key, parameter in parameters(target).items() if key not in apart}
 
 
 def check_node(path: str, node: Any, group: Group) -> None:
-    """Raises ConfigError for another `_target_` than the group takes, and for keys that do not fit."""
+    """Raise ConfigError if a node has the wrong `_target_` or wrong keys."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{path}={format_value(node)}: expected {group.what}, described in a file with a _target_")
     target = imported(node["_target_"])
@@ -161,7 +172,7 @@ def check_node(path: str, node: Any, group: Group) -> None:
 
 
 def uses(attention: dict[str, Any]) -> frozenset[str]:
-    """Which of features, sampler and m the attention of a file makes use of."""
+    """Which of features, sampler and m an attention node uses."""
     target = attention["_target_"]
     if "phi" not in (annotations_in_source(place(target)) or parameters(imported(target))):
         return frozenset()
@@ -186,14 +197,17 @@ ATTENTION = Group(f"a module made of {', '.join(SIZES)} (hand on **options)", ta
                   {"kernel": Parameter(str, False)}, {"phi": FEATURES}, optional=True)
 
 
-# ---- JSON files of runs and models, which may come from anybody
+# ---- JSON files of runs and models, which may be untrusted
 
 
 def read_json(text: str | bytes, named: Any, line: int = 1) -> dict[str, Any]:
-    """The object that begins at a line of a file. Raises ConfigError, naming the line that is wrong."""
+    """Parse a JSON object that starts at `line` of a file.
+
+    Raises ConfigError, naming the wrong line.
+    """
     try:
         content = json.loads(text)
-    except (RecursionError, ValueError) as error:  # a number of thousands of digits too
+    except (RecursionError, ValueError) as error:  # ValueError includes integers with thousands of digits
         raise ConfigError(f"{named}, from line {line} on: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{named}, line {line}: expected a JSON object")
@@ -201,7 +215,7 @@ def read_json(text: str | bytes, named: Any, line: int = 1) -> dict[str, Any]:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. Raises ConfigError."""
+    """Read a JSON file that holds an object. Raises ConfigError."""
     try:
         return read_json(path.read_bytes(), path)
     except OSError as error:

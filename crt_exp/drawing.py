@@ -1,7 +1,7 @@
-"""How the package draws: colours, order and names of mechanisms and samplers, and small helpers for axes.
+"""Plot style: colours, order and labels of methods, and helpers for axes.
 
-Names are the files of conf/features, conf/sampler and conf/attention. A new file appears in every report by itself,
-behind the others of its kind and in a colour made of its name, until it gets a line here.
+Names are those of conf/features, conf/sampler and conf/attention. A name without an entry here gets a colour derived
+from the name, and comes after the others.
 """
 
 import colorsys
@@ -15,33 +15,38 @@ from crt_exp.atomic_write import whole
 from crt_exp.config import choices
 from crt_exp.mechanism import Mechanism
 
-DECADES = 1000  # times the least number of an axis: from there on decades alone fit beside each other,
-DIGITS = 10     # and from so many characters of the largest number times decades on
+DECADES = 1000  # an axis that spans at least this ratio has ticks at powers of ten only,
+DIGITS = 10     # as does an axis with more than this product of digits and decades
 EXACT = "#000000"
 CONTROL = "#999999"
 NEAR_FAR = "#0072B2"
-# In the order of the reports. Indefinite maps are cold and positive ones warm (Okabe-Ito, safe for colour blindness).
+# In the order of the reports: indefinite maps are cold, positive maps warm (Okabe-Ito, safe for colour blindness).
 MAPS = {"trig": "#56B4E9", "gerf": "#8C7AE6", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
         "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
         "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "mixture": "#6E0F8B", "auto": "#B35C5C",
         "pois_plus": "#CC79A7", "geom_plus": "#882255"}
-# Of samplers, none of them that of a map, of near-far or of exact attention.
+# Distinct from the colours of maps, of near-far and of exact attention.
 SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "sobol": "#3949AB", "halton": "#8C6D31",
             "hadamard": "#B5651D", "givens": "#546E7A"}
-PEERS = {"window": "#8B4513", "hedgehog": "#C71585"}  # other attention that pages compare with
+PEERS = {"window": "#8B4513", "hedgehog": "#C71585"}  # other attention methods that the pages compare
+# Names in the papers -> names in conf/.
 CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
           "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",
-          "hybrid-cluster": "clustered", "near-far": "nearfar"}  # maps by the names that papers give them
+          "hybrid-cluster": "clustered", "near-far": "nearfar"}
+# Kernels of generalised attention; relu is a name of conf/attention.
 KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#CC79A7", "gelu": "#009E73",
-           "cos": "#E69F00", "tanh": "#808000"}  # of generalised attention; relu is a choice of attention
+           "cos": "#E69F00", "tanh": "#808000"}
+# Attention methods as the papers write them.
 LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "favormix": "mixture", "elu": "ELU",
           "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog", "smreg": "SMREG", "linformer": "Linformer",
-          "reformer": "Reformer"}  # of attention, as papers call it
+          "reformer": "Reformer"}
 
 
 def colour(name: str) -> str:
-    """Of a map, of a sampler, of the exact kernel, or of attention: that of its map; the options of an arm, "favorpp
-    m=256", change nothing. The same in every picture."""
+    """The colour of a feature map, sampler, kernel or attention method.
+
+    Attention has the colour of its feature map. Options in a name, as in "favorpp m=256", do not matter.
+    """
     first = re.split("[ ,]", name)[0]
     name = CALLED.get(name, CALLED.get(first, first))
     if name == "exact":
@@ -55,22 +60,22 @@ def colour(name: str) -> str:
 
 
 def colour_by_rule(name: str) -> str:
-    """A colour that depends on the name alone, and so stays when others come: a hue, dark enough for lines on white."""
+    """A colour derived from the name alone, dark enough for lines on white."""
     red_green_blue = colorsys.hsv_to_rgb(zlib.crc32(name.encode()) % 360 / 360, 0.7, 0.65)
     return "#" + "".join(f"{round(255 * part):02X}" for part in red_green_blue)
 
 
-# ---- pictures
+# ---- figures
 
 
 def save_figure(figure, path: Path) -> None:
-    """Raises OSError, naming the file, where it cannot be written; then an older one stays."""
+    """Save a figure as PNG, atomically. Raises OSError, naming the file."""
     with whole(path) as part:
         figure.savefig(part, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
 
 
 def new_figure(*args, **kwargs):
-    """matplotlib subplots without a display, in the reports' style."""
+    """matplotlib subplots in the style of the reports, without a display."""
     try:
         import matplotlib
     except ImportError:
@@ -84,8 +89,10 @@ def new_figure(*args, **kwargs):
 
 
 def plain_ticks(axis) -> None:
-    """Numbers as they are, and millions, on an axis of logarithms that may span less than a decade; of many, decades
-    alone."""
+    """Label a logarithmic axis with plain numbers, in millions from 1e6 on.
+
+    A long axis gets ticks at powers of ten only, a short one gets more ticks.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
@@ -98,10 +105,10 @@ def plain_ticks(axis) -> None:
 
 
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
-    """Writes (name, x, y, colour) of each line next to its last point, no nearer to another name than it is high, and
-    within the height of the axes where there is room. Lines that end far to the left of others do not concern them.
+    """Label each line (name, x, y, colour) at its last point, without overlaps.
 
-    The scales and limits of the axes must be set.
+    Labels stay within the height of the axes if there is room. Only lines that end at a similar x are moved apart. Set
+    scales and limits of the axes before the call.
     """
     from matplotlib.transforms import offset_copy
 
@@ -117,7 +124,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
 
 
 def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
-    """Places (x, ...) with those in one list that are less than `least` to the right of another."""
+    """Group points (x, ...) by x: neighbours closer than `least` share a group."""
     result: list[list[tuple]] = []
     for place in sorted(places, key=lambda place: place[0]):
         if result and place[0] - result[-1][-1][0] < least:
@@ -128,7 +135,7 @@ def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
 
 
 def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
-    """The heights, moved up above the bottom so that they are `least` apart, then down below the top."""
+    """Move ascending heights at least `least` apart, between bottom and top."""
     heights: list[float] = []
     for height in ascending:
         heights.append(max(height, bottom))
@@ -139,7 +146,10 @@ def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown, its first column to the left and the others to the right; bars in cells are escaped."""
+    """Format a Markdown table: first column left-aligned, others right-aligned.
+
+    Vertical bars in cells are escaped.
+    """
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells) + "\n"

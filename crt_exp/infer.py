@@ -1,22 +1,28 @@
-"""python -m crt_exp.infer run=DIR [key=value ...]: use the model that a run has trained. The run's task decides.
+"""Use the model of a run: python -m crt_exp.infer run=DIR [key=value ...].
 
-Every run: run, its directory; names, the folder of your own names that it had as --config-dir.
+The task of the run decides what the command does. Keys of every task:
+  run          directory of the run
+  names        folder of custom names, as given to the run by --config-dir
 
-imagenet: the five likeliest classes of input, an image or a folder of images, as csv.
-librispeech: the text in input, an audio file or a folder, and the second at which each symbol was said.
-  segment      seconds of audio that are heard at once (20); longer audio is cut where it is quietest
-trembl, books, pixels: generated sequences.
-  prompt       what each sequence begins with; for pixels an image, whose lower half is generated
-  n            sequences (1)
-  length       symbols of a sequence, with the prompt (what the model was trained for)
-  temperature  1: the model's own probabilities; 0: always the most likely symbol
-  top_k        sample from the k most likely symbols
-  top_p        sample from the fewest symbols with this probability together
-  seed         of the first sequence (0); the others count on from it
+task=imagenet: print the five most probable classes of each image, as csv.
+  input        an image or a folder of images
+
+task=librispeech: print the transcript, and the time in seconds of each symbol.
+  input        an audio file or a folder of audio files
+  segment      longest segment that is decoded at once, in seconds (20); longer audio is cut at its quietest part
+
+task=trembl, books, pixels: generate sequences.
+  prompt       start of each sequence; for pixels an image file, whose lower half is generated
+  n            number of sequences (1)
+  length       symbols of a sequence, including the prompt (default: the length of training)
+  temperature  sampling temperature (1); 0 takes the most probable symbol
+  top_k        sample from the k most probable symbols
+  top_p        sample from the smallest set of symbols with at least this total probability
+  seed         seed of the first sequence (0); each further sequence adds 1
   device       cpu or cuda (cpu)
-  output       file to write: FASTA, text or PNG; without it sequences are printed
+  output       file to write, FASTA, text or PNG (default: print)
 
-Exit code 2: a mistake, which is printed, or files that could not be read.
+Exit code 2: an error, which is printed, or files that could not be read.
 """
 
 import math
@@ -41,9 +47,9 @@ from crt_exp.models import conformer_transducer, language, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
 
-LIKELIEST = 5                    # classes of an image
-QUIET = 0.2                      # seconds of the quietest part of audio, in which it is cut
-AT_ONCE = 16                     # sequences
+LIKELIEST = 5                    # classes printed for an image
+QUIET = 0.2                      # seconds of the quietest part of the audio, where a segment ends
+AT_ONCE = 16                     # sequences of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +80,7 @@ class SequenceOptions:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or {"--help", "-h"} & {*arguments}:
         print(__doc__)
@@ -97,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def classify(options: ImageOptions) -> int:
-    """Print a line of csv for each image: its name, its likeliest classes and their probabilities."""
+    """Print a csv row for each image: file name, top classes and their probabilities."""
     import pandas as pd
 
     place = Path(options.input).expanduser()
@@ -118,7 +124,7 @@ def classify(options: ImageOptions) -> int:
 
 
 def transcribe(options: AudioOptions) -> int:
-    """Print what is heard in each file, and each symbol with the seconds from the start at which it was said."""
+    """Print the transcript of each file, and the time of each symbol in seconds."""
     files, bad = audio_files(options.input, "input"), []
     known, tensors = conformer_transducer.load(options.run, "run")
     model = known.build(tensors)
@@ -143,7 +149,7 @@ def transcribe(options: AudioOptions) -> int:
 
 
 def exit_code(bad: list, files: list[Path], given: str) -> int:
-    """2 where there are no files, or some could not be read, which are named and counted."""
+    """Return 2 and print the unreadable files, if any, or if there are no files."""
     if bad or not files:
         print(f"{len(bad)} of {len(files)} files of input={given} cannot be read:", *bad, sep="\n  ", file=sys.stderr)
         return 2
@@ -151,7 +157,10 @@ def exit_code(bad: list, files: list[Path], given: str) -> int:
 
 
 def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int, int]]:
-    """First sample and the one after the last of each segment, which ends in the quietest part of its second half."""
+    """Yield (start, end) samples of each segment.
+
+    A segment ends in the quietest part of its second half.
+    """
     start, most, least, width = 0, int(longest * rate), math.ceil(SHORTEST * rate), int(QUIET * rate)
     while (left := len(audio) - start) > most:
         half = start + most // 2
@@ -163,7 +172,7 @@ def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int
 
 
 def sample(options: SequenceOptions) -> None:
-    """Generate and write the sequences."""
+    """Generate sequences, then write or print them."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: torch finds no GPU here")
     kept = language.load(options.run, "run")
@@ -190,15 +199,17 @@ def sample(options: SequenceOptions) -> None:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How a symbol is drawn from logits: at a temperature (0: the most likely one), of the top_k most likely, and of
-    the fewest whose chances sum to at least top_p. None: of all. Several at once hold in this order."""
+    """Sample a symbol from logits by temperature, top-k and top-p, in this order.
+
+    Temperature 0 takes the most probable symbol. None for top_k or top_p keeps all symbols.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
 
     def chances(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B, V) float64, each row of sum 1; symbols whose logit is -inf have none."""
+        """Logits (B, V) -> probabilities (B, V) in float64; 0 where the logit is -inf."""
         logits = logits.double()
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
@@ -209,25 +220,32 @@ class TokenChoice:
         chances = logits.softmax(-1)
         if self.top_p is not None:
             ordered, order = chances.sort(dim=-1, descending=True, stable=True)
-            kept = ordered.cumsum(-1) - ordered < self.top_p                    # the sum before it is still too little
+            kept = ordered.cumsum(-1) - ordered < self.top_p                    # keeps the symbol that crosses top_p
             chances = torch.zeros_like(chances).scatter(-1, order, torch.where(kept, ordered, 0.0))
         return chances / chances.sum(-1, keepdim=True)
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """(B, V) and numbers (B,) in [0, 1) -> symbols (B,)."""
+        """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
         chances = self.chances(logits)
         sums, places = chances.cumsum(-1), torch.arange(chances.shape[-1], device=chances.device)
-        last = torch.where(chances > 0, places, 0).amax(-1)                     # rounding may lead beyond it
+        last = torch.where(chances > 0, places, 0).amax(-1)  # rounding could select a symbol of probability 0
         return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0].minimum(last)
 
 
 @torch.no_grad()
 def generate(model: language.LanguageModel, prompt: Tensor, count: int, choice: TokenChoice, seeds: Sequence[int], *,
              never: Iterable[int] = (), end: int | None = None) -> list[list[int]]:
-    """At most `count` new symbols behind a prompt (P,), one sequence for each seed, without the prompt.
+    """Continue a prompt (P,) by at most `count` symbols, one sequence for each seed.
 
-    never: symbols that are not drawn. end: the symbol that ends a sequence, which is not part of it. The model is in
-    eval mode. Time for a symbol does not depend on the place with random features; else it is linear in it.
+    The model must be in eval mode. The time of a symbol is constant with random features, and linear in the position
+    with exact attention.
+
+    Args:
+        never: symbols that are never sampled.
+        end: the symbol that ends a sequence; the sequence does not include it.
+
+    Returns:
+        The new symbols of each sequence, without the prompt.
     """
     device = prompt.device
     banned = torch.tensor(sorted(never), dtype=torch.long, device=device)
@@ -254,12 +272,12 @@ def write_text(text: str, output: str | None) -> None:
         Path(output).expanduser().write_text(text + "\n")
 
 
-# The classes below hold what the symbols of a sequence stand for. begin: the symbol before the first. end: the symbol
-# that ends a sequence, or None. symbols: how many may be sampled, the first ones.
+# Formats of sequences. `begin` is the symbol before the first one, `end` the symbol that ends a sequence, or None.
+# `symbols` is the number of symbols that may be sampled, the first ones of the vocabulary.
 
 
 class Letters:
-    """Proteins: a line for each sequence, or a FASTA file."""
+    """Protein sequences: one line each, or a FASTA file."""
 
     def __init__(self, vocabulary: dict[str, Any]):
         self.letters, self.begin, self.end = (vocabulary[key] for key in ("letters", "begin", "end"))
@@ -278,7 +296,7 @@ class Letters:
 
 
 class Text:
-    """A text for each sequence, with an empty line between."""
+    """Text documents, separated by an empty line."""
 
     def __init__(self, vocabulary: dict[str, Any]):
         from tokenizers import Tokenizer
@@ -295,8 +313,10 @@ class Text:
 
 
 class Pixels:
-    """Images in a PNG, eight side by side. A prompt is the file of an image: its upper half is given and the lower one
-    generated; the image itself stands first."""
+    """Images in a PNG, eight in a row.
+
+    A prompt is an image file. Its upper half is the prompt, its lower half is generated. The image itself comes first.
+    """
 
     end = None
 
@@ -313,12 +333,12 @@ class Pixels:
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
         made = [np.array(row, np.uint8).reshape(self.size, self.size, self.channels) for row in rows]
-        times = max(1, 96 // self.size)                      # each value a square, for small images to be seen
+        times = max(1, 96 // self.size)                      # enlarge small images to about 96 pixels
         made = [image.repeat(times, 0).repeat(times, 1) for image in [*self.truth, *made]]
         images.save_grid(made, Path(options.output).expanduser())
 
 
-ALPHABETS = {"letters": Letters, "pixels": Pixels, "tokenizer": Text}  # by a key of the vocabulary
+ALPHABETS = {"letters": Letters, "pixels": Pixels, "tokenizer": Text}  # keyed by an entry of the vocabulary
 KINDS = {"imagenet": (ImageOptions, classify), conformer_transducer.KIND: (AudioOptions, transcribe),
          language.KIND: (SequenceOptions, sample)}
 

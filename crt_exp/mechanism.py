@@ -1,7 +1,7 @@
-"""`Mechanism`: "favorpp m=256" as one object, between names and maps, samplers, attention layers and swapped models.
+"""`Mechanism`: an attention method with its feature map, sampler and options.
 
-A name is a file of conf/attention (or of conf/features, for a map alone), for the library as for the command line.
-Nothing else builds these from configuration: tasks, measurements, estimators, reports and swaps take a Mechanism.
+A name such as "favorpp" stands for a file of conf/attention, or of conf/features for a feature map alone. The library
+and the command line share these names. Tasks, measurements, estimators, reports and swaps all take a `Mechanism`.
 """
 
 import json
@@ -25,17 +25,17 @@ from crt_exp.samplers import Noise
 
 Layers = Iterable[int] | int | Literal["supported"] | None
 PARTS = {"features": FEATURES, "sampler": SAMPLER}
-BASE = "base/random_features"  # within conf/attention: the layer around a map that is given alone
+BASE = "base/random_features"  # file of conf/attention: the layer around a feature map that is named without attention
 
 
 class Choice(NamedTuple):
-    """A choice of features or sampler: its name, and the content of its file (a node) or the object itself."""
+    """A choice of features or sampler: its name, and its yaml node or object."""
 
     name: str
     content: Any
 
     def changes(self, group: str) -> dict[str, Any]:
-        """Options that are not those of its file; of an object, fields of a dataclass that are not their defaults."""
+        """Return the options that differ from the yaml file, or from dataclass defaults."""
         if isinstance(self.content, dict):
             written = read_yaml(file_of(group, self.name)) if is_known(group, self.name) else {}
             return {key: value for key, value in own_options(self.content).items() if written.get(key) != value}
@@ -43,17 +43,24 @@ class Choice(NamedTuple):
         return {each.name: value for each in made_with if (value := getattr(self.content, each.name)) != each.default}
 
     def word(self) -> str:
-        """The name, or the place of an object's class."""
+        """Return the name of the choice, or the import path of an object's class."""
         made_by = self.content if hasattr(self.content, "__qualname__") else type(self.content)
         return self.name if isinstance(self.content, dict) else place(made_by)
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Attention, its feature map, the sampler of its noise and m projections; without these three a baseline.
+    """An attention method: its options, feature map, sampler and projections.
 
-    Make one by `Mechanism.of`, `Mechanism.parse` or, of a run's configuration, `Mechanism.composed`. name: what tables
-    call it. options: the content of the attention's file. Two are equal where all that decides their values is.
+    Build one with `Mechanism.of`, `Mechanism.parse`, or `Mechanism.composed` for the configuration of a run. Baselines
+    have neither features nor sampler nor m.
+
+    Attributes:
+        name: the name in tables.
+        options: the content of the attention's yaml file.
+        features: the feature map; None for a baseline.
+        sampler_part: the sampler of the random projections; None for a baseline.
+        m: number of projections; None if the method samples none.
     """
 
     name: str
@@ -65,10 +72,10 @@ class Mechanism:
 
     @classmethod
     def parse(cls, text: str | type | FeatureMap, **given: Any) -> "Mechanism":
-        """The mechanism of a line such as "favorpp m=64 sampler=givens": a name, then options as `of` takes them.
+        """Parse a string such as "favorpp m=64 sampler=givens".
 
-        given: options beside the text, such as seed=3. Raises ConfigError, naming the word that is wrong and what is
-        known.
+        The first word is a name, the others are options of `Mechanism.of`. `given` holds further options, such as
+        seed=3. Raises ConfigError, naming the wrong word and the known ones.
         """
         given = {key: value for key, value in given.items() if value is not None}
         name, options = (text, {}) if isinstance(text, type | FeatureMap) else split_words(text)
@@ -83,16 +90,22 @@ class Mechanism:
     def of(cls, name: str | type | FeatureMap | None = None, /, *, m: int | None = None,
            sampler: str | Callable | None = None, features: str | type | FeatureMap | None = None, seed: int = 0,
            **options: Any) -> "Mechanism":
-        """What `conf/attention/<name>.yaml` describes, with other choices for its parts.
+        """Build the mechanism of conf/attention/<name>.yaml, with optional changes.
 
-        name: performer, favor+, favor++ and favor# are favorp, favorpp and favorsharp; a name of conf/features is the
-        map alone; a class of one's own layers or maps, or its place, such as "mine.ShiftedRF", stands for a file with
-        the options of its constructor; None takes `features` alone. m: projections (default: features.m of
-        conf/config.yaml). sampler, features: names of those groups, objects, classes or places. options: keys of the
-        file, such as redraw_every, and of those of its parts, as `**{"features.n": 16}`. Raises ConfigError for unknown
-        names, options and values, and for those that the attention does not use.
+        Import paths are imported. Use this method only for names from the user, and `of_saved` for names from files.
 
-        Places are imported: give names that a user typed, and those in files of other people to `of_saved`.
+        Args:
+            name: a name of conf/attention, or of conf/features for a feature map alone. performer, favor+, favor++ and
+                favor# are aliases of favorp, favorpp and favorsharp. A custom attention or feature-map class, or its
+                import path such as "mine.ShiftedRF", takes the options of its constructor. None: use `features` alone.
+            m: number of projections. Default: features.m of conf/config.yaml.
+            sampler: a name of conf/sampler, a function, or its import path.
+            features: a name of conf/features, an object, a class, or its import path.
+            seed: the seed of the random projections.
+            options: keys of the yaml file, such as redraw_every, and keys of its parts, as `**{"features.n": 16}`.
+
+        Raises:
+            ConfigError: a name, an option or a value is unknown, or the attention does not use an option.
         """
         name = by_place("attention", canonical("attention", name))
         of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
@@ -121,13 +134,16 @@ class Mechanism:
 
     @classmethod
     def composed(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
-        """Of the composed groups of a run, a DictConfig; `choice` gives the name of a group's choice. Without a choice
-        of attention the features and the sampler are all."""
+        """Build the mechanism of a composed run configuration (a DictConfig).
+
+        `choice` maps a group to the name chosen for it. Without a choice of attention the mechanism is the feature map
+        with its sampler.
+        """
         from omegaconf import OmegaConf
 
         node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
         parts = {group: Choice(choice(group), OmegaConf.to_container(cfg[group], resolve=True)) for group in PARTS}
-        parts["features"].content.pop("m")  # the mechanism's own
+        parts["features"].content.pop("m")  # Mechanism.m holds the number of projections
         return cls._made(choice("attention"), resolved(node), parts, cfg.features.m, cfg.seed)
 
     @classmethod
@@ -137,48 +153,54 @@ class Mechanism:
         m = whole_number(m, "m") if "m" in used else None
         return cls(name or features.name, node, features, sampler, m, whole_number(seed, "seed", None))
 
-    # ---- what it is made of
+    # ---- parts
 
     @property
     def kind(self) -> type:
-        """The class of its layers."""
+        """The class of the attention layers."""
         return imported(self.options["_target_"])
 
     @property
     def estimates(self) -> bool:
-        """Whether it has a feature map that estimates a kernel; baselines and generalised kernels do not."""
+        """Whether the feature map estimates a kernel; baselines have none."""
         content = self.features and self.features.content
         return content is not None and (self._map("softmax") if isinstance(content, dict) else content).estimates
 
     @property
     def own_kernel(self) -> bool:
-        """Whether its map has a kernel of its own, such as Matern's: one of rows of tables, and none of attention."""
+        """Whether the feature map defines its own kernel, such as Matern.
+
+        Such a map serves kernel regression, and no attention.
+        """
         content = self.features and self.features.content
         made_by = imported(content["_target_"]) if isinstance(content, dict) else content
         return getattr(made_by, "own_kernel", False)
 
     @property
     def draws(self) -> bool:
-        """Whether it draws noise, m projections."""
+        """Whether the mechanism samples random projections."""
         return self.m is not None
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is softmax attention itself, for which a model's own may stay."""
+        """Whether the mechanism is exact softmax attention."""
         return self.kind is Exact
 
     def projecting(self, m: int) -> "Mechanism":
-        """The same with m projections, where it draws any."""
+        """Return the mechanism with m projections; unchanged if it samples none."""
         return replace(self, m=whole_number(m, "m")) if self.draws else self
 
     def map(self, kernel: str = "softmax") -> FeatureMap:
-        """The feature map of a kernel ("softmax" or "gaussian"). Raises ConfigError where there is none."""
+        """Return the feature map of a kernel, "softmax" or "gaussian".
+
+        Raises ConfigError if the mechanism has no feature map, or one with its own kernel.
+        """
         if self.own_kernel:
             raise ConfigError(f"features={self.features.name}: its own kernel serves task=uci, and no attention")
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:
-        """The map of a kernel of rows: its own kernel, where it has one, and else the Gaussian one."""
+        """Return the feature map for kernel regression: its own kernel, or Gaussian."""
         return self._map("gaussian")
 
     def _map(self, kernel: str) -> FeatureMap:
@@ -195,23 +217,28 @@ class Mechanism:
 
     @property
     def sampler(self) -> Callable[..., Noise] | None:
-        """The function that draws its noise; None where it has none."""
+        """The function that samples the random projections; None for a baseline."""
         content = self.sampler_part and self.sampler_part.content
         return partial(imported(content["_target_"]), **own_options(content)) if isinstance(content, dict) else content
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
-        """m rows for vectors of dimension d; for a map with parts a tuple, as the map takes it."""
+        """Sample m projections of dimension d; a tuple for a map with several parts."""
         return self._map("softmax").noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
 
-    # ---- what it makes
+    # ---- layers, swaps and records
 
     def layer(self, heads: int, d: int, *, layer: int = 0, **sizes: Any) -> nn.Module:
-        """The attention of one layer, a module of (q, k, v, key_mask); sizes: kv_heads, causal, cross, scaling.
+        """Build one attention layer, a module called as (q, k, v, key_mask).
 
-        layer: its number, from which and the seed its noise is drawn. Raises ConfigError for a class whose constructor
-        keeps a size to itself: the layer would see the future, or scale otherwise, without an error.
+        Args:
+            layer: index of the layer. The layer and the mechanism's seed determine the random projections.
+            sizes: kv_heads, causal, cross and scaling.
+
+        Raises:
+            ConfigError: a custom class ignores a size. Such a layer could see future tokens or scale its logits
+                wrongly.
         """
-        own_map = "phi" in self.options  # which may take no projections
+        own_map = "phi" in self.options  # a map with options of its own may take no projections
         node = {key: value for key, value in self.options.items() if not (own_map and key in ("phi", "kernel"))}
         of_map = {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1} if own_map or self.draws else {}
         made = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **of_map, **sizes)
@@ -223,19 +250,22 @@ class Mechanism:
 
     def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
              saved: bool = True) -> nn.Module:
-        """Puts it in place of a model's attention: see `swap_attention`."""
+        """Replace the attention of a model in place: see `swap_attention`."""
         from crt_exp.swap.swap import swap_layers
 
         return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved, record=self.saved())
 
     def describe(self) -> dict[str, Any]:
-        """All that decides its values but the seed, in plain numbers and strings, to compare with a saved model."""
+        """Return everything but the seed that decides the values, as plain values."""
         parts = {group: part and (part.content if isinstance(part.content, dict) else repr(part.content))
                  for group, part in (("features", self.features), ("sampler", self.sampler_part))}
         return {"attention": own_options(self.options) or self.name, "m": self.m} | parts
 
     def saved(self) -> dict[str, Any]:
-        """As JSON: the names that `Mechanism.of_saved` takes, and what they stand for."""
+        """Return the JSON record that `Mechanism.of_saved` reads.
+
+        "described" holds the values behind the names, so that a change of the configuration files is detected.
+        """
         parts = [part for part in (self.features, self.sampler_part) if part]
         named = all(isinstance(part.content, dict) for part in parts) and "." not in self.name
         options = {key: value for key, value in own_options(self.options).items() if key != "phi"}
@@ -246,7 +276,7 @@ class Mechanism:
                 "described": json.loads(json.dumps(self.describe(), default=str))}
 
     def _changes(self) -> dict[str, Any]:
-        """Options of its parts that are not those of their files, as `of` takes them."""
+        """Options of the parts that differ from their files, with keys as in `of`."""
         parts = {"features": self.features, "sampler": self.sampler_part}
         changes = {group: part.changes(group) for group, part in parts.items() if part}
         if is_known("attention", self.name) and "phi" in self.options:
@@ -256,11 +286,14 @@ class Mechanism:
 
     @classmethod
     def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
-        """The reverse, for what lies in a file: names and plain values are given to `of`, which takes those of conf/,
-        and what they stood for is compared and never built. `source` names the file, for the error.
+        """Rebuild a mechanism from its `saved` record, which may be untrusted.
 
-        Every saved attention is read here. Raises ConfigError for anything but names and plain values of known options,
-        for sizes that there is no memory for, and where the names of conf/ stand for something else now.
+        Only names of conf/ and plain values are built. "described" is compared and never built. `source` names the file
+        in errors.
+
+        Raises:
+            ConfigError: the record holds anything else, sizes exceed the limits, or conf/ gives the names another
+                meaning.
         """
         try:
             check_saved(saved)
@@ -277,8 +310,11 @@ class Mechanism:
         return mechanism
 
     def __str__(self) -> str:
-        """The text that `parse` reads to an equal one: the name, m, and what else differs from the name's file. An
-        object is written as its class with plain options; what cannot be written so, `parse` refuses."""
+        """Return the string that `parse` turns into an equal mechanism.
+
+        The string holds the name, m, and the options that differ from the yaml file. An object is written as its class
+        with plain options. `parse` refuses objects that cannot be written so.
+        """
         alone = self.features is not None and self.name == self.features.name and not is_known("attention", self.name)
         node, named = read_preset(BASE if alone else self.kind if "." in self.name else self.name)
         words = {"m": self.m} if self.draws else {}
@@ -295,41 +331,50 @@ def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None
                    layers: Layers = None, sampler=None, redraw_every: int = 0,
                    normalize_qk: bool = False, seed: int | None = None, *, causal: bool | None = None,
                    saved: bool = True, **options) -> nn.Module:
-    """Puts attention `name`, a file of conf/attention, what `Mechanism.parse` reads ("window block=32 first=16") or a
-    class of one's own, in place of the model's own, in place, and returns the model.
+    """Replace the attention of a pretrained model in place and return the model.
 
-    m: projections (default: features.m of conf/config.yaml; baselines have none). layers: which attention modules,
-    counted from 0 (negative: from the end) in the order of `describe_attention`; "supported": all that can be; default
-    all, but for those that see a window only, in time linear in the length already, which stay as they are. sampler:
-    another one, by name or itself. redraw_every, normalize_qk: see `RandomFeatureAttention`. seed: of the noise; None
-    is 0, so that the same call gives the same noise. causal: whether layers begin as causal ones, by default what their
-    class says; each call's mask decides. saved: a Hugging Face model loaded by from_pretrained from a folder that a
-    swapped model was saved to gets its noise and statistics from there, whatever the seed. options: further keys of the
-    file.
+    The mask of each call decides whether the call is causal. Layers that are already swapped get the new attention;
+    layers outside `layers` stay as they are. Attention dropout in training drops each key with its probability, for all
+    queries of a head at once, because the attention matrix is not formed. `output_attentions=True` (in torch
+    need_weights=True) forms the matrix. Causal layers with fitted features need `calibrate_attention` or training.
+    Cross-attention gains from `calibrate_attention`, because its features are otherwise fitted to the keys alone.
 
-    Layers that are swapped already get the new attention; others stay as they are. Attention dropout, in training,
-    loses keys: each with its probability for all queries of a head at once, since the matrix is never formed.
-    `output_attentions=True` (and need_weights=True of torch) forms it. Causal layers whose features are fitted need
-    `calibrate_attention` or training; cross-attention, which is fitted to its keys alone until then, gains by it: no
-    query's features depend on another query.
+    Args:
+        name: a name of conf/attention, a string for `Mechanism.parse` such as "window block=32 first=16", a custom
+            class, or a `Mechanism`.
+        m: number of projections. Default: features.m of conf/config.yaml. Baselines have none.
+        layers: indices of attention modules in the order of `describe_attention`; negative ones count from the end.
+            "supported": all modules that can be swapped. Default: all modules except those with window attention.
+        sampler: name of a sampler, or a function.
+        redraw_every, normalize_qk: see `RandomFeatureAttention`.
+        seed: seed of the random projections. Default: 0.
+        causal: whether the layers start as causal. Default: as the model's class states.
+        saved: load projections and statistics from the model's folder, if from_pretrained of transformers loaded the
+            model from the folder of a saved swapped model. These projections take precedence over `seed`.
+        options: further keys of the yaml file.
 
-    Raises ValueError where the model has no attention that can be swapped, for layers out of range, for attention that
-    linear attention cannot represent (position biases, softcaps, sinks, windows that cut), for saved noise of another
-    m; when called, for masks that are neither key padding nor causal. Each names the layer. Warns of attention of other
-    kinds besides the layers that are swapped, unless `layers` chose: it stays as it is.
+    Raises:
+        ValueError: the model has no attention that can be swapped; a layer index is out of range; a layer has attention
+            that linear attention cannot represent (position bias, softcap, sinks, window); or the saved projections
+            have another m. A later call with a mask that is neither key padding nor causal raises ValueError too. The
+            errors name the layer.
+
+    Warns:
+        UserWarning: without `layers`, attention of unknown kinds or with a window stays as it is.
     """
     options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
     made = name if isinstance(name, Mechanism) else Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
     return made.swap(model, layers, causal=causal, saved=saved)
 
 
-# ---- files and what they use
+# ---- configuration files
 
 
 def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
-    """The content of conf/attention/<name>.yaml on that of the file it builds on, and its choices of other groups.
+    """Return the content of conf/attention/<name>.yaml and its default choices.
 
-    A class has the options of its constructor with their defaults, and "???" for those without one.
+    The content includes that of the file it builds on. For a class the content is the options of its constructor, with
+    "???" for those without a default.
     """
     if not isinstance(name, str):
         options = ATTENTION.options(name).items()
@@ -344,19 +389,19 @@ def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def default_choice(group: str) -> Any:
-    """The choice of features, sampler or m where none is made: that of the command line."""
+    """Return the default features, sampler or m of conf/config.yaml."""
     config = read_yaml(CONF / "config.yaml")
     entries = [entry for entry in config["defaults"] if isinstance(entry, dict)]
     return config["features"]["m"] if group == "m" else next(entry[group] for entry in entries if group in entry)
 
 
 def by_place(group: str, choice: Any) -> Any:
-    """The class or function at a place such as "mine.ShiftedRF"; other choices as they are."""
+    """Import an object from a path such as "mine.ShiftedRF"; return others as is."""
     return imported(choice) if isinstance(choice, str) and "." in choice and not is_known(group, choice) else choice
 
 
 def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
-    """A choice by its name, with other values for some of its keys, by its place, or an object or class itself."""
+    """Resolve a name, an import path, a class or an object to a `Choice`."""
     made = by_place(group, choice)
     if made is not choice and not PARTS[group].is_one(made):
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
@@ -377,7 +422,7 @@ def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
 
 
 def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """With other values for some of the keys of a file. Raises ConfigError for others."""
+    """Return the node with changed options. Raises ConfigError for unknown options."""
     for key in changes:
         if key not in own_options(node):
             raise unknown(f"option of {what}", key, own_options(node))
@@ -385,17 +430,17 @@ def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> di
 
 
 def resolved(node: dict[str, Any]) -> dict[str, Any]:
-    """With the values of the node that `${..key}` in its map means."""
+    """Return the node with each `${..key}` of its map replaced by its value."""
     phi = {key: node[value[4:-1]] if str(value).startswith("${..") else value
            for key, value in node.get("phi", {}).items()}
     return node | {"phi": phi} if phi else node
 
 
-# ---- a saved mechanism, whose file may come from anybody
+# ---- a saved mechanism, possibly from an untrusted file
 
-SIZE = 2**16      # projections, cells, tokens of a block: sizes that memory is allocated for
-TOGETHER = 2**26  # and the product of sizes that are multiplied
-COUNTED = ("exact_until", "redraw_every", "fit_steps", "seed")  # integers that no memory is allocated for
+SIZE = 2**16      # limit of a size that memory is allocated for: projections, clusters, tokens of a block
+TOGETHER = 2**26  # limit of the product of sizes that are multiplied
+COUNTED = ("exact_until", "redraw_every", "fit_steps", "seed")  # integers that allocate no memory
 
 
 Word = Annotated[str, Field(max_length=100)]
@@ -405,7 +450,7 @@ SavedValue = Value | Sequence[Value]
 
 
 class SavedAttention(TypedDict):
-    """What `Mechanism.saved` writes; `described` is compared and never built."""
+    """The record of `Mechanism.saved`; "described" is compared and never built."""
 
     name: Word | None
     m: Annotated[int, Field(ge=1, le=SIZE)] | None
@@ -419,7 +464,7 @@ class SavedAttention(TypedDict):
 
 
 def check_saved(saved: Any) -> None:
-    """Raises ConfigError for what no `Mechanism.saved` gives, and for sizes that there is no memory for."""
+    """Raise ConfigError for a malformed record, or sizes too large for memory."""
     check("attention", saved, SavedAttention)
     sizes = {key: value for key, value in saved["options"].items() if type(value) is int and key not in COUNTED}
     of_map = [value for key, value in sizes.items() if key.startswith("features.")] + [saved["m"] or 1]

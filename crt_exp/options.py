@@ -1,9 +1,9 @@
-"""Options of classes: what a constructor's annotations accept, checked by pydantic, with one-line errors.
+"""Check options against the annotations of a constructor, with one-line errors.
 
     def __init__(self, scaling: Literal["standard", "minmax", "none"], repeats: Count, sigmas: Several[Positive]): ...
 
-The annotations are the only table of keys, types and bounds. Values from Python, files and the command line get the
-same check and the same error: "task.repeats=1.5: expected an integer >= 1".
+The annotations define keys, types and bounds; pydantic checks them. Values from Python, files and the command line get
+the same check and the same error: "task.repeats=1.5: expected an integer >= 1".
 """
 
 import ast
@@ -27,16 +27,16 @@ Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Complex = Annotated[complex, Strict(False)]  # YAML has no complex numbers: strings such as 0.1+0.2j
+Complex = Annotated[complex, Strict(False)]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted
 Several = Annotated[Sequence[Entry], Field(min_length=1)]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; the message states what to change."""
+    """An invalid configuration; the message states what to change."""
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
-    """The error for a name that does not exist, with the nearest one that does."""
+    """Build the error for an unknown name, with the closest known name."""
     known = list(known)
     near = did_you_mean(name, known) or f"; known: {' '.join(known) or 'none'}"
     return ConfigError(f"unknown {what} {name!r}{near}")
@@ -51,16 +51,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check(key: str, value: Any, hint: Any) -> None:
-    """Raises ConfigError where a value does not fit an annotation: "key=value: expected ..."."""
+    """Raise ConfigError ("key=value: expected ...") if a value violates an annotation."""
     if is_typeddict(hint) and isinstance(value, Mapping):
         check_options(key, hint, value)
-    elif value == "???" or not fits(value, hint):  # ???: a file leaves it to the user
+    elif value == "???" or not fits(value, hint):  # Hydra's mark of a missing value
         near = did_you_mean(format_value(value), map(str, get_args(hint))) if get_origin(hint) is Literal else ""
         raise ConfigError(f"{key}={format_value(value)}: expected {describe(hint)}{near}")
 
 
 def fits(value: Any, hint: Any) -> bool:
-    for sequence in (tuple, list):  # pydantic tells them apart, files do not
+    for sequence in (tuple, list):  # a strict check distinguishes tuples and lists, yaml does not
         with suppress(ValidationError):
             return bool(adapter(hint).validate_python((plain(value, sequence),)))
     return False
@@ -68,13 +68,16 @@ def fits(value: Any, hint: Any) -> bool:
 
 @functools.cache
 def adapter(hint: Any) -> TypeAdapter:
-    """Of a tuple with one such value: strict, so "3" is no integer, and true and nan are no numbers."""
+    """Strict pydantic adapter of a one-element tuple.
+
+    Rejects "3" as an integer, and true and nan as numbers.
+    """
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
     return TypeAdapter(tuple[dict if is_typeddict(hint) else hint], config=config)
 
 
 def plain(value: Any, sequence: type = list) -> Any:
-    """Mappings and sequences (OmegaConf's too) as `dict` and `sequence`, numbers of NumPy as Python's."""
+    """Convert to dict, `sequence` and Python numbers, from OmegaConf and NumPy too."""
     if isinstance(value, Mapping):
         return {key: plain(entry, sequence) for key, entry in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
@@ -83,7 +86,7 @@ def plain(value: Any, sequence: type = list) -> Any:
 
 
 def whole_number(value: Any, name: str, least: int | None = 1) -> int:
-    """An integer, NumPy's too, as an int. Raises ConfigError for others and for less than `least`."""
+    """Return an integer as int. Raises ConfigError for others and below `least`."""
     check(name, value, Annotated[int, Field(ge=least)])
     return int(value)
 
@@ -96,7 +99,7 @@ NAMES = {int: "an integer", float: "a number", complex: "a number such as 0.1+0.
 
 
 def describe(hint: Any) -> str:
-    """What an annotation accepts: "an integer >= 1 or null"."""
+    """Describe what an annotation accepts, such as "an integer >= 1 or null"."""
     bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     bounds = " and ".join(f"{sign} {getattr(bound, name)}" for part in extra
                           for bound in getattr(part, "metadata", ()) for name, sign in SIGNS.items()
@@ -113,16 +116,16 @@ def describe(hint: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value for an error, in at most 100 characters."""
+    """Format a value for an error message, in at most 100 characters."""
     text = written(value[:100] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-# ---- values in text
+# ---- values as strings
 
 
 class Values(yaml.SafeLoader):
-    """YAML whose words are null, true and false, whose numbers may be 1e-3, without aliases."""
+    """YAML loader for null, true, false, numbers such as 1e-3, and no aliases."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 
@@ -138,7 +141,7 @@ for _tag, _pattern in (("null", "null|Null|NULL|~|"), ("bool", "true|True|false|
 
 
 def parse_value(text: str) -> Any:
-    """A value on the command line: YAML, or the string itself."""
+    """Parse a command-line value as YAML; return the string itself if that fails."""
     try:
         return yaml.load(text, Values)
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -146,7 +149,10 @@ def parse_value(text: str) -> Any:
 
 
 def written(value: Any) -> str:
-    """A value so that `parse_value` reads it as itself: null, true or false, a number, a string, a list of these."""
+    """Format a value so that `parse_value` returns it unchanged.
+
+    Accepts null, booleans, numbers, strings and lists of these.
+    """
     if isinstance(value, str):
         quote = "'" if '"' in value else '"'
         return value if PLAIN.fullmatch(value) and parse_value(value) == value else f"{quote}{value}{quote}"
@@ -155,12 +161,12 @@ def written(value: Any) -> str:
     return f"[{','.join(map(written, value))}]" if isinstance(value, Sequence) else str(value)
 
 
-WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # blanks within brackets and quotes divide nothing
+WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # spaces in brackets and quotes do not split words
 PLAIN = re.compile(r"[\w.+*/:-]+")
 
 
 def split_words(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options of a line such as "window block=32 first=16". Raises ConfigError."""
+    """Split "window block=32 first=16" into name and options. Raises ConfigError."""
     words = WORD.findall(text) if isinstance(text, str) else []
     pairs = [word.partition("=") for word in words[1:]]
     options = {key: parse_value(value) for key, sign, value in pairs if key and sign}
@@ -171,12 +177,12 @@ def split_words(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def join_words(name: str, options: Mapping[str, Any]) -> str:
-    """The reverse of `split_words`."""
+    """Join a name and options into a string; the inverse of `split_words`."""
     return " ".join([name, *(f"{key}={written(value)}" for key, value in options.items())])
 
 
 def parse_arguments(kind: type, words: Sequence[str]) -> Any:
-    """The dataclass of options that key=value words give. Raises ConfigError."""
+    """Build an options dataclass from key=value words. Raises ConfigError."""
     wanted, pairs = parameters(kind), [word.partition("=") for word in words]
     values = {key: text if key in wanted and text != "null" and fits(text, wanted[key].hint) else parse_value(text)
               for key, _, text in pairs}
@@ -190,7 +196,7 @@ def parse_arguments(kind: type, words: Sequence[str]) -> Any:
 
 
 class Parameter(NamedTuple):
-    """What a parameter accepts, and its default; required where that is `inspect.Parameter.empty`."""
+    """The annotation of a parameter, whether it is required, and its default."""
 
     hint: Any
     required: bool
@@ -199,10 +205,10 @@ class Parameter(NamedTuple):
 
 @functools.cache
 def parameters(target: Any) -> dict[str, Parameter]:
-    """What a class or function takes by name, or a TypedDict holds.
+    """The keyword parameters of a class or function, or the keys of a TypedDict.
 
-    A constructor with **options takes those of the next class that it inherits from too, and may give them itself:
-    they are not required.
+    A constructor with **options also takes the parameters of the next class in its MRO. These are not required, because
+    the constructor may supply them.
     """
     if is_typeddict(target):
         hints = get_type_hints(target, include_extras=True)
@@ -210,7 +216,7 @@ def parameters(target: Any) -> dict[str, Parameter]:
                                 name in target.__required_keys__) for name, hint in hints.items()}
     owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
     found: dict[str, Parameter] = {}
-    for maker in (target, *owners[1:-1]):  # the last is object
+    for maker in (target, *owners[1:-1]):  # the last owner is object
         hints, signature = annotations(maker), inspect.signature(maker).parameters.values()
         for p in signature:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
@@ -222,7 +228,7 @@ def parameters(target: Any) -> dict[str, Parameter]:
 
 
 def annotations(maker: Any) -> dict[str, Any]:
-    """Those that can be resolved: not of names that are imported for type checkers alone."""
+    """The type hints of a callable; {} if one needs an import for type checkers only."""
     try:
         return get_type_hints(maker.__init__ if isinstance(maker, type) else maker, include_extras=True)
     except NameError:
@@ -230,16 +236,16 @@ def annotations(maker: Any) -> dict[str, Any]:
 
 
 def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first value that does not fit; `prefix` goes before its key, with a dot."""
+    """Raise ConfigError for the first wrong value; `prefix` names it in the error."""
     for name, parameter in (target if isinstance(target, dict) else parameters(target)).items():
         if name in values:
             check(f"{prefix}.{name}" if prefix else name, values[name], parameter.hint)
 
 
 def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a key that is unknown or missing and for a value that does not fit.
+    """Raise ConfigError for an unknown or missing key, or a wrong value.
 
-    target: a class, a function, a TypedDict, or a dictionary of `Parameter`.
+    `target` is a class, a function, a TypedDict, or a dictionary of `Parameter`.
     """
     wanted = target if isinstance(target, dict) else parameters(target)
     names = {key: f"{prefix}.{key}" if prefix else str(key) for key in [*wanted, *values]}
@@ -253,7 +259,7 @@ def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
 
 
 def checked(prefix: str) -> Callable[[type], type]:
-    """Class decorator: the constructor checks its arguments and calls them `<prefix>.<name>` in errors."""
+    """Class decorator: check constructor arguments; errors name `<prefix>.<name>`."""
     def decorate(cls: type) -> type:
         construct, arguments = cls.__init__, inspect.signature(cls.__init__)
 
@@ -267,36 +273,44 @@ def checked(prefix: str) -> Callable[[type], type]:
     return decorate
 
 
-# ---- the annotations of a class whose module would import torch
+# ---- annotations read from source, for classes whose module would import torch
 
 ROOT = Path(__file__).parent.parent
-VOCABULARY = ("typing", "collections.abc", "pydantic", "crt_exp.options")  # imported for their names
+VOCABULARY = ("typing", "collections.abc", "pydantic", "crt_exp.options")  # modules that annotations may import from
 
 
 @functools.cache
 def annotations_in_source(target: str) -> dict[str, Any]:
-    """Those of a class or function of this package, Any where an annotation needs more imports; {} of others."""
+    """Annotations of a class or function of this package, read without importing it.
+
+    An annotation that needs further imports becomes Any. Returns {} for targets outside this package.
+    """
     try:
         module, node = definition(*target.rpartition(".")[::2])
     except (LookupError, OSError):
         return {}
     init = next((part for part in node.body if getattr(part, "name", "") == "__init__"), node)
     found: dict[str, Any] = {}
-    if isinstance(node, ast.ClassDef) and (init is node or init.args.kwarg):  # further options are those of bases
+    # with **options, the base classes' parameters too
+    if isinstance(node, ast.ClassDef) and (init is node or init.args.kwarg):
         for base in reversed([base.id for base in node.bases if isinstance(base, ast.Name)]):
             found |= annotations_in_source(f"{module}.{base}")
     fields = [part for part in node.body if isinstance(part, ast.AnnAssign)] if node.decorator_list else []
-    own = init.args.args + init.args.kwonlyargs if isinstance(init, ast.FunctionDef) else fields  # of a dataclass
+    # fields of a dataclass
+    own = init.args.args + init.args.kwonlyargs if isinstance(init, ast.FunctionDef) else fields
     for part in own:
         name = part.arg if isinstance(part, ast.arg) else part.target.id
         found[name] = Any
-        with suppress(NameError, ValueError):  # ValueError: there is none
+        with suppress(NameError, ValueError):  # ValueError: the parameter has no annotation
             found[name] = eval(compile(ast.Expression(part.annotation), module, "eval"), source(module)[1])
     return found
 
 
 def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef]:
-    """The module and statement that define a name. Raises LookupError or OSError for others than of this package."""
+    """Find the module and the statement that define a name.
+
+    Raises LookupError or OSError for names outside this package.
+    """
     for node in source(module)[0]:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
             return module, node
@@ -309,11 +323,11 @@ def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.Function
 
 @functools.cache
 def source(module: str) -> tuple[list[ast.stmt], dict[str, Any]]:
-    """The statements of a module, and the names that it imports from the vocabulary or makes of these."""
+    """The statements of a module, and the names that its annotations may use."""
     path, names = ROOT.joinpath(*module.split(".")), {}
     body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
     for node in body:
         if getattr(node, "module", "") in VOCABULARY or isinstance(node, ast.Assign | ast.ClassDef):
-            with suppress(Exception):  # it needs more imports
+            with suppress(Exception):  # the statement needs further imports
                 exec(compile(ast.Module([node], []), module, "exec"), names)
     return body, names

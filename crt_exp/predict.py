@@ -1,4 +1,4 @@
-"""python -m crt_exp.predict: another name of `python -m crt_exp.infer`."""
+"""Alias of `python -m crt_exp.infer`."""
 
 import sys
 

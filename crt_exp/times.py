@@ -1,9 +1,8 @@
-"""The one timer: arms that take turns, what a call takes, and the most memory that it holds.
+"""Time and memory of calls, measured for several methods in turns.
 
-What is timed (attention alone, layers, whole models, a decoded token, estimators) is a call without arguments, made
-where it is known. An arm is such a call, or whatever `measure` makes one of. All arms take their turn in every round,
-so that load from outside hits all of them alike. Times are milliseconds. Memory is MiB beyond what is held before a
-call, in a process that has done nothing else: an allocator keeps what earlier calls freed.
+A measured call has no arguments. In every round all methods take their turn, so that other load on the machine affects
+them equally. Times are in milliseconds. Memory is in MiB above the memory in use before the call. Measure memory in a
+fresh process, because an allocator keeps memory that earlier calls freed.
 """
 
 import ctypes
@@ -24,8 +23,8 @@ Call = Callable[[], Any]
 Name = TypeVar("Name", bound=Hashable)
 Arm = TypeVar("Arm")
 Value = TypeVar("Value")
-LONG = 1000.0  # ms of a call that no cache matters to
-WALL, PROCESSOR = time.perf_counter, time.process_time  # the latter hardly changes with other work on the machine
+LONG = 1000.0  # ms; cache effects do not matter for longer calls
+WALL, PROCESSOR = time.perf_counter, time.process_time  # process time is nearly independent of other load
 
 
 # ---- one call
@@ -33,7 +32,10 @@ WALL, PROCESSOR = time.perf_counter, time.process_time  # the latter hardly chan
 
 def milliseconds(call: Callable[..., Any], *given: Any, clock: Callable[[], float] = WALL,
                  device: torch.device | str | None = None) -> float:
-    """Of call(*given), with what a CUDA device has to do for it; by default the current one, where CUDA is in use."""
+    """Milliseconds of call(*given), including its work on a CUDA device.
+
+    Without `device` the current CUDA device counts, if CUDA is in use.
+    """
     wait_for(device)
     begun = clock()
     call(*given)
@@ -42,28 +44,32 @@ def milliseconds(call: Callable[..., Any], *given: Any, clock: Callable[[], floa
 
 
 def wait_for(device: torch.device | str | None) -> None:
-    """Until a CUDA device, by default the current one where CUDA is in use, has done what it was given."""
+    """Wait for a CUDA device; None is the current one, if CUDA is in use."""
     if torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def again(call: Callable[..., Any], *given: Any, below: float = float("inf"),
           device: torch.device | str | None = None) -> float:
-    """Milliseconds of call(*given) after one that does not count: buffers and libraries are there, and caches hold what
-    it reads. A call of `below` or more is not made twice."""
+    """Milliseconds of a second call, after a first one that warms up caches.
+
+    A call that takes `below` ms or more runs only once.
+    """
     first = milliseconds(call, *given, device=device)
     return first if first >= below else milliseconds(call, *given, device=device)
 
 
-# ---- arms in turns
+# ---- methods in turns
 
 
 def in_turns(arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm], Value] = milliseconds, warm: int = 1,
              turn: int = 0) -> dict[Name, list[Value]]:
-    """measure(arm) of every arm in every round, one round after the other; the first `warm` rounds do not count.
+    """Measure every method once in every round, and drop the first `warm` rounds.
 
-    measure: by default an arm is a call, and its milliseconds are kept. turn: by how many places the arms are rotated,
-    so that in processes with different numbers another one is first.
+    Args:
+        arms: name -> object that `measure` takes, by default a call.
+        measure: returns the value of one measurement. Default: milliseconds.
+        turn: rotates the order of the methods, so that different processes start with different methods.
     """
     kept: dict[Name, list[Value]] = {name: [] for name in arms}
     first = turn % len(arms) if arms else 0
@@ -76,12 +82,15 @@ def in_turns(arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm], Val
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """The median over rounds of the ratio to another arm within the round, in which both saw the same load."""
+    """Median over rounds of times / base, both measured in the same round."""
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
 def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
-    """Mean, standard deviation and half-width of the 95% Student interval (None for one value)."""
+    """Mean, standard deviation and half-width of the 95% Student interval.
+
+    The last two are None for a single value.
+    """
     from scipy.special import stdtrit  # slow to import
 
     n = len(values)
@@ -95,7 +104,7 @@ def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within it torch has this number of threads."""
+    """Context manager that sets the number of torch threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -106,7 +115,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes started within it ignore ^C: the command decides what it means, and ends them."""
+    """Context manager: processes started in it ignore ^C; the parent ends them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -118,9 +127,9 @@ def without_interrupts() -> Iterator[None]:
 
 
 def added(call: Call, device: torch.device | str | None = None) -> float:
-    """MiB at the peak of a call beyond what is held before it: by tensors on a CUDA device, else by the process.
+    """Peak MiB of a call above the memory in use before it.
 
-    Raises OSError where the system does not say what a process holds.
+    Counts tensors on a CUDA device, else the memory of the process. Raises OSError if the system does not report it.
     """
     if device is not None and torch.device(device).type == "cuda":
         wait_for(device)
@@ -135,22 +144,24 @@ def added(call: Call, device: torch.device | str | None = None) -> float:
 
 
 def give_back() -> None:
-    """What earlier calls freed goes back to the system, so that it does not hide a peak in a process that has done
-    other things. Nothing where the C library has no way to."""
+    """Return freed memory to the system, so that it does not hide a later peak.
+
+    Does nothing if the C library has no malloc_trim.
+    """
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> int:
-    """Sets the process's peak to what it holds now (Linux) and returns that, in bytes."""
+    """Reset the peak memory of the process to the current use; return it in bytes."""
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
     return peak()
 
 
 def peak() -> int:
-    """Bytes. Raises OSError where the system does not say what a process holds."""
+    """Peak memory of the process in bytes. Raises OSError if it is not reported."""
     with open("/proc/self/status") as f:
         lines = dict(line.split(":", 1) for line in f)
     if "VmHWM" in lines:
@@ -162,7 +173,10 @@ def peak() -> int:
 
 
 class Update:
-    """A training step as a call without arguments: a loss, its gradient and AdamW's update. Gradients end as zeros."""
+    """One training step as a call: loss, gradient, AdamW update.
+
+    Gradients are zero afterwards.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]):
         self.model, self.loss = model.train(), loss
@@ -174,7 +188,7 @@ class Update:
         self.optimizer.zero_grad(set_to_none=False)
 
     def added(self) -> float:
-        """MiB at its peak beyond weights, gradients and the optimiser's state."""
+        """Peak MiB of a step above weights, gradients and optimizer state."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-9)
         self.optimizer.step()

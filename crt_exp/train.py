@@ -1,20 +1,20 @@
-"""The command line: compose a configuration, check it, run its task, write its results.
+"""The command line: compose and check a configuration, then run its task.
 
-Everything that a user can get wrong in the configuration is refused before anything is written, in a few lines.
+Errors in the configuration are reported before anything is written.
 """
 
 import sys
 
-if __name__ == "__main__":  # before the libraries' imports: __main__ has words for what they raise, and for ^C
+if __name__ == "__main__":  # before the imports below: __main__ reports import errors and ^C in one line
     import os
 
-    if not __package__:  # run as a file, whose folder Python puts on the path: config, data, kernels would hide others'
+    if not __package__:  # run as a file: its folder on sys.path would hide modules named config or data
         folder = os.path.dirname(os.path.realpath(__file__))
         root = os.path.dirname(folder)
         sys.path[:] = [path for path in sys.path if os.path.realpath(path) != folder]
         if root not in map(os.path.realpath, sys.path):
             sys.path.insert(0, root)
-            given = os.environ.get("PYTHONPATH")  # of the processes that a run starts
+            given = os.environ.get("PYTHONPATH")  # for subprocesses of the run
             os.environ["PYTHONPATH"] = os.pathsep.join([root, given] if given else [root])
     import runpy
 
@@ -34,7 +34,7 @@ from crt_exp.runner.sweep import show
 
 
 def main() -> None:
-    """The console script `crt_exp`, `python -m crt_exp` and this file, alone or on every process of a torchrun."""
+    """Run the command line, in one process or in every process of torchrun."""
     import hydra
 
     agree_on_start()
@@ -47,7 +47,7 @@ def main() -> None:
         fail(error)
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run)()
-    except KeyboardInterrupt:  # between the runs of a sweep
+    except KeyboardInterrupt:  # between two runs of a sweep
         fail(Stopped("stopped by SIGINT", 128 + signal.SIGINT), 128 + signal.SIGINT)
     finally:
         show_sweep()
@@ -56,14 +56,17 @@ def main() -> None:
 
 
 def run(cfg) -> float | None:
-    """One run of the composed configuration; returns the task's metric for sweeps (None on processes but the first)."""
+    """Run one composed configuration; return the task's metric for Hydra sweeps.
+
+    Only the first process returns a metric; the others return None.
+    """
     with errors_reported(), own_names(folders()):
         task, mechanism = build(cfg)
         return fit(cfg, task, mechanism)
 
 
 def show_sweep() -> None:
-    """Prints the table of a sweep that has ended."""
+    """Print the table of a finished sweep."""
     try:
         show()
     except (ConfigError, OSError) as error:

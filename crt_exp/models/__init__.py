@@ -1,1 +1,1 @@
-"""Models that no library has, or that must take any attention."""
+"""Models that the libraries lack, or that accept any attention."""

@@ -1,9 +1,12 @@
-"""Conformer transducer: log-mel front end, Conformer encoder with any attention, LSTM predictor, joiner, RNN-T loss.
+"""Conformer transducer for speech recognition, with any attention.
 
-Every part honours lengths: an utterance gives the same numbers in a batch of longer ones as alone. Layers of the
-encoder are torchaudio's, with the names of its parameters; only their convolution sees which frames are real.
-Legend: B utterances, N samples of audio, T frames of the encoder (every 40 ms), U symbols of a transcript, D features
-of a frame, J width of the joiner, V symbols of the vocabulary, the last of them blank.
+Log-mel features, Conformer encoder, LSTM predictor, joiner and RNN-T loss. Outputs do not depend on padding: an
+utterance gives the same numbers in a batch of longer ones as alone. Batch norm in training is the exception. The
+encoder layers are torchaudio's, with the same parameter names; their convolution also takes the padding mask.
+
+Notation: B utterances, N audio samples, T encoder frames (every 40 ms), U symbols of a transcript, D encoder width, J
+joiner width, V vocabulary size, whose last symbol is blank.
+
 Sources: Graves, 2012 (transducer); Gulati et al., 2020 (Conformer); Park et al., 2019 (SpecAugment).
 """
 
@@ -29,14 +32,17 @@ from crt_exp.options import Count, NotNegative, check_options
 from crt_exp.samplers.noise import as_given
 
 WINDOW, HOP = 0.025, 0.010  # seconds
-STEP = 4 * HOP              # seconds between frames of the encoder, each of which sees WINDOW + 6 HOP
-FLOOR = 1e-6                # of a mel energy, so that silence has a logarithm: 60 dB below a full-scale tone
-MOST = 8                    # symbols in one frame of the encoder, so that the search ends
-KIND, PIECES = "conformer_transducer", "pieces.model"  # of config.json; the file of a model of sentencepiece
+STEP = 4 * HOP  # seconds between encoder frames; the receptive field of a frame is WINDOW + 6 HOP before the Conformer
+FLOOR = 1e-6                # added to mel energies, so that silence has a logarithm: 60 dB below a full-scale tone
+MOST = 8                    # maximum number of symbols in one encoder frame, so that the search ends
+KIND, PIECES = "conformer_transducer", "pieces.model"  # kind in config.json; file of a sentencepiece model
 
 
 class ConformerSizes(TypedDict):
-    """Of the model; `norm` is that of the convolution modules: see `MaskedBatchNorm` and `FrameNorm`."""
+    """Sizes of the model.
+
+    `norm` is the norm of the convolution modules: `MaskedBatchNorm` or `FrameNorm`.
+    """
 
     mels: Annotated[int, Field(ge=7, le=512)]
     channels: Count        # of the subsampling convolutions
@@ -44,17 +50,17 @@ class ConformerSizes(TypedDict):
     dim: Count
     ffn: Count
     heads: Count
-    kernel: Count          # of the depthwise convolution, frames
+    kernel: Count          # of the depthwise convolution, in frames
     predictor: Count       # LSTM cells
     joiner: Count
     dropout: Annotated[NotNegative, Field(lt=1)]
     norm: Literal["frame", "batch"]
-    ctc: NotNegative       # weight of a CTC loss of the encoder that is added in training; 0: none
+    ctc: NotNegative       # weight of an additional CTC loss of the encoder in training; 0: none
 
 
 PRESETS = {
-    # for strings of spoken digits on 2 cores, heads of 24 dimensions. After 200 steps without batch norm, and after 550
-    # without the CTC loss too, losses still stood where chance is (14 nats a string): with both they fall from there
+    # Spoken digit strings on 2 cores. Without batch norm and the CTC loss, the loss stays at chance (14 nats a string)
+    # for hundreds of steps.
     "small": ConformerSizes(mels=40, channels=16, layers=3, dim=96, ffn=384, heads=4, kernel=15, predictor=128,
                             joiner=128, dropout=0.0, norm="batch", ctc=1.0),
     # the encoder of Performers' and Chefs' Random Tables' speech experiments
@@ -64,7 +70,7 @@ PRESETS = {
 
 
 def check_sizes(sizes: ConformerSizes) -> None:
-    """Raises ConfigError for sizes that do not go together."""
+    """Raise ConfigError for inconsistent sizes."""
     if sizes["dim"] % sizes["heads"]:
         raise ConfigError(f"task.sizes.dim={sizes['dim']}: expected a multiple of heads={sizes['heads']}")
     if sizes["kernel"] % 2 == 0:
@@ -73,33 +79,34 @@ def check_sizes(sizes: ConformerSizes) -> None:
 
 # ---- front end -------------------------------------------------------------------------------------------------------
 def frames_of(samples, rate: int):
-    """Frames of the front end (a number, or a tensor of them): only those that lie within the audio."""
+    """Number of feature frames within the audio, for an int or a tensor."""
     return (samples - round(WINDOW * rate)) // round(HOP * rate) + 1
 
 
 def subsampled(frames):
-    """Frames of the encoder: two convolutions of width 3 and stride 2, without padding."""
+    """Number of encoder frames: two unpadded convolutions of width 3, stride 2."""
     return ((frames - 1) // 2 - 1) // 2
 
 
 def real(lengths: Tensor, most: int) -> Tensor:
-    """(B,) -> (B, most), True where a frame is real."""
+    """Lengths (B,) -> mask (B, most), True for real frames."""
     return torch.arange(most, device=lengths.device) < lengths[:, None]
 
 
 class LogMel(nn.Module):
-    """(B, N) int16 audio -> (B, frames, mels), each mel with mean 0 and deviation 1 over an utterance's real frames.
+    """Log-mel features: (B, N) int16 audio -> (B, frames, mels).
 
-    In the precision of its window, float32, whatever the rest computes in. A frame lies within its utterance: none is
-    padded by reflection, which would differ in a batch.
+    Each mel has mean 0 and standard deviation 1 over the real frames of an utterance. The computation is in float32,
+    the precision of the window. Frames lie within the utterance, because padding by reflection would depend on the
+    batch.
     """
 
     def __init__(self, rate: int, mels: int):
         super().__init__()
         self.rate, window = rate, round(WINDOW * rate)
-        bins = 2 ** math.ceil(math.log2(rate / 16))  # at most 16 Hz apart, for narrow filters at the low end
+        bins = 2 ** math.ceil(math.log2(rate / 16))  # at most 16 Hz apart, which the narrow low-frequency filters need
         self.around = ((bins - window) // 2, bins - window - (bins - window) // 2)
-        with torch.device("cpu"):  # torchaudio looks at the values of its filters, and the meta device has none
+        with torch.device("cpu"):  # torchaudio reads filter values, which the meta device lacks
             self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
 
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,10 +119,10 @@ class LogMel(nn.Module):
 
 
 def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
-    """SpecAugment: (B, frames, mels) with bands of mels and spans of frames set to their mean, 0.
+    """SpecAugment: set bands of mels and spans of frames of (B, frames, mels) to 0.
 
-    bands, spans: (B, any number, 2) first index and the one after the last, drawn by the data and not here, so that a
-    row has the same ones in any batch, on any process and after any resume.
+    0 is the mean. bands, spans (B, n, 2) hold the first index and the one after the last. The data loader samples them,
+    so that an utterance has the same masks in any batch, on any process and after a resume.
     """
     for places, dim in ((spans, 1), (bands, 2)):
         index = torch.arange(x.shape[dim], device=x.device)
@@ -126,13 +133,17 @@ def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
 
 # ---- encoder ---------------------------------------------------------------------------------------------------------
 class Subsampling(nn.Module):
-    """(B, frames, mels) -> (B, T, D). Its convolutions are not padded, so a real frame sees real frames alone."""
+    """Convolutional subsampling: (B, frames, mels) -> (B, T, D).
+
+    The convolutions have no padding, so real frames depend on real frames only.
+    """
 
     def __init__(self, mels: int, channels: int, dim: int, dropout: float):
         super().__init__()
         self.first, self.second = nn.Conv2d(1, channels, 3, 2), nn.Conv2d(channels, channels, 3, 2)
         self.out, self.dropout = nn.Linear(channels * subsampled(mels), dim), nn.Dropout(dropout)
-        for part in (self.first, self.second, self.out):  # torch's own values would leave 1% of the features' variance
+        # torch's default would leave 1% of the variance of the features
+        for part in (self.first, self.second, self.out):
             nn.init.kaiming_normal_(part.weight, nonlinearity="linear" if part is self.out else "relu")
             nn.init.zeros_(part.bias)
 
@@ -142,35 +153,36 @@ class Subsampling(nn.Module):
 
 
 class MaskedBatchNorm(nn.BatchNorm1d):
-    """Batch norm whose statistics are those of the real frames, as if the utterances stood one after another.
+    """Batch norm over the real frames only.
 
-    They are of one micro-batch on one process: results depend on how a step is split.
+    The statistics are those of one micro-batch on one process, so results depend on how a step is split.
     """
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        """x (B, D, T), keep (B, T)."""
+        """x (B, D, T), keep (B, T) -> (B, D, T)."""
         x = x.transpose(1, 2)
         return torch.zeros_like(x).masked_scatter(keep[..., None], super().forward(x[keep]).to(x.dtype)).transpose(1, 2)
 
 
 class FrameNorm(nn.LayerNorm):
-    """Normalises the channels of each frame by itself: an utterance has the same loss in any batch."""
+    """Layer norm over the channels of each frame, independent of the batch."""
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
 class Layer(ConformerLayer):
-    """torchaudio's layer, whose convolution takes padded frames for zeros, like those beyond the ends of the audio."""
+    """torchaudio's Conformer layer; its convolution treats padded frames as zeros."""
 
     def __init__(self, sizes: ConformerSizes):
         super().__init__(sizes["dim"], sizes["ffn"], sizes["heads"], sizes["kernel"], sizes["dropout"])
         norm = {"frame": FrameNorm, "batch": MaskedBatchNorm}[sizes["norm"]]
         self.conv_module.sequential[3] = norm(sizes["dim"])
-        self.self_attn.dropout = 0.0  # linear attention forms no matrix to drop from: all mechanisms then train alike
+        # linear attention forms no matrix to apply dropout to, so that all methods train alike
+        self.self_attn.dropout = 0.0
 
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        """x (T, B, D), keep (B, T)."""
+        """x (T, B, D), keep (B, T) -> (T, B, D)."""
         x = x + 0.5 * self.ffn1(x)
         y = self.self_attn_layer_norm(x)
         y, _ = self.self_attn(query=y, key=y, value=y, key_padding_mask=~keep, need_weights=False)
@@ -185,7 +197,7 @@ class Layer(ConformerLayer):
 
 
 class Encoder(nn.Module):
-    """(B, N) audio -> (B, T, D) and how many of the T frames are real, at least one."""
+    """Audio (B, N) -> (B, T, D) and the number of real frames, at least one."""
 
     def __init__(self, rate: int, sizes: ConformerSizes):
         super().__init__()
@@ -201,12 +213,15 @@ class Encoder(nn.Module):
         keep = real(lengths, len(x))
         for layer in self.layers:
             x = layer(x, keep)
-        return x.transpose(0, 1).to(self.subsampling.out.weight.dtype), lengths  # sharded layers give float32
+        return x.transpose(0, 1).to(self.subsampling.out.weight.dtype), lengths  # sharded layers return float32
 
 
 # ---- transducer ------------------------------------------------------------------------------------------------------
 class Predictor(nn.Module):
-    """(B, U) symbols -> (B, U, cells): an LSTM over what was said so far. Blank stands for the start."""
+    """LSTM over the preceding symbols: (B, U) -> (B, U, cells).
+
+    Blank is the start symbol.
+    """
 
     def __init__(self, symbols: int, cells: int, dropout: float):
         super().__init__()
@@ -219,7 +234,7 @@ class Predictor(nn.Module):
 
 
 class Joiner(nn.Module):
-    """Log-odds of the next symbol from a frame and from what was said before it."""
+    """Logits of the next symbol from an encoder frame and the preceding symbols."""
 
     def __init__(self, dim: int, cells: int, width: int, symbols: int):
         super().__init__()
@@ -231,17 +246,17 @@ class Joiner(nn.Module):
 
 
 class Hypothesis(NamedTuple):
-    """What was recognised: symbols, and the frame of the encoder at which each was said."""
+    """Recognised symbols, and the encoder frame of each."""
 
     symbols: list[int]
     frames: list[int]
 
 
 class ConformerTransducer(nn.Module):
-    """See `crt_exp/tasks/librispeech.py` for the task that trains it; its attention is put in by `Mechanism.swap`."""
+    """Speech recogniser of task=librispeech; `Mechanism.swap` sets its attention."""
 
     def __init__(self, symbols: int, rate: int, sizes: ConformerSizes):
-        """symbols: V, blank among them."""
+        """Build the model; `symbols` is V, including blank."""
         super().__init__()
         check_sizes(sizes)
         self.blank, self.rate = symbols - 1, rate
@@ -253,10 +268,17 @@ class ConformerTransducer(nn.Module):
     def forward(self, audio: Tensor, samples: Tensor, targets: Tensor | None = None,
                 target_lengths: Tensor | None = None, bands: Tensor | None = None, spans: Tensor | None = None,
                 search: Callable | None = None):
-        """audio (B, N) int16 with samples (B,); targets (B, U) int32 with target_lengths (B,); bands, spans: `masked`.
+        """Return the losses (B,) in nats, None without targets.
 
-        -> losses (B,), nats, None without targets; with a search (`greedy`) these and its hypotheses. In
-        training the weighted CTC loss is added.
+        With `search` (`greedy`) the result is (losses, hypotheses). In training the losses include the weighted CTC
+        loss.
+
+        Args:
+            audio: (B, N) int16.
+            samples: lengths of the audio (B,).
+            targets: symbols (B, U) int32.
+            target_lengths: (B,).
+            bands, spans: see `masked`.
         """
         encoded, lengths = self.encoder(audio, samples, bands, spans)
         losses = None if targets is None else self.losses(encoded, lengths, targets, target_lengths)
@@ -265,7 +287,7 @@ class ConformerTransducer(nn.Module):
         return losses if search is None else (losses, search(self, encoded, lengths))
 
     def losses(self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
-        """(B,): -log of the probability of each transcript, over all alignments."""
+        """RNN-T loss (B,): negative log probability of each transcript in nats."""
         said, _ = self.predictor(F.pad(targets, (1, 0), value=self.blank))
         heard, said = self.joiner.heard(encoded), self.joiner.said(said)
         logits = self.joiner(heard[:, :, None], said[:, None])  # (B, T, U + 1, V)
@@ -273,9 +295,9 @@ class ConformerTransducer(nn.Module):
         return rnnt_loss(logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none")
 
     def ctc_losses(self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
-        """(B,): -log of the probability of each transcript where frames speak for themselves: Graves et al., 2006.
+        """CTC loss (B,) of each transcript (Graves et al., 2006).
 
-        0 for a transcript that is too long for its frames, which the transducer's loss can tell and this one cannot.
+        0 for a transcript that is too long for its frames, which only the transducer loss supports.
         """
         logs = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)  # (T, B, V)
         return F.ctc_loss(logs, targets.long(), lengths, target_lengths.long(), self.blank, "none", zero_infinity=True)
@@ -285,7 +307,10 @@ class ConformerTransducer(nn.Module):
 @outside_graphs
 @torch.no_grad()
 def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list[Hypothesis]:
-    """The best symbol at each step, of all utterances at once: each has a frame of its own, blank moves it on."""
+    """Greedy search over all utterances at once.
+
+    Each utterance has its own frame, which a blank advances.
+    """
     joiner, rows = model.joiner, torch.arange(len(encoded), device=encoded.device)
     heard, state = joiner.heard(encoded), None
     said, state = model.predictor(torch.full_like(lengths, model.blank)[:, None])
@@ -310,9 +335,9 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
     return found
 
 
-# ---- the folder of a run: names and plain values alone, the attention is built from names of conf/ -------------------
+# ---- the folder of a run: names and plain values only; the attention is built from names of conf/ --------------------
 class Recogniser(NamedTuple):
-    """All but the weights."""
+    """A recogniser without its weights."""
 
     symbols: Symbols
     rate: int
@@ -320,8 +345,11 @@ class Recogniser(NamedTuple):
     mechanism: Mechanism
 
     def build(self, tensors: dict[str, Tensor] | None = None) -> nn.Module:
-        """With new weights; with the tensors of a run as it was, its noise included, ready to recognise."""
-        model = ConformerTransducer(len(self.symbols) + 1, self.rate, self.sizes)  # blank is one symbol more
+        """Build the model with new weights, or with those of a run in eval mode.
+
+        The tensors of a run include its random projections.
+        """
+        model = ConformerTransducer(len(self.symbols) + 1, self.rate, self.sizes)  # plus blank
         model = model if self.mechanism.is_exact else self.mechanism.swap(model)
         if tensors is not None:
             model.load_state_dict(tensors)
@@ -329,7 +357,7 @@ class Recogniser(NamedTuple):
 
 
 def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
-    """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
+    """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     symbols = recogniser.symbols
     config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
               "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
@@ -337,7 +365,7 @@ def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) ->
 
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
-    """What a run kept, and its weights. Raises DataError, naming `option`, for what is no run of a recogniser."""
+    """Load the recogniser and the weights of a run. Raises DataError naming `option`."""
     with read_kept(run, option, KIND, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
         symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)

@@ -1,8 +1,7 @@
-"""Encoders of transformers: where they come from, which attention they get, and the folder in which a run keeps them.
+"""Encoders of transformers: loading, swapping, and saving in a run's folder.
 
-That folder, `<run>/model`, is what `crt_exp.from_pretrained` loads: config.json, model.safetensors, tokenizer. Its
-config.json says under `crt_exp` with which attention the weights were trained, its weights hold the noise of that
-attention.
+`crt_exp.from_pretrained` loads the folder `<run>/model`: config.json, model.safetensors, tokenizer. `crt_exp` in its
+config.json records the attention of training, and the weights include its random projections.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,16 +26,19 @@ WANTED = "a folder with config.json and model.safetensors, the directory of a ru
 
 
 class Origin(NamedTuple):
-    """Where a model comes from: a folder or a name of the hub, the option that named it, and what is taken over."""
+    """The source of a model: a folder or a hub name, and what is loaded from it.
+
+    `option` is the configuration key that named the source.
+    """
 
     name: str
     option: str
     weights: bool
-    noise: bool                        # that of the attention the weights were trained with
+    noise: bool                        # load the random projections of the attention that the weights were trained with
 
 
 def origin_of(model: str, init: str) -> Origin:
-    """What task.model and task.init mean. Raises DataError for another `init`."""
+    """Resolve task.model and task.init. Raises DataError for an unknown `init`."""
     if init in ("scratch", "uptrain"):
         return Origin(folder_of(model, "task.model"), "task.model", init == "uptrain", False)
     if not Path(init).expanduser().is_dir():
@@ -46,8 +48,10 @@ def origin_of(model: str, init: str) -> Origin:
 
 
 def folder_of(name: str, option: str) -> str:
-    """The folder that holds config.json: `name` itself, the model of that run, or the fetched model of that name;
-    names of the hub stay. Raises DataError."""
+    """The folder with config.json: `name` itself, a run's model, or a fetched model.
+
+    Names of the hub are returned unchanged. Raises DataError.
+    """
     path = fetched(name, option) or Path(name).expanduser()
     if not path.exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1:
         return name
@@ -55,17 +59,18 @@ def folder_of(name: str, option: str) -> str:
 
 
 def load_tokenizer(origin: Origin):
-    """Raises DataError where there is none, here and on the hub."""
+    """Load the tokenizer. Raises DataError if there is none."""
     from transformers import AutoTokenizer
 
     tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin, "tokenizer")
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
+    # transformers returns an empty tokenizer for a folder without tokenizer files
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise DataError(f"{origin.option}={origin.name} holds no tokenizer: expected tokenizer.json or vocab.txt there")
     return tokenizer
 
 
 def load_config(origin: Origin, **changes: Any):
-    """The model's configuration with other values for some keys. Raises DataError."""
+    """Load the model's configuration with changed keys. Raises DataError."""
     from transformers import AutoConfig
 
     return loaded(lambda: AutoConfig.from_pretrained(origin.name, trust_remote_code=False, **changes), origin,
@@ -73,10 +78,10 @@ def load_config(origin: Origin, **changes: Any):
 
 
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
-    """A model of the class `kind` (such as AutoModelForMaskedLM) in float32, with `mechanism` in
-    place of its own attention.
+    """Build a model of class `kind` in float32 with the attention of `mechanism`.
 
-    Raises DataError where weights are missing, ConfigError where noise is to be taken over from another attention.
+    `kind` is a name such as AutoModelForMaskedLM. Raises DataError for missing weights. Raises ConfigError if random
+    projections of another attention would have to be loaded.
     """
     import transformers
 
@@ -89,32 +94,32 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
     if origin.weights:
         model, info = loaded(lambda: auto.from_pretrained(
             origin.name, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
-            ignore_mismatched_sizes=True), origin, "weights")  # as a head for other classes must
+            ignore_mismatched_sizes=True), origin, "weights")  # a head for other classes has other shapes
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
         check_numbers(model.named_parameters(), f"{origin.option}={origin.name}")
     else:
         model = auto.from_config(config).float()
-    take_record(model)  # of the attention that the weights were saved with
+    take_record(model)  # the record of the attention that the weights were saved with
     return model if mechanism.is_exact else mechanism.swap(model, saved=origin.noise)
 
 
 def saved_attention(config) -> dict[str, Any]:
-    """What `Mechanism.describe` says of the attention that a model's weights were saved with."""
+    """`Mechanism.describe` of the attention that the weights were saved with."""
     if (saved := getattr(config, KEY, None)) is None:
         return EXACT
     return check_record(saved, config.name_or_path)["mechanisms"][0].get("described", {})
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Each key in which two descriptions of a mechanism differ, with both values."""
+    """The keys in which two `Mechanism.describe` results differ, with both values."""
     old, new = dict(leaves(old)), dict(leaves(new))
     return [f"{'features.m' if k == 'm' else k.removesuffix('._target_')} (it was {old.get(k)}, now {new.get(k)})"
             for k in sorted(old | new) if old.get(k) != new.get(k)]
 
 
 def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of nested dictionaries."""
+    """Yield dotted names and values of nested dictionaries."""
     for key, value in node.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -123,10 +128,12 @@ def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
-    """Raises DataError where the checkpoint lacks weights of the encoder or has them in another shape;
-    heads may be new."""
+    """Raise DataError for encoder weights that are missing or of another shape.
+
+    Weights of heads may be new.
+    """
     prefix = model.base_model_prefix
-    prefix = f"{prefix}." if hasattr(model, prefix) else ""  # none in a model without a head
+    prefix = f"{prefix}." if hasattr(model, prefix) else ""  # a model without a head has no prefix
     wrong = sorted(name for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
                    if name.startswith(prefix) and not name.startswith(f"{prefix}pooler."))
     if wrong:
@@ -135,7 +142,7 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
 
 
 def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
-    """`load()`, whose errors become one DataError that says what to get and where to put it."""
+    """Call `load` and turn its errors into a DataError that states the fix."""
     from safetensors import SafetensorError
 
     if not (local := Path(origin.name).is_dir()):
@@ -153,7 +160,10 @@ def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
 
 @contextmanager
 def quiet():
-    """Without the libraries' messages on new weights (`check_complete` judges them) and on the noise of a swap."""
+    """Context manager that hides transformers' warnings and progress bars.
+
+    `check_complete` reports missing weights.
+    """
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -168,16 +178,16 @@ def quiet():
 
 
 def check_length(config, length: int, option: str) -> None:
-    """Raises ConfigError for sequences that the model has no positions for.
+    """Raise ConfigError for sequences longer than the model's positions.
 
-    RoBERTa and its kin count positions from the padding's number on.
+    RoBERTa models count positions from the padding index.
     """
     from transformers import AutoModel
 
     most = getattr(config, "max_position_embeddings", None)
     if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
         return
-    with buildable(f"{option}={length}"), torch.device("meta"):  # which takes neither memory nor random numbers
+    with buildable(f"{option}={length}"), torch.device("meta"):  # takes neither memory nor random numbers
         model = AutoModel.from_config(config)
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     skipped = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
@@ -188,16 +198,16 @@ def check_length(config, length: int, option: str) -> None:
 
 @contextmanager
 def buildable(option: str) -> Iterator[None]:
-    """Within it, whatever transformers and torch have against a configuration becomes a ConfigError about `option`."""
+    """Context manager that turns any error of building a model into a ConfigError."""
     try:
         with quiet():
             yield
-    except Exception as error:  # each model and library has its own
+    except Exception as error:  # exception types differ between models and libraries
         raise ConfigError(f"{option} makes no model: {reason_of(error)[:300]}") from None
 
 
 def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
-    """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
+    """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     with whole_folder(directory) as path, quiet():
         model.save_pretrained(path, state_dict=tensors)
         tokenizer.save_pretrained(path)

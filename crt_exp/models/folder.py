@@ -1,6 +1,6 @@
-"""The folder `<run>/model` in which a run keeps its model, whole or not at all, with digests of its weights.
+"""The folder `<run>/model` of a run: atomic writes and digests of the weights.
 
-`write_kept` and `read_kept` are for models of this package: a description as JSON beside the tensors.
+`write_kept` and `read_kept` are for models of this package: config.json and tensors.
 """
 
 import hashlib
@@ -22,24 +22,24 @@ from crt_exp.data import DataError
 
 MODEL, CONFIG, WEIGHTS = "model", "config.json", "model.safetensors"
 DIGESTS = "digests.json"                                         # SHA-256 of each file of weights
-ADAPTER, TRAINED = "adapter", "trained.safetensors"              # of adapters, and what else was trained
+ADAPTER, TRAINED = "adapter", "trained.safetensors"              # LoRA adapters, and other trained weights
 
 
 def refuse_adapters(path: Path, named: str) -> None:
-    """Raises DataError for a run that kept adapters without the weights that they change."""
+    """Raise DataError if a run saved adapters without the weights they modify."""
     if (path / ADAPTER).is_dir() and not (path / MODEL).is_dir():
         raise DataError(f"{named}: this run kept its adapters alone ({ADAPTER}/). Run it with trainer.lora.merge=true")
 
 
 @contextmanager
 def whole_folder(directory: Path, name: str = MODEL, then: str = "continue with resume=auto") -> Iterator[Path]:
-    """A folder to write to, which in the end becomes `<directory>/<name>` in place of an older one.
+    """Yield a temporary folder that replaces `<directory>/<name>` at the end.
 
-    Raises OSError where it cannot be written, which says what to do `then`. After any error nothing of it is left, and
-    the older one stays.
+    After an error the temporary folder is removed and an existing folder stays. Raises OSError if the folder cannot be
+    written; `then` is the advice in the message.
     """
     temporary, final = directory / f".{name}.{os.getpid()}", directory / name
-    shutil.rmtree(temporary, ignore_errors=True)   # those of other processes may be in use
+    shutil.rmtree(temporary, ignore_errors=True)   # folders of other processes may be in use
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -55,7 +55,7 @@ def whole_folder(directory: Path, name: str = MODEL, then: str = "continue with 
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """As safetensors, from any device and with storage of their own."""
+    """Save tensors of any device as safetensors, each with its own storage."""
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
 
 
@@ -65,7 +65,10 @@ def digest_of(file: Path) -> str:
 
 
 def verify(folder: Path, named: str) -> None:
-    """Raises DataError where a file of weights is not the one that the run wrote; folders of others have no digests."""
+    """Raise DataError if a file of weights differs from the digest of the run.
+
+    Folders without digests pass.
+    """
     digests = json_object(folder / DIGESTS) if (folder / DIGESTS).is_file() else {}
     for name, digest in digests.items():
         file = folder / Path(name).name
@@ -74,21 +77,24 @@ def verify(folder: Path, named: str) -> None:
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
-    """Raises DataError naming the first of the tensors, by their names, that holds NaN."""
+    """Raise DataError naming the first tensor that holds NaN."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise DataError(f"{named}: {name} holds NaN: the run diverged")
 
 
 def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str) -> None:
-    """Raises ConfigError unless the tensors are those of the model that is made, of so many layers: it is made without
-    memory, so that a configuration with huge sizes takes none."""
+    """Raise ConfigError unless the tensors fit the model that `make` builds.
+
+    The model is built on the meta device, so that a configuration with huge sizes takes no memory. `layers` is the
+    number of layers in the configuration.
+    """
     if layers > len(tensors):
         raise ConfigError(f"{named}: its {CONFIG} describes {layers} layers, and there are {len(tensors)} tensors")
     try:
         with torch.device("meta"):
             state = make().state_dict()
-    except RuntimeError:  # more numbers than can be counted
+    except RuntimeError:  # overflow of the number of elements
         raise ConfigError(f"{named}: its {CONFIG} describes a model that is too large") from None
     for name, tensor in state.items():
         found = tuple(tensors[name].shape) if name in tensors else "not"
@@ -98,9 +104,9 @@ def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[st
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
-    """The weights of a recogniser in a model whose attention may be another: its noise stays its own.
+    """Load the weights of a saved recogniser into a model with any attention.
 
-    Raises ConfigError where a weight is missing or has another shape.
+    The random projections of the model stay. Raises ConfigError for a weight that is missing or has another shape.
     """
     state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
     for name, tensor in state.items():
@@ -111,7 +117,7 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
 
 
 def description_in(folder: Path, named: str) -> dict[str, Any]:
-    """What its config.json holds. Raises DataError where it cannot be read."""
+    """Read the config.json of a folder. Raises DataError."""
     try:
         return json_object(folder / CONFIG)
     except ConfigError as error:
@@ -119,8 +125,10 @@ def description_in(folder: Path, named: str) -> dict[str, Any]:
 
 
 def block_of(folder: str | Path) -> int | None:
-    """Tokens of the blocks on which the run trained that keeps this model; None for a model of another origin. Raises
-    ConfigError where the run's config.yaml cannot be read."""
+    """The training block length of the run that saved a model, in tokens.
+
+    Returns None for other models. Raises ConfigError if the run's config.yaml cannot be read.
+    """
     folder = Path(folder)
     config = folder.parent / "config.yaml"
     task = read_yaml(config).get("task") if folder.name == MODEL and config.is_file() else None
@@ -129,9 +137,9 @@ def block_of(folder: str | Path) -> int | None:
 
 
 def folder_of(run: str | Path, option: str, wanted: str) -> Path:
-    """The folder with config.json: `run` itself, or the model of that run. `wanted`: what to give, for the error.
+    """The folder with config.json: `run` itself, or the model of that run.
 
-    Raises DataError, naming `option`, where there is none.
+    Raises DataError, naming `option`, if there is none; `wanted` states what to give.
     """
     path, named = Path(run).expanduser(), f"{option}={run}"
     for folder in (path / MODEL, path):
@@ -143,10 +151,10 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
     raise DataError(f"{named}: {no_model if path.is_dir() else 'there is no such directory'}: expected {wanted}")
 
 
-# ---- a description and tensors ---------------------------------------------------------------------------------------
+# ---- config.json and tensors -----------------------------------------------------------------------------------------
 def write_kept(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor],
                files: Mapping[str, bytes] | None = None) -> None:
-    """Writes `<directory>/model`, with further files, whole or not at all. Raises OSError."""
+    """Write `<directory>/model` with further files, atomically. Raises OSError."""
     with whole_folder(directory) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         for name, content in (files or {}).items():
@@ -157,7 +165,10 @@ def write_kept(directory: Path, config: dict[str, Any], tensors: Mapping[str, Te
 @contextmanager
 def read_kept(run: str | Path, option: str, kind: str,
          task: str) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
-    """The folder, its description and tensors. Errors of these and of the block become a DataError naming `option`."""
+    """Context manager: yield the folder, config and tensors of a run's model.
+
+    Errors of the folder and of the with block become a DataError naming `option`; ConfigError passes unchanged.
+    """
     named = f"{option}={run}"
     folder = folder_of(run, option, f"the directory of a run of {task}")
     try:

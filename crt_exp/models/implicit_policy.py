@@ -1,8 +1,9 @@
-"""Implicit Attention Policies (Choromanski et al., 2021; HRF 4.4, K.1): patches of an image ranked by how much
-attention they get, a small controller that reads those that rank first.
+"""Implicit Attention Policies (Choromanski et al., 2021; HRF 4.4, K.1).
 
-Legend: P policies at once, each with its own parameters and its own image; N parameters; C channels; L patches; T
-numbers of a token; H heads, d; S numbers of the body's state; A actions.
+Attention ranks the patches of an image. A small controller reads the patches of highest rank.
+
+Notation: P policies, each with its own parameters and image; N parameters; C channels; L patches; T numbers of a token;
+H heads; d head dimension; S numbers of the body's state; A actions.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ Looks = Literal["attention", "average"]
 
 
 def column_sums(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
-    """How much attention each key gets of all queries, (B, H, L): the transpose of the attention matrix times ones, for
-    any attention in the time and memory that it takes itself, being the gradient of its outputs by values of width 1.
+    """Total attention that each key receives from all queries, (B, H, L).
+
+    This is the transposed attention matrix times ones. It is the gradient of the outputs by values of width 1, so any
+    attention computes it in its own time and memory.
     """
     v = torch.ones(*k.shape[:3], 1, requires_grad=True)
     with torch.enable_grad():
@@ -30,8 +33,10 @@ def column_sums(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
 
 
 def tokens(images: Tensor, patch: int) -> Tensor:
-    """Of each patch of images (P, C, size, size) the sum of each channel, its place, from -1/2 to 1/2, and a one,
-    (P, L, T); rows as in the image."""
+    """Tokens of the patches of images (P, C, size, size), (P, L, T).
+
+    A token holds the sum of each channel over the patch, the patch position from -1/2 to 1/2, and a one.
+    """
     side = images.shape[-1] // patch
     content = F.avg_pool2d(images, patch, divisor_override=1).flatten(2).mT
     place = (torch.arange(side) + 0.5) / side - 0.5
@@ -42,12 +47,12 @@ def tokens(images: Tensor, patch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ImplicitPolicy:
-    """Actions of `actions` numbers within -1 to 1, of images (channels, size, size) and `states` numbers.
+    """A policy from images (channels, size, size) and states to actions in [-1, 1].
 
-    Each of `heads` heads has queries and keys of dimension d, made from the tokens and put on the unit sphere, as in
-    the paper; the `top` patches that get most attention are kept, the others masked. The controller is linear with a
-    hyperbolic tangent: it reads the mean place and content of the kept patches of each head, and the state. looks:
-    "average" keeps all patches: a policy without attention.
+    Each of `heads` heads has queries and keys of dimension d, which are projections of the tokens on the unit sphere. A
+    head keeps the `top` patches with the most attention. The controller is linear, followed by tanh. It reads the mean
+    position and content of the kept patches of each head, and the state. looks="average" keeps all patches: a policy
+    without attention.
     """
 
     channels: int
@@ -68,30 +73,33 @@ class ImplicitPolicy:
 
     @property
     def length(self) -> int:
-        """L."""
+        """Number of patches L."""
         return (self.size // self.patch) ** 2
 
     @property
     def read(self) -> int:
-        """Numbers that the controller reads: means of the kept patches, the state and a one."""
+        """Number of inputs of the controller: means of the kept patches, state and a one."""
         return self.heads * (self.channels + 2) + self.states + 1
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one policy's parameters, in their order."""
+        """Shapes of the parameters of one policy, in order."""
         width = self.channels + 3                                                      # T
         ranked = {"query": (self.heads, width, self.d), "key": (self.heads, width, self.d)}
         return (ranked if self.looks == "attention" else {}) | {"controller": (self.read, self.actions)}
 
     @property
     def parameters(self) -> int:
-        """N."""
+        """Number of parameters N."""
         return sum(map(prod, self.shapes.values()))
 
     def initial(self, generator: torch.Generator, lead: Tensor) -> Tensor:
-        """(N,): random queries and keys of opposite sign, so that patches unlike the others get most attention, and a
-        controller that goes by where each head looks. lead: (heads, 3, A), of each head the weights of the row and the
-        column of the mean place, and what is added."""
+        """Initial parameters (N,).
+
+        Queries and keys are random with opposite signs, so that patches unlike the others get the most attention. The
+        controller depends on the position of each head only. lead (heads, 3, A): weights of the row and the column of
+        the mean position, and a bias.
+        """
         controller = torch.zeros(self.read, self.actions)
         for head, weights in enumerate(lead):
             first = head * (self.channels + 2) + self.channels
@@ -101,17 +109,20 @@ class ImplicitPolicy:
         return torch.cat([query.flatten(), -query.flatten(), controller.flatten()])
 
     def parts(self, theta: Tensor) -> Iterator[Tensor]:
-        """Parameters (P, N) as matrices, in the order of `shapes`."""
+        """Yield the parameters (P, N) as matrices, in the order of `shapes`."""
         sizes = [prod(shape) for shape in self.shapes.values()]
         for part, shape in zip(theta.split(sizes, -1), self.shapes.values()):
             yield part.unflatten(-1, shape)
 
     def layer(self, mechanism: Mechanism) -> nn.Module | None:
-        """What ranks the patches; None where all are kept."""
+        """The attention that ranks the patches; None if all are kept."""
         return None if self.looks == "average" else mechanism.layer(self.heads, self.d, scaling=1.0).eval()
 
     def kept(self, layer: nn.Module | None, theta: Tensor, images: Tensor) -> Tensor:
-        """Which patches the controller reads, (P, H, L), ones and zeros; of equal ranks the first, in their order."""
+        """Patches that the controller reads, (P, H, L), as ones and zeros.
+
+        Among equal ranks the first patches are kept.
+        """
         if layer is None:
             return torch.ones(len(images), self.heads, self.length)
         query, key, _ = self.parts(theta)
@@ -127,7 +138,7 @@ class ImplicitPolicy:
         *_, controller = self.parts(theta)
         kept = self.kept(layer, theta, images)
         seen = tokens(images, self.patch)[..., :-1]                                    # (P, L, C + 2)
-        seen[..., :self.channels] /= self.patch**2                                     # a mean, of the size of places
+        seen[..., :self.channels] /= self.patch**2  # a mean, of the scale of positions
         mean = kept @ seen / kept.sum(-1, keepdim=True)                                # (P, H, C + 2)
         read = torch.cat([mean.flatten(1), states, torch.ones(len(states), 1)], 1)
         return torch.tanh(torch.einsum("pr,pra->pa", read, controller))

@@ -1,11 +1,11 @@
-"""Models of sequences of symbols with any attention, their Transformer body, and the folder in which a run keeps one.
+"""Transformers on symbol sequences with any attention, and their saved folders.
 
-Symbols are amino acids, bytes, pieces of words or pixels. Performers' stack: embeddings, pre-norm Transformer, norm,
-logits of symbols (`LanguageModel`) or classes (`Classifier`). Unidirectional it predicts the next symbol, bidirectional
-those that are masked. The folder `<run>/model` holds model.safetensors, with the attention's noise, and config.json:
-sizes, symbols, and the attention by its names in conf/, which are compared and never built.
+Symbols are amino acids, bytes, word pieces or pixels. The model is the stack of Performers: embeddings, pre-norm
+Transformer, norm, then logits of symbols (`LanguageModel`) or classes (`Classifier`). A unidirectional model predicts
+the next symbol, a bidirectional one the masked symbols. The folder `<run>/model` holds model.safetensors, including
+random projections, and config.json with sizes, symbols and attention.
 
-Legend: B sequences of a batch, L symbols of a sequence, V kinds of symbols.
+Notation: B batch, L symbols of a sequence, V vocabulary size, H heads, d dimension.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Positions = Literal["learned", "rotary", "none"]
 
 
 class TransformerSizes(TypedDict):
-    """What a preset holds; widths of the model (d), of its feed-forward layers (d_ff)."""
+    """Sizes of a Transformer; d is the model width, d_ff the feed-forward width."""
 
     heads: Count
     layers: Count
@@ -45,7 +45,7 @@ PRESETS = {"tiny": (4, 2, 128, 64), "small": (4, 4, 512, 128),
 
 
 def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSizes:
-    """The sizes of a preset with other values for some keys; `option` is where those were given. Raises ConfigError."""
+    """Return the sizes of a preset with changes. Raises ConfigError naming `option`."""
     sizes = dict(zip(TransformerSizes.__annotations__, PRESETS[preset])) | dict(changes)
     check_options(option, TransformerSizes, sizes)
     if sizes["d"] % sizes["heads"]:
@@ -55,10 +55,14 @@ def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSi
 
 @dataclass(frozen=True)
 class LanguageDescription:
-    """All that a model is, without attention and weights.
+    """The architecture of a model, without attention and weights.
 
-    symbols: V. length: of the longest sequence; learned positions end there. tied: logits by the embeddings of the
-    symbols. Raises ConfigError for sizes that do not go together.
+    Raises ConfigError for inconsistent sizes.
+
+    Attributes:
+        symbols: vocabulary size V.
+        length: maximum sequence length, which is the number of learned positions.
+        tied: the output head shares the weights of the embeddings.
     """
 
     symbols: int
@@ -76,10 +80,10 @@ class LanguageDescription:
 
 
 class SequenceModel(nn.Module):
-    """Embeddings and blocks of the model that a description says, with the attention that `make` makes for each layer;
-    subclasses say what is made of its states.
+    """Embeddings and Transformer blocks; subclasses add the output head.
 
-    checkpointing: blocks are computed again in the backward pass, to the same gradients, in less memory.
+    `make` builds the attention of each layer. With `checkpointing` the backward pass recomputes the blocks, which needs
+    less memory and gives the same gradients.
     """
 
     def __init__(self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False):
@@ -95,12 +99,13 @@ class SequenceModel(nn.Module):
 
     def begin_small(self) -> None:
         for embedding in filter(None, (self.symbol, self.place)):
-            nn.init.normal_(embedding.weight, std=0.02)  # GPT-2's: tied logits begin near 0
+            nn.init.normal_(embedding.weight, std=0.02)  # as in GPT-2: tied logits start near 0
 
     def states(self, tokens: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None) -> Tensor:
-        """tokens (B, L) -> (B, L, d), before the last norm. key_mask (B, L), True = keep. pasts: of `begin`.
+        """Tokens (B, L) -> hidden states (B, L, d) before the last norm.
 
-        Raises ValueError for more tokens than there are learned positions.
+        key_mask is (B, L), True = keep; `pasts` comes from `begin`. Raises ValueError for more tokens than learned
+        positions.
         """
         start = pasts[0].length if pasts else 0
         x = self.symbol(tokens)
@@ -112,7 +117,7 @@ class SequenceModel(nn.Module):
 
 
 class LanguageModel(SequenceModel):
-    """Logits of the next symbol, or of masked ones."""
+    """Predict the next symbol, or masked symbols."""
 
     def __init__(self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False):
         super().__init__(description, make, checkpointing)
@@ -124,26 +129,32 @@ class LanguageModel(SequenceModel):
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None, chosen: Tensor | None = None,
                 pasts: Sequence | None = None) -> Tensor:
-        """tokens (B, L) -> logits (B, L, V), or (n, V) of the n places that `chosen` (B, L) names, row by row.
+        """Tokens (B, L) -> logits (B, L, V).
 
-        key_mask (B, L), True = keep: what is padding; at its places the logits mean nothing. pasts: of `begin`. Raises
-        ValueError for more tokens than there are learned positions.
+        Args:
+            key_mask: (B, L), True = keep. Logits of padding are undefined.
+            chosen: boolean (B, L). Return the logits (n, V) of these n positions only.
+            pasts: decoding states of `begin`.
+
+        Raises:
+            ValueError: more tokens than learned positions.
         """
         x = self.states(tokens, key_mask, pasts)
         return self.head(self.norm(x if chosen is None else x[chosen]))
 
     def begin(self) -> list:
-        """The pasts before the first symbol: each call of the model with them takes the next symbols of B sequences.
+        """Decoding states before the first symbol, for eval mode without gradients.
 
-        With random features they are O(1) in the length, else keys and values of all symbols.
-        For eval mode, without gradient.
+        Each call of the model with these states consumes the next symbols of B sequences. Their size is O(1) in the
+        length with random features; exact attention stores keys and values of all symbols.
         """
         return self.body.begin()
 
 
 class Classifier(SequenceModel):
-    """Logits of classes. together: 1, or 2 for pairs of sequences, which the same model reads one by one and which the
-    head compares: [a, b, a b, a - b], as the Long Range Arena does.
+    """Classify sequences, or pairs of sequences (together=2).
+
+    The model encodes the sequences of a pair separately. The head reads [a, b, a b, a - b], as in Long Range Arena.
     """
 
     def __init__(self, description: LanguageDescription, classes: int, make: LayerMaker, checkpointing: bool = False,
@@ -154,22 +165,24 @@ class Classifier(SequenceModel):
         self.begin_small()
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """tokens (B, L) -> (B / together, classes). key_mask (B, L), True = keep."""
+        """Tokens (B, L) -> logits (B / together, classes). key_mask (B, L), True = keep."""
         states = self.norm(self.states(tokens, key_mask))
         if key_mask is None:
             key_mask = states.new_ones(states.shape[:2], dtype=torch.bool)
         sums = torch.where(key_mask[..., None], states, 0.0).sum(1)
-        pooled = sums / key_mask.sum(1, keepdim=True).to(sums).clamp(min=1)              # the mean of what is kept
+        pooled = sums / key_mask.sum(1, keepdim=True).to(sums).clamp(min=1)              # mean over kept positions
         if self.together == 2:
             a, b = pooled.unflatten(0, (-1, 2)).unbind(1)
             pooled = torch.cat([a, b, a * b, a - b], -1)
         return self.head(pooled)
 
 
-# ---- a plain pre-norm Transformer body, also of the speed benchmarks -------------------------------------------------
+# ---- a pre-norm Transformer body, which the speed benchmarks use too -------------------------------------------------
 class Rotary(nn.Module):
-    """Rotary positions: coordinates i and i + d/2 of a head turn by position * base^(-2i/d) (Su et al., 2021, as
-    transformers arranges them)."""
+    """Rotary position embedding (Su et al., 2021), in the layout of transformers.
+
+    Coordinates i and i + d/2 of a head rotate by position * base^(-2i/d).
+    """
 
     def __init__(self, d: int, base: float = 10_000.0):
         super().__init__()
@@ -183,14 +196,17 @@ class Rotary(nn.Module):
 
 
 def turned(t: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys (B, H, L, d) at their positions."""
+    """Rotate queries or keys (B, H, L, d)."""
     first, second = t.chunk(2, -1)
     cos, sin = (part.to(t.dtype) for part in turn)
     return t * cos + torch.cat([-second, first], -1) * sin
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x)); x (B, L, dim). Dropout is of what each of the two adds."""
+    """Pre-norm block: x + attention(norm(x)), then x + ffn(norm(x)); x (B, L, dim).
+
+    Dropout applies to both residual branches.
+    """
 
     def __init__(self, dim: int, heads: int, ffn: int, attention: nn.Module, dropout: float = 0.0):
         super().__init__()
@@ -201,7 +217,10 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, turn: tuple[Tensor, Tensor] | None = None,
                 past=None) -> Tensor:
-        """turn: of `Rotary`. past: what the attention remembers of earlier tokens, and then of these too."""
+        """Apply the block; `turn` is the output of `Rotary`.
+
+        `past` is the decoding state of the attention, which the call updates.
+        """
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, d)
         q, k = (turned(q, turn), turned(k, turn)) if turn else (q, k)
         out = self.attention(q, k, v, key_mask) if past is None else past.step(q, k, v)
@@ -210,10 +229,14 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`layers` blocks of width `dim`; (B, L, dim) -> (B, L, dim).
+    """A stack of pre-norm blocks; (B, L, dim) -> (B, L, dim).
 
-    rotary: positions that turn queries and keys. checkpointing: the backward pass computes each block again, so that
-    training keeps O(B L dim) numbers a block.
+    Args:
+        ffn: width of the feed-forward layers.
+        dim: width of the model.
+        make: builds the attention of a layer.
+        rotary: rotate queries and keys by their positions.
+        checkpointing: the backward pass recomputes each block. Training then stores O(B L dim) numbers a block.
     """
 
     def __init__(self, heads: int, layers: int, ffn: int, dim: int, make: LayerMaker, causal: bool = False, *,
@@ -225,7 +248,10 @@ class Transformer(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, x: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None) -> Tensor:
-        """key_mask (B, L), True = keep. pasts: of `begin`, which these tokens then belong to; without gradient."""
+        """Apply the blocks. key_mask (B, L), True = keep.
+
+        `pasts` are decoding states of `begin`, which the call updates, without gradients.
+        """
         if pasts and key_mask is not None:
             raise ValueError("symbol by symbol there is no padding: give sequences of one length, without key_mask")
         turn = self.rotary and self.rotary(pasts[0].length if pasts else 0, x.shape[1])
@@ -235,13 +261,16 @@ class Transformer(nn.Module):
         return x
 
     def begin(self) -> list:
-        """What each attention remembers before the first token, to decode with; causal attention alone."""
+        """Decoding states of all layers before the first token; causal attention only."""
         return [block.attention.past() for block in self.blocks]
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 class KeptLanguageModel(NamedTuple):
-    """What a run kept. symbols: what its task says of them, as JSON. named: the folder, for messages."""
+    """A saved language model. `symbols` describes the vocabulary as JSON.
+
+    `named` is the name of the folder in errors.
+    """
 
     description: LanguageDescription
     mechanism: Mechanism
@@ -250,13 +279,16 @@ class KeptLanguageModel(NamedTuple):
     named: str
 
     def untied(self) -> dict[str, Tensor]:
-        """The tensors, with the weights of the head where those are the embeddings."""
+        """The tensors, including head weights that are tied to the embeddings."""
         tied = self.description.tied and "symbol.weight" in self.tensors
         return self.tensors | ({"head.weight": self.tensors["symbol.weight"]} if tied else {})
 
     def build(self, mechanism: Mechanism | None = None) -> LanguageModel:
-        """In eval mode, with its own attention and noise; or its weights with the attention of another mechanism, whose
-        causal layers, where their features are fitted, then want `calibrate_attention`."""
+        """Build the model in eval mode.
+
+        By default it has its own attention and random projections. With another mechanism it keeps its other weights,
+        and causal layers with fitted features need `calibrate_attention`.
+        """
         model = LanguageModel(self.description, (mechanism or self.mechanism).layer)
         fill(model, self, mechanism or self.mechanism)
         return model.eval()
@@ -264,7 +296,7 @@ class KeptLanguageModel(NamedTuple):
 
 def keep(description: LanguageDescription, mechanism: Mechanism, symbols: dict[str, Any], tensors: dict[str, Tensor],
          directory: Path) -> None:
-    """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
+    """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     config = {"kind": KIND} | asdict(description) | {"attention": mechanism.saved(), "vocabulary": symbols}
     if description.tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
@@ -272,7 +304,10 @@ def keep(description: LanguageDescription, mechanism: Mechanism, symbols: dict[s
 
 
 def load(run: str | Path, option: str) -> KeptLanguageModel:
-    """What a run kept. Raises DataError, naming `option`, for what is none, ConfigError for attention that is gone."""
+    """Load the model of a run.
+
+    Raises DataError, naming `option`, if the run holds no such model, and ConfigError for an unknown attention.
+    """
     named = f"{option}={run}"
     with read_kept(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
@@ -284,9 +319,10 @@ def load(run: str | Path, option: str) -> KeptLanguageModel:
 
 
 def fill(model: LanguageModel, kept: KeptLanguageModel, mechanism: Mechanism) -> bool:
-    """Loads the kept weights; with them noise and statistics, where the model has the attention they were trained with.
+    """Load saved weights into a model; return whether its attention is the same.
 
-    Returns whether it has. Raises ConfigError for a weight that is missing, superfluous or of another shape.
+    Random projections and statistics are loaded only for the same attention. Raises ConfigError for weights that are
+    missing, unexpected or of another shape.
     """
     same = mechanism.describe() == kept.mechanism.describe()
     taken = {name: tensor for name, tensor in kept.untied().items() if same or ".attention." not in name}

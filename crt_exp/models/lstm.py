@@ -1,9 +1,10 @@
-"""A language model of words: torch's LSTM between embeddings, its input and, tied, the classes that it predicts.
+"""Word language model: an LSTM whose embeddings are also its output classes.
 
-The logit of a word is the inner product of the output and the word's embedding over a temperature, without a bias: the
-softmax kernel of queries (outputs) and keys (embeddings), which random features estimate (HRF, appendix I).
+The logit of a word is the inner product of the output and the word's embedding, divided by a temperature, without bias.
+exp(logit) is the softmax kernel of queries (outputs) and keys (embeddings), which random features estimate (HRF,
+appendix I).
 
-Legend: B columns of a text, T words of each in a batch, n of those that count, V words, D width.
+Notation: B text columns, T words of each in a batch, n words with a label, D width.
 """
 
 from pathlib import Path
@@ -19,11 +20,11 @@ from crt_exp.models.folder import check_shapes, read_kept, write_kept
 from crt_exp.options import Count, check_options
 
 KIND = "word_lstm"
-SPREAD = 0.1  # of the first embeddings, uniform: that of torch's own example of a word language model
+SPREAD = 0.1  # uniform initialisation of the embeddings, as in PyTorch's word language model example
 
 
 class WordLSTM(nn.Module):
-    """Reads words and goes on where it stopped: its state is an argument and a result."""
+    """LSTM over words; the state is an argument and a result."""
 
     def __init__(self, words: Count, width: Count, layers: Count, dropout: Annotated[float, Field(ge=0, lt=1)]):
         super().__init__()
@@ -32,9 +33,9 @@ class WordLSTM(nn.Module):
         nn.init.uniform_(self.embedding.weight, -SPREAD, SPREAD)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """tokens (B, T) -> outputs (B, T, D) and the state behind the last of them (2, layers, B, D).
+        """Tokens (B, T) -> outputs (B, T, D) and the final state (2, layers, B, D).
 
-        state: that behind the words before; None: there are none.
+        `state` is the state after the preceding words; None: a zero state.
         """
         before = None if state is None else (state[0].contiguous(), state[1].contiguous())
         outputs, after = self.lstm(self.dropout(self.embedding(tokens)), before)
@@ -42,9 +43,13 @@ class WordLSTM(nn.Module):
 
 
 class Found(NamedTuple):
-    """What a model says of a batch. loss: in training the mean with the cost of lengths; else summed over n words.
+    """Results of a model on a batch.
 
-    state (2, layers, B, D). right and lengths (n,): which words are guessed, |h|; None in training.
+    Attributes:
+        loss: in training the mean loss with the norm penalty, else the sum over n words, in nats.
+        state: the final state (2, layers, B, D).
+        right: which words are predicted correctly, (n,); None in training.
+        lengths: norms of the outputs, (n,); None in training.
     """
 
     loss: Tensor
@@ -54,11 +59,11 @@ class Found(NamedTuple):
 
 
 class LSTMLanguageModel(nn.Module):
-    """A WordLSTM with what turns outputs into a loss: the full softmax, or in training `head`.
+    """A `WordLSTM` with a loss: the full softmax, or `head` in training.
 
-    head(outputs (n, D), labels (n,)) -> the mean loss, of outputs that are divided by the temperature; it holds the
-    embeddings themselves where it needs them. beta, gamma: cost of the mean squared distance of lengths from 1, of
-    queries (outputs) and of keys (embeddings), HRF (105), which keeps the kernel within reach of features.
+    head(outputs (n, D), labels (n,)) returns the mean loss. The outputs are divided by the temperature. beta and gamma
+    weight the mean squared distance of the norms of outputs and embeddings from 1, HRF (105). This penalty keeps the
+    kernel within the range of random features.
     """
 
     def __init__(self, body: WordLSTM, head: nn.Module | None = None, temperature: float = 1.0, beta: float = 0.0,
@@ -67,14 +72,14 @@ class LSTMLanguageModel(nn.Module):
         self.body, self.head, self.temperature, self.beta, self.gamma = body, head, temperature, beta, gamma
 
     def forward(self, tokens: Tensor, labels: Tensor, state: Tensor | None = None) -> Found:
-        """tokens, labels (B, T), labels -100 where nothing is to be predicted."""
+        """Tokens, labels (B, T); label -100 excludes a position from the loss."""
         outputs, after = self.body(tokens, state)
         chosen = labels != IGNORED
         outputs, labels, weight = outputs[chosen].float(), labels[chosen], self.body.embedding.weight
         if self.training and self.head is not None:
             loss = self.head(outputs / self.temperature, labels)
         else:
-            logits = outputs / self.temperature @ weight.float().T  # split weights may be bfloat16
+            logits = outputs / self.temperature @ weight.float().T  # sharded weights may be bfloat16
             loss = F.cross_entropy(logits, labels, reduction="mean" if self.training else "none")
         if not self.training:
             return Found(loss.double().sum(), after, logits.argmax(-1) == labels, outputs.norm(dim=-1))
@@ -87,7 +92,7 @@ class LSTMLanguageModel(nn.Module):
 
 
 class KeptLSTM(NamedTuple):
-    """What a run kept: the model in eval mode, its words and its temperature."""
+    """A saved model in eval mode, with its words and temperature."""
 
     body: WordLSTM
     words: tuple[str, ...]
@@ -96,14 +101,14 @@ class KeptLSTM(NamedTuple):
 
 def keep(body: WordLSTM, words: tuple[str, ...], temperature: float, tensors: dict[str, Tensor],
          directory: Path) -> None:
-    """Writes `<directory>/model`, whole or not at all; `tensors` are the state of `body`. Raises OSError."""
+    """Write `<directory>/model` atomically from the state of `body`. Raises OSError."""
     sizes = {"width": body.lstm.hidden_size, "layers": body.lstm.num_layers, "dropout": body.dropout.p}
     config = {"kind": KIND, "sizes": sizes, "temperature": temperature, "words": words}
     write_kept(directory, config, tensors)
 
 
 def load(run: str | Path, option: str) -> KeptLSTM:
-    """What a run of task=ptb kept. Raises DataError, naming `option`, for what is none."""
+    """Load the model of a run of task=ptb. Raises DataError, naming `option`."""
     with read_kept(run, option, KIND, "task=ptb") as (_, config, tensors):
         sizes = {"words": len(config["words"]), **config["sizes"]}
         check_options("", WordLSTM, sizes)

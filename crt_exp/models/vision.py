@@ -1,8 +1,8 @@
-"""Vision transformers of timm: what decides one, where its weights come from, and the folder in which a run keeps it.
+"""Vision transformers of timm: description, weights, and saved folders.
 
-That folder, `<run>/model`, is one that `timm.create_model("local-dir:<run>/model", pretrained=True)` loads: config.json
-in timm's form and model.safetensors, with exact attention. Under `crt_exp` config.json says with which attention the
-weights were trained; attention.safetensors holds the noise and statistics of that attention.
+`timm.create_model("local-dir:<run>/model", pretrained=True)` loads the folder `<run>/model`, with exact attention:
+config.json in timm's form, and model.safetensors. `crt_exp` in config.json records the attention of training.
+attention.safetensors holds its random projections and statistics.
 """
 
 import json
@@ -26,24 +26,28 @@ from crt_exp.models.encoders import EXACT, buildable, differing_keys, quiet
 from crt_exp.models.folder import CONFIG, MODEL, check_numbers, refuse_adapters, save_tensors, verify, whole_folder
 from crt_exp.swap.saved import fetched
 
-SIZED = "vit_tiny_patch16_224"                               # takes any sizes as options; its own are not used
-NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # for a new model of which nothing is said
+SIZED = "vit_tiny_patch16_224"                               # accepts any sizes as options; its own sizes are not used
+NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}          # default sizes of a new model
 SIZES = {"patch": "patch_size", "width": "embed_dim", "depth": "depth", "heads": "num_heads"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)     # of ImageNet
 ATTENTION = "attention.safetensors"
-HEAD = ("head.", "head_dist.", "fc_norm.", "norm.", "attn_pool.")   # what depends on classes and pooling
-MAE_NAMES = {  # of transformers and of timm
+HEAD = ("head.", "head_dist.", "fc_norm.", "norm.", "attn_pool.")   # parts that depend on classes and pooling
+MAE_NAMES = {  # names in transformers -> names in timm
     r"^embeddings\.patch_embeddings\.projection": "patch_embed.proj", r"^embeddings\.position_embeddings": "pos_embed",
     r"^embeddings\.cls_token": "cls_token", r"^layers": "blocks", r"^layernorm\.": "norm.", "layernorm_before": "norm1",
     "layernorm_after": "norm2", r"attention\.o_proj": "attn.proj"}
-FOREIGN = ("decoder", "mask_token")                          # parts of pretraining that a classifier has no place for
+FOREIGN = ("decoder", "mask_token")                          # parts of pretraining that a classifier does not have
 
 
 @dataclass(frozen=True)
 class VisionDescription:
-    """All that decides a classifier but its weights and its attention, as config.json keeps it.
+    """The architecture and preprocessing of a classifier, as in config.json.
 
-    options: of timm.create_model, besides size and classes. classes: None where they are not known (a bare encoder).
+    Weights and attention are not part of it.
+
+    Attributes:
+        options: further arguments of timm.create_model.
+        classes: names of the classes; None if unknown (a bare encoder).
     """
 
     model: str
@@ -52,11 +56,14 @@ class VisionDescription:
     classes: tuple[str, ...] | None = None
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
-    crop: float = 1.0                                        # of a side that the middle of an image keeps
+    crop: float = 1.0                                        # fraction of a side that the centre crop keeps
     interpolation: str = "bicubic"
 
     def make(self, **options: Any) -> nn.Module:
-        """With random weights and exact attention. Raises ConfigError where timm makes no ViT of it."""
+        """Build the model with random weights and exact attention.
+
+        Raises ConfigError if timm cannot build it.
+        """
         import timm
 
         with buildable(f"task.model={self.model} with {self.options | {'img_size': self.size}}"):
@@ -66,12 +73,12 @@ class VisionDescription:
         return self.options | {"num_classes": len(self.classes or ()), "img_size": self.size}
 
     def check(self) -> None:
-        """Raises ConfigError for sizes that do not go together, before anything is written."""
-        with torch.device("meta"), buildable(f"task.model={self.model}"):   # which takes no memory
+        """Raise ConfigError for inconsistent sizes."""
+        with torch.device("meta"), buildable(f"task.model={self.model}"):   # takes no memory
             check_patch(self.size, self.make().patch_embed.patch_size[0])
 
     def transform(self) -> Callable[[Any], Tensor]:
-        """A PIL.Image to (3, size, size) as the model is evaluated on."""
+        """The evaluation transform: PIL.Image -> tensor (3, size, size)."""
         from timm.data import create_transform
 
         return create_transform(self.size, interpolation=self.interpolation, mean=self.mean, std=self.std,
@@ -80,7 +87,7 @@ class VisionDescription:
     # ---- config.json
 
     def written(self, mechanism: Mechanism) -> dict[str, Any]:
-        """In timm's form; `crt_exp` is ours."""
+        """The content of config.json in timm's form; the key `crt_exp` is ours."""
         count = len(self.classes)
         config = {"input_size": [3, self.size, self.size], "fixed_input_size": True, "crop_pct": self.crop,
                   "interpolation": self.interpolation, "mean": self.mean, "std": self.std, "num_classes": count,
@@ -90,7 +97,7 @@ class VisionDescription:
 
     @classmethod
     def read(cls, content: dict[str, Any], path: Path) -> "VisionDescription":
-        """Raises DataError where it is no configuration of timm or of transformers' ViTMAE."""
+        """Read a config.json of timm or of transformers' ViTMAE. Raises DataError."""
         if content.get("model_type") == "vit_mae":
             return cls.of_mae(content)
         try:
@@ -103,14 +110,14 @@ class VisionDescription:
 
     @classmethod
     def of_timm(cls, model: str, config: dict[str, Any], options: dict[str, Any]) -> "VisionDescription":
-        """config: what timm calls a pretrained_cfg."""
+        """Build from a pretrained_cfg of timm."""
         names = config.get("label_names") or [str(i) for i in range(config.get("num_classes") or 0)]
         return cls(model, config["input_size"][-1], options, tuple(names) or None, tuple(config["mean"]),
                    tuple(config["std"]), config.get("crop_pct") or 1.0, config.get("interpolation") or "bicubic")
 
     @classmethod
     def of_mae(cls, content: dict[str, Any]) -> "VisionDescription":
-        """What transformers leaves out of config.json has its default value."""
+        """Build from a config.json of ViTMAE, where missing keys have their defaults."""
         from transformers import ViTMAEConfig
 
         config = ViTMAEConfig(**content)
@@ -120,13 +127,16 @@ class VisionDescription:
 
 
 def check_patch(size: int, patch: int) -> None:
-    """Raises ConfigError for an image whose side is no multiple of the patch."""
+    """Raise ConfigError if the image side is not a multiple of the patch side."""
     if size % patch:
         raise ConfigError(f"task.size={size}: expected a multiple of the patch of {patch} pixels")
 
 
 def known(model: str) -> VisionDescription:
-    """A name of timm, such as vit_base_patch16_224 or vit_base_patch16_224.mae. Raises ConfigError for another."""
+    """The description of a timm model, such as vit_base_patch16_224.mae.
+
+    Raises ConfigError for an unknown name.
+    """
     import timm
 
     base, _, tag = model.partition(".")
@@ -137,18 +147,18 @@ def known(model: str) -> VisionDescription:
     return VisionDescription.of_timm(model, config.to_dict(), {}) if config else VisionDescription(model, 224)
 
 
-# ---- where weights come from
+# ---- sources of weights
 
 class Checkpoint(NamedTuple):
-    """A file of weights, or a folder that says what they are of."""
+    """A file of weights, or a folder of weights with config.json."""
 
-    named: str                                                # as the user named it
+    named: str                                                # name in errors
     path: Path                                               # a file, or a folder with config.json
     description: VisionDescription | None
     attention: dict[str, Any]                                # `crt_exp` of config.json; empty for exact attention
 
     def state(self) -> dict[str, Tensor]:
-        """By timm's names, without noise. Raises DataError."""
+        """The weights with timm's names, without random projections. Raises DataError."""
         verify(self.path, self.named)
         config = self.path / CONFIG
         if config.is_file() and json_object(config).get("model_type") == "vit_mae":
@@ -158,8 +168,10 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(init: str) -> Checkpoint | None:
-    """What task.init means; None for random weights and those of timm's hub; models/... is one that was fetched.
-    Raises DataError for what is not there."""
+    """Resolve task.init to a checkpoint; None for random weights and timm's hub.
+
+    A name such as models/... is a fetched model. Raises DataError if nothing is found.
+    """
     if init in ("scratch", "pretrained"):
         return None
     path, named = fetched(init, "task.init") or Path(init).expanduser(), f"task.init={init}"
@@ -180,27 +192,34 @@ def checkpoint_of(init: str) -> Checkpoint | None:
 
 
 def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
-    """Of safetensors, or of torch.save (tensors alone, nothing else is unpickled); of a folder that of timm."""
+    """Load the tensors of a safetensors or torch.save file, or of a folder.
+
+    torch.save files are loaded with weights_only=True. Raises DataError.
+    """
     from safetensors.torch import load_file
 
     file = path if path.is_file() else path / "model.safetensors"
     try:
         safe = file.suffix == ".safetensors"
         tensors = load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # safetensors, zipfile and pickle have their own
+    except Exception as error:  # safetensors, zipfile and pickle raise their own exceptions
         raise DataError(f"{named}: {file} cannot be read as weights: {reason_of(error)[:300]}") from None
-    for key in ("model", "state_dict"):                      # as training scripts wrap them
+    for key in ("model", "state_dict"):                      # wrappers of training scripts
         tensors = tensors[key] if isinstance(tensors.get(key), dict) else tensors
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
 
 
 def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
-    """The encoder of transformers' ViTMAE by timm's names: equal outputs, where the norms have the same epsilon."""
+    """The encoder of transformers' ViTMAE with timm's names.
+
+    The outputs are equal if the norms have the same epsilon. Raises DataError.
+    """
     from transformers import ViTMAEModel
 
     try:
         with quiet():
-            theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()   # files of all versions
+            # reads files of all versions of transformers
+            theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()
     except Exception as error:
         raise DataError(f"{named}: its weights cannot be read: {reason_of(error)[:300]}") from None
     state = {}
@@ -218,10 +237,11 @@ def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
 
 def build(description: VisionDescription, mechanism: Mechanism, init: str = "scratch", new_head: bool = False,
           drop_path: float = 0.0) -> nn.Module:
-    """The model in float32, with the weights that `init` names and `mechanism` for its attention.
+    """Build the model in float32 with the weights of `init` and the given attention.
 
-    A run of the same attention gives its noise too; one of exact attention is uptrained: it gets new noise. Raises
-    DataError where weights are missing or do not fit, ConfigError for another attention or other classes.
+    A run with the same attention also gives its random projections. A run with exact attention is swapped to new random
+    projections. Raises DataError for weights that are missing or do not fit, and ConfigError for another attention or
+    other classes.
     """
     checkpoint = checkpoint_of(init)
     if init == "pretrained":
@@ -242,7 +262,10 @@ def build(description: VisionDescription, mechanism: Mechanism, init: str = "scr
 
 
 def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -> nn.Module:
-    """timm's own weights; a head for other classes starts from random weights only where that is asked for."""
+    """Load timm's pretrained weights.
+
+    `new_head` allows a randomly initialised head for other classes.
+    """
     import timm
 
     config, name = timm.get_pretrained_cfg(description.model), description.model
@@ -265,18 +288,24 @@ def other_classes(named: str, theirs: Any, ours: Any) -> ConfigError:
 
 
 def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_head: bool) -> None:
-    """Raises ConfigError where the checkpoint has a head for other classes, in number or, where known, in name."""
+    """Raise ConfigError if the checkpoint's head has other classes.
+
+    Compares the number of classes, and their names if known.
+    """
     theirs, ours = checkpoint.description and checkpoint.description.classes, description.classes
     if new_head or not theirs or theirs == ours:
         return
     if len(theirs) != len(ours):
         raise other_classes(checkpoint.named, len(theirs), len(ours))
-    if theirs != tuple(map(str, range(len(theirs)))):        # what stands for names where a checkpoint has none
+    if theirs != tuple(map(str, range(len(theirs)))):        # numbers stand for unknown names
         raise other_classes(checkpoint.named, *next((a, b) for a, b in zip(theirs, ours) if a != b))
 
 
 def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
-    """Raises ConfigError, naming the keys that differ, for weights of another attention that is not the exact one."""
+    """Raise ConfigError if the weights were trained with another linear attention.
+
+    The error names the keys that differ.
+    """
     changed = differing_keys(checkpoint.attention["described"], mechanism.describe()) if checkpoint.attention else []
     if changed:
         raise ConfigError(f"{checkpoint.named} was trained with another attention; these keys differ: "
@@ -285,7 +314,7 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
 
 
 def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool) -> None:
-    """Loads weights of timm's names, position embeddings interpolated to the model's grid by timm.
+    """Load weights with timm's names; timm interpolates position embeddings.
 
     A missing head stays as it is. Raises DataError for weights of another width, depth or kind.
     """
@@ -305,7 +334,7 @@ def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool)
 
 
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Noise and statistics of the attention that the weights were trained with."""
+    """Load the random projections and statistics of the attention of training."""
     file = checkpoint.path / ATTENTION
     noise = tensors_of(file, checkpoint.named) if file.is_file() else {}
     make_room(model, noise)
@@ -319,7 +348,7 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
 # ---- the folder of a run
 
 def keep(description: VisionDescription, mechanism: Mechanism, tensors: dict[str, Tensor], directory: Path) -> None:
-    """Writes `<directory>/model`, whole or not at all; `tensors` are the model's state. Raises OSError."""
+    """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
     weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
     with whole_folder(directory) as folder:
@@ -330,7 +359,10 @@ def keep(description: VisionDescription, mechanism: Mechanism, tensors: dict[str
 
 
 class KeptClassifier(NamedTuple):
-    """The model of a run in eval mode, the names of its classes, and what makes its input of a PIL.Image in RGB."""
+    """A saved model in eval mode, its class names, and its input transform.
+
+    The transform takes a PIL.Image in RGB.
+    """
 
     model: nn.Module
     classes: tuple[str, ...]
@@ -338,10 +370,10 @@ class KeptClassifier(NamedTuple):
 
 
 def load(run: str | Path) -> KeptClassifier:
-    """What a run of task=imagenet kept, with the attention it was trained with; `unswap_attention` takes that out.
+    """Load the model of a run of task=imagenet, with the attention of training.
 
-    Raises DataError where the run has not ended or is of another task, ConfigError where its attention's name is
-    another one in conf/.
+    `unswap_attention` restores exact attention. Raises DataError if the run is unfinished or of another task. Raises
+    ConfigError if the name of its attention has another meaning in conf/.
     """
     checkpoint = checkpoint_of(str(run))
     if checkpoint is None or checkpoint.description is None or checkpoint.description.classes is None:

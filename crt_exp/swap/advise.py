@@ -1,9 +1,8 @@
-"""`crt_exp.advise`: which attention a pretrained model can have instead.
+"""`crt_exp.advise`: recommend an attention method for a pretrained model.
 
-Losses, times and memory of a bench decide.
-An attention is close enough where the upper end of its interval lies within `tolerance` nats of the model's own
-attention, and within `REPEATED` nats on repeated passages where the model uses them. It pays from the shortest timed
-length on from which every pass is at least MARGIN times as fast.
+The recommendation uses losses, times and memory of a `Bench`. A method is close enough if the upper end of its 95% CI
+is at most `tolerance` nats above exact attention. If the model uses repetition, the limit on repeated passages is
+`REPEATED` nats. A method pays from the shortest timed length from which every pass is at least MARGIN times as fast.
 """
 
 import math
@@ -28,13 +27,13 @@ from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, 
 from crt_exp.swap.calibration import eval_mode, learns
 
 EXACT, UNIFORM = "exact", "uniform"
-TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # by default
-SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # by default
-LEAST = 32                # tokens of a text
-TOLERANCE = 0.02          # nats: 2% of the perplexity
-REPEATED = 0.1            # nats on repeated passages
-TELLS = 5                 # times the tolerance that uniform attention must cost, or the data cannot tell methods apart
-USES = 0.5                # nats by which repeated passages must be easier for the model's own attention
+TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # default methods
+SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # default numbers of samples
+LEAST = 32                # minimum length of a document, in tokens
+TOLERANCE = 0.02          # nats; 2% of the perplexity
+REPEATED = 0.1            # nats, tolerance on repeated passages
+TELLS = 5                 # the control must cost this many tolerances, else the data cannot distinguish methods
+USES = 0.5                # nats by which exact attention must be better on repeated passages, so that recall is judged
 MARGIN = 1.05
 
 
@@ -42,21 +41,28 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
            labels: Tensor | None = None, length: int | None = None, tokenizer: Any = None,
            attentions: Sequence[str] | None = None, samples: int | None = None, calibration: int = 4,
            rounds: int = 3, tolerance: float = TOLERANCE, seed: int = 0) -> "Advice":
-    """Try other attention in a pretrained model; return what each costs and which to take.
+    """Measure several attention methods in a model and recommend one.
+
+    The model is unchanged afterwards.
 
     Args:
-        model: a model in memory, unchanged afterwards.
-        texts: held-out samples. For a language model strings (`tokenizer` splits them) or token ids, one tensor; for a
-            model of images a tensor (n, C, H, W); for any other model a list of dictionaries of its arguments.
+        model: the pretrained model.
+        texts: held-out samples. For a language model: strings (with `tokenizer`), or one tensor of token ids. For an
+            image model: a tensor (n, C, H, W). For any other model: a list of dictionaries of its arguments.
         labels: classes (n,) of the images. Without labels, outputs are compared with those of exact attention.
-        length: tokens of a text; default: 512, or the model's positions where they are fewer.
-        attentions: such as "window block=32"; default: TRIED.
-        samples: samples to judge on (default: 8 texts, 64 images, 16 others); intervals are over these.
-        calibration: further samples, to which attention is fitted.
-        rounds: of the times; medians count. tolerance: allowed loss increase, nats.
+        length: tokens of a document. Default: 512, or the model's positions if fewer.
+        attentions: methods such as "window block=32". Default: TRIED.
+        samples: number of samples to evaluate. Default: 8 documents, 64 images, 16 others. 95% CIs are over samples.
+        calibration: number of further samples, to which attention is fitted.
+        rounds: timing rounds; the median counts.
+        tolerance: allowed loss increase over exact attention, in nats.
+        seed: seed of the random projections.
 
-    Returns an `Advice`: print it, `.sentence`, `.code`, `.rows`, `.save(folder)`. Raises ValueError for models that the
-    data do not fit, and for too few samples.
+    Returns:
+        An `Advice` with `.sentence`, `.code`, `.rows` and `.save(folder)`; print it for a table.
+
+    Raises:
+        ValueError: the data do not fit the model, or there are too few samples.
     """
     with eval_mode(model):
         first = texts if isinstance(texts, str | Tensor) else texts[0]
@@ -73,7 +79,11 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
 
 @dataclass
 class Row:
-    """One attention: means over samples with half-widths of 95% intervals, in nats; times in ms by length; MiB."""
+    """Results of one method.
+
+    Losses are means over samples in nats, with half-widths of 95% CIs. `above` is the loss increase over exact
+    attention. `ms` maps the length in tokens to the time of a pass in milliseconds. `mib` is the peak memory in MiB.
+    """
 
     attention: str
     above: float
@@ -83,8 +93,8 @@ class Row:
     ms: dict[int, float] = field(default_factory=dict)
     mib: float | None = None
     speedup: float = 1.0
-    pays_from: int | None = None   # None: at no timed length
-    exact_to: int = 0              # tokens up to which it is exact attention
+    pays_from: int | None = None   # None: not at any timed length
+    exact_to: int = 0              # sequence length up to which the method computes exact attention
     fitted: bool = False           # whether it needs calibrate_attention
 
     @property
@@ -95,13 +105,13 @@ class Row:
 
 @dataclass
 class Advice:
-    """What `advise` returns: print it, or take its parts. The first row is the model's own attention."""
+    """The result of `advise`; the first row is the model's own attention."""
 
     rows: list[Row]
     length: int
     samples: int
     loss: float                      # of the model's own attention
-    repeated_loss: float | None      # the same on repeated passages
+    repeated_loss: float | None      # of the model's own attention on repeated passages
     tolerance: float
     noun: str = "texts"
     labelled: bool = True
@@ -117,7 +127,7 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The line that applies the recommendation."""
+        """The Python line that applies the recommendation."""
         if self.chosen is None:
             return "# keep the model as it is"
         swap = f'swap_attention(model, "{self.chosen.attention}")'
@@ -125,12 +135,12 @@ class Advice:
 
     @property
     def uses_repetition(self) -> bool:
-        """Whether the model's own attention profits from repeated passages, so that recall can be judged."""
+        """Whether exact attention gains from repeated passages; else recall is not judged."""
         return self.repeated_loss is not None and self.loss - self.repeated_loss >= USES
 
     @property
     def table(self) -> pd.DataFrame:
-        """A DataFrame of text, one row an attention."""
+        """A DataFrame of formatted strings, one row for each method."""
         others = self.rows[1:]
         cells = {"attention": [row.attention for row in self.rows],
                  "loss increase": [f"(loss {self.loss:.3f})", *(shown(r.above, r.above_ci95) for r in others)]}
@@ -147,7 +157,7 @@ class Advice:
         return "\n".join([self.table.to_string(index=False), "", self.sentence, *self.notes, "", self.code])
 
     def save(self, directory: str | Path) -> None:
-        """Writes advise.csv, advise.md and advise.png into a folder."""
+        """Write advise.csv, advise.md and advise.png to a folder."""
         folder, table = Path(directory), self.table
         folder.mkdir(parents=True, exist_ok=True)
         sentence = f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed."
@@ -171,7 +181,10 @@ def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
 
 def text_bench(model: nn.Module, rows: Tensor, samples: int | None, calibration: int, tokenizer: Any, seed: int
                ) -> TextBench:
-    """rows: (n, length) token ids. Raises ValueError for models that predict neither masked nor next tokens."""
+    """Build the bench of a language model from token ids (n, length).
+
+    Raises ValueError for models that predict neither masked nor next tokens.
+    """
     predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
     if predicted is None:
         raise ValueError(f"{type(model).__name__} predicts no tokens: load it by AutoModelForCausalLM or ...MaskedLM")
@@ -193,7 +206,10 @@ def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, samples: 
 
 
 def spread(count: int, samples: int, calibration: int, noun: str) -> tuple[list[int], list[int]]:
-    """Indices of evenly spread samples to judge on, and of those to fit to after them."""
+    """Indices of evenly spaced samples to evaluate, then of those to fit to.
+
+    Raises ValueError if there are too few samples.
+    """
     if samples < 2 or calibration < 1 or count < samples + calibration:
         raise ValueError(f"samples={samples}, calibration={calibration}: expected at least 2 and 1, of {count} {noun}")
     chosen = torch.linspace(0, count - 1, samples + calibration).round().long().tolist()
@@ -203,13 +219,13 @@ def spread(count: int, samples: int, calibration: int, noun: str) -> tuple[list[
 # ---- measuring
 
 def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mechanism | None]:
-    """Attention by its name, exact (None) first. Raises ConfigError for unknown names and options."""
+    """Name -> mechanism, exact (None) first. Raises ConfigError for unknown names."""
     names = TRIED if attentions is None else attentions
     return {EXACT: None} | {name: Mechanism.parse(name, seed=seed) for name in names if name != EXACT}
 
 
 def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Iterator[dict[str, Any]]:
-    """A record for each attention with its losses and memory, then one for each length with the times of all."""
+    """Yield a record of losses and memory for each method, then times by length."""
     longest = bench.timed[bench.length]
     for label, attention in methods.items():
         losses = bench.losses(attention)
@@ -223,7 +239,7 @@ def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int)
 
 def advice_of(bench: Bench, methods: Mapping[str, Mechanism | None], records: Sequence[Mapping[str, Any]],
               tolerance: float) -> Advice:
-    """The advice of the records of `measured`."""
+    """Build the advice from the records of `measured`."""
     judged = {each["attention"]: each for each in records if "attention" in each}
     times = {each["length"]: each["ms"] for each in records if "length" in each}
     own, rows = judged[EXACT], []
@@ -243,22 +259,22 @@ def advice_of(bench: Bench, methods: Mapping[str, Mechanism | None], records: Se
 
 
 def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """With the half-width of its 95% Student interval; NaN for one sample."""
+    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
     n, differences = len(own), np.subtract(losses, own)
     half = float(stdtrit(n - 1, 0.975)) * float(np.std(differences, ddof=1)) / n**0.5 if n > 1 else math.nan
     return float(np.mean(differences)), half
 
 
 def pays_from(gains: Mapping[int, float]) -> int | None:
-    """The shortest timed length from which on every gain reaches MARGIN."""
+    """The shortest timed length from which every speed-up is at least MARGIN."""
     slow = [length for length, gain in gains.items() if gain < MARGIN]
     return min((length for length in gains if length > max(slow, default=0)), default=None)
 
 
-# ---- the recommendation
+# ---- recommendation
 
 def recommendation(advice: Advice) -> tuple[Row | None, str]:
-    """The row to take, or None, and the sentence with its reason."""
+    """The recommended row, or None, and a sentence with the reason."""
     tried = [row for row in advice.rows if row.attention not in (EXACT, UNIFORM)]
     control = next((row for row in advice.rows if row.attention == UNIFORM), None)
     if control is not None and not is_costly(advice, control):
@@ -285,7 +301,10 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
 
 
 def is_costly(advice: Advice, row: Row) -> bool:
-    """Whether it costs clearly more than is allowed: TELLS times as much at the lower end of an interval."""
+    """Whether a method clearly exceeds the tolerance.
+
+    The lower end of its 95% CI must be at least TELLS times the tolerance, on the samples or on repeated passages.
+    """
     forgets = advice.uses_repetition and row.repeated - row.repeated_ci95 >= TELLS * REPEATED
     return forgets or not row.above - row.above_ci95 < TELLS * advice.tolerance
 
@@ -299,10 +318,10 @@ def shown(value: float | None, half: float | None) -> str:
     return f"{value:.4f} ± {half:.4f}" if value is not None and math.isfinite(value) else "not finite"
 
 
-# ---- the picture
+# ---- figure
 
 def figure(advice: Advice):
-    """Loss increase of each attention, and milliseconds against the length."""
+    """Plot the loss increase of each method, and the time of a pass by length."""
     drawn, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
     others = advice.rows[:0:-1]
     for height, row in enumerate(others):

@@ -1,9 +1,11 @@
-"""Temporarily swap a model's attention, measure it, then restore its own.
+"""Measure loss, time and memory of a model with other attention.
 
-`Bench` swaps the attention of any model; `TextBench` adds losses of language models, `BatchBench` those of models of
-images, audio and other input. A piece is what `calibrate_attention` takes. Pieces that attention is fitted to are not
-judged. Models that were built with other attention need no bench: see `fitted` and `looked_at`.
-Notation: B batch, L tokens, H query heads, Hkv key heads, V tokens of a vocabulary, C classes.
+`Bench` swaps the attention of any model and restores it. `TextBench` adds the losses of language models, `BatchBench`
+those of models of images, audio and other inputs. A sample has the form of a batch of `calibrate_attention`. Samples
+that attention is fitted to are not evaluated. Models that were built with other attention need no bench: see `fitted`
+and `looked_at`.
+
+Notation: B batch, L tokens, V vocabulary size, C classes.
 """
 
 import math
@@ -24,27 +26,27 @@ from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics,
 from crt_exp.swap.saved import holders
 from crt_exp.swap.swap import unswap_attention
 
-KEPT = 8            # fits of attention that a bench remembers
+KEPT = 8            # number of fitted methods that a bench caches
 MASKED, NEXT = "masked", "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
-IGNORED = -100      # label of a token that no loss counts, as torch and transformers have it
-SHARE = 0.15        # of the tokens is masked
-UNSURE = 16         # tokens after which a model can know that a passage is repeated
-REPEATED = 4        # rows that are also judged as repeated passages
-SHORTEST = 128      # tokens of the shortest timed row
-LENGTH = 512        # tokens of a text, where nothing says more
+IGNORED = -100      # label of a token without loss, as in torch and transformers
+SHARE = 0.15        # fraction of tokens that are masked
+UNSURE = 16         # tokens after which a model can detect that a passage is repeated
+REPEATED = 4        # rows that are also evaluated as repeated passages
+SHORTEST = 128      # tokens of the shortest timed input
+LENGTH = 512        # default length of a document, in tokens
 AT_ONCE = 256       # tokens whose losses are computed at a time
 
 
 def fitted(model: nn.Module, batches: Iterable) -> nn.Module:
-    """The model, with attention fitted to these batches where it has something to fit."""
+    """Fit the attention of a model to batches, if it needs fitting; return the model."""
     if learns(model):
         fill_statistics(model, batches)
     return model
 
 
 def looked_at(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
-    """The calibrated layers of the model, with the errors that the calibration measured."""
+    """Calibrate the model and return its layers with the measured errors."""
     with quiet():
         calibrate_attention(model, batches)
     return [part for part in model.modules() if isinstance(part, LinearAttention)]
@@ -52,24 +54,24 @@ def looked_at(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings of layers that stay as they are, or that uniform attention is closer to."""
+    """Context manager that hides UserWarnings of swaps and calibrations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
 class Bench:
-    """A model in eval mode, `judged` pieces, and `training` pieces that attention is fitted to.
+    """Evaluate one model with several attention methods.
 
-    Subclasses give `loss(i)` of judged piece i in nats, `timed`, the pieces to time by the number of tokens that
-    attention has in them, in growing order, and where `repeats` > 0 `repeated_loss(i)`. Raises ValueError for a model
-    that is swapped already.
+    `judged` samples are evaluated; attention is fitted to `training` samples. Subclasses define `loss(i)` of sample i
+    in nats, and `timed`: number of tokens -> sample to time, in ascending order. If `repeats` > 0 they also define
+    `repeated_loss(i)`. The model is put in eval mode. Raises ValueError if the model is already swapped.
     """
 
-    noun = "pieces"     # what tables call them
+    noun = "pieces"     # name of the samples in tables
     causal = False
-    repeats = 0         # judged pieces that are also judged as repeated passages
-    labelled = True     # whether losses are those of labels
+    repeats = 0         # number of samples that are also evaluated as repeated passages
+    labelled = True     # whether losses use labels
 
     def __init__(self, model: nn.Module, judged: Sequence[Any] = (), training: Sequence[Any] | None = (),
                  seed: int = 0):
@@ -77,14 +79,14 @@ class Bench:
             raise ValueError(f"this {type(model).__name__} is swapped already: call unswap_attention(model) first")
         self.model, self.judged, self.training, self.seed = model.eval(), judged, training, seed
         self.device = next(model.parameters()).device
-        self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []    # of the last attentions
+        self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []    # state dicts of the last fitted methods
 
     def run(self, piece: Any) -> Any:
-        """The model's output for a piece."""
+        """Return the model's output for a sample."""
         return call(self.model, piece)
 
     def body(self, piece: Any) -> Any:
-        """The pass whose time and memory count."""
+        """The forward pass that is timed and whose memory is measured."""
         return self.run(piece)
 
     def fit(self, attention: Mechanism) -> None:
@@ -93,7 +95,10 @@ class Bench:
 
     @contextmanager
     def swapped(self, attention: Mechanism | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
-        """Within it the model has this attention, fitted once for all times; yields its layers by path."""
+        """Context manager: swap the attention, fitted once, and yield its layers by path.
+
+        None keeps the model's own attention.
+        """
         if attention is None:
             yield {}
             return
@@ -120,7 +125,11 @@ class Bench:
     @torch.no_grad()
     def watched(self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
                 ) -> tuple[list[Any], Any]:
-        """see(layer, arguments, output) of every call of exact attention for a piece, and the model's output."""
+        """Run a sample with exact attention and record each attention call.
+
+        Returns:
+            The values of see(layer, arguments, output) for every call, and the model's output.
+        """
         seen: list[Any] = []
         with self.swapped(Mechanism.of("exact"), layers) as states, ExitStack() as stack:
             for state in states.values():
@@ -131,9 +140,9 @@ class Bench:
 
     @torch.no_grad()
     def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:
-        """Nats of each judged piece, `loss`, and of the first `repeats` pieces `repeated`.
+        """Losses in nats: "loss" of each sample, "repeated" of the first `repeats`.
 
-        Raises NotFinite where the model's own loss is not finite: nothing can be compared with it.
+        Raises NotFinite if the model's own loss is not finite.
         """
         with self.swapped(attention):
             losses = {"loss": [self.loss(i) for i in range(len(self.judged))],
@@ -146,11 +155,14 @@ class Bench:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest piece."""
+        """Tokens of the longest timed sample."""
         return max(self.timed)
 
     def times(self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int) -> dict[str, list[float]]:
-        """Milliseconds of a pass in each round, in which all attentions take turns, after an untimed call each."""
+        """Milliseconds of a forward pass, one value for each method and round.
+
+        The methods take turns within a round. An untimed call precedes each timed call.
+        """
         body = torch.no_grad()(self.body)
 
         def within(attention: Mechanism | None) -> float:
@@ -160,20 +172,25 @@ class Bench:
 
     @torch.no_grad()
     def memory(self, attention: Mechanism | None, piece: Any) -> float | None:
-        """MiB at the peak of a pass beyond what was held before; None where the system does not report it."""
+        """Peak MiB of a forward pass above the memory in use before; None if unknown."""
         with self.swapped(attention), suppress(OSError):
             give_back()
             return added(lambda: self.body(piece), self.device)
         return None
 
 
-# ---- rows of tokens
+# ---- language models
 
 class TextBench(Bench):
-    """A language model of transformers, `rows` (n, L) of tokens to judge on and `training` (k, L).
+    """Bench of a transformers language model on token ids.
 
-    mask: the id of the mask token, of masked models. special: ids that are never masked. On repeated passages a causal
-    model loses what its attention cannot look up.
+    The repeated-passage loss shows what a causal model loses because its attention cannot retrieve single tokens.
+
+    Args:
+        rows: token ids (n, L) to evaluate.
+        training: token ids (k, L) to fit attention to.
+        mask: id of the mask token, for masked language models.
+        special: ids that are never masked.
     """
 
     noun = "texts"
@@ -197,26 +214,29 @@ class TextBench(Bench):
         return self.model(input_ids=ids.to(self.device), **self.options, **options)
 
     def body(self, ids: Tensor) -> None:
-        """Without the logits of all tokens, which would hide the rest."""
+        """Run the model without the output head, whose logits would dominate the cost."""
         self.model.base_model(input_ids=ids.to(self.device), **self.options)
 
     def loss(self, i: int) -> float:
-        """Nats a predicted token of row i."""
+        """Mean loss of row i, in nats per predicted token."""
         return float(self.nats(*self.asked(i)).mean())
 
     def repeated_loss(self, i: int) -> float:
-        """Nats a token of the second half of a row that is the first half of row i twice."""
+        """Loss on a repeated passage, in nats per token.
+
+        The input is the first half of row i, twice. The loss covers the second copy.
+        """
         half = self.rows.shape[1] // 2
         inputs, labels = following(self.rows[i:i + 1, :half].repeat(1, 2))
         labels[:, :half + UNSURE - 1] = IGNORED
         return float(self.nats(inputs, labels).mean())
 
     def nats(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each token that labels (1, L) ask for, float64."""
+        """Loss of each token with a label, labels (1, L), in float64."""
         return nats(self.run(inputs).logits, labels)
 
     def asked(self, i: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of row i, (1, L) each: the same for all attention."""
+        """Inputs and labels of row i, (1, L) each, equal for all methods."""
         row = self.rows[i:i + 1]
         if self.causal:
             return following(row)
@@ -224,19 +244,19 @@ class TextBench(Bench):
         return row.masked_fill(hidden, self.mask), row.masked_fill(~hidden, IGNORED)
 
     def _places(self, i: int) -> Tensor:
-        """Which tokens of row i are masked."""
+        """The tokens of row i to mask, as a boolean tensor (L,)."""
         draw = torch.rand(self.rows.shape[1], generator=torch.Generator().manual_seed(1000 * self.seed + i))
         draw[torch.isin(self.rows[i], self.special)] = 1.0
         return draw <= max(SHARE, float(draw.min()))
 
 
 def following(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids (1, L) and the token that comes next; after the last one no label is asked for."""
+    """Ids (1, L) and next-token labels; the last token has no label."""
     return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
 
 
 def nats(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits (B, L, V), labels (B, L) -> the losses of the tokens that are asked for, float64."""
+    """Logits (B, L, V) and labels (B, L) -> losses of the labelled tokens, float64."""
     asked = (labels != IGNORED).to(logits.device)
     wanted = labels.to(logits.device)[asked]
     return torch.cat([F.cross_entropy(part.double(), each, reduction="none")
@@ -244,13 +264,16 @@ def nats(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def predicts(model: nn.Module) -> str | None:
-    """Which tokens a model of transformers predicts, by the name of its class; None for encoders and others."""
+    """The training objective, MASKED or NEXT, by class name; None for other models."""
     name = next((type(part).__name__ for part in holders(model)), "")
     return next((kind for end, kind in HEADS.items() if name.endswith(end)), None)
 
 
 def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
-    """Tokens of a text: as asked, or 512 or the model's positions. Raises ValueError for too many and too few."""
+    """The document length in tokens: `length`, or 512, at most the model's positions.
+
+    Raises ValueError if `length` is below `least` or above the model's positions.
+    """
     most = positions(model)
     length = min(LENGTH, most) if length is None else length
     if not least <= length <= most:
@@ -259,21 +282,23 @@ def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
 
 
 def positions(model: nn.Module) -> int:
-    """The longest sequence that the model can read, at most 2**20 tokens."""
+    """The longest input of the model in tokens, at most 2**20."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2**20
     for path, part in model.named_modules():
         if path.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
-            most = min(most, part.num_embeddings - part.padding_idx - 1)  # RoBERTa counts from after the padding index
+            # RoBERTa's positions start after the padding index
+            most = min(most, part.num_embeddings - part.padding_idx - 1)
     return min(most, 2**20)
 
 
-# ---- batches
+# ---- other models
 
 class BatchBench(Bench):
-    """Pieces are dictionaries of the model's arguments, or tensors; labels: of each judged piece (B,).
+    """Bench of a model on samples that are tensors or dictionaries of its arguments.
 
-    Without labels a loss is the model's own, or the cross-entropy with the outputs of its own attention: what is above
-    that of its own attention is the Kullback-Leibler divergence. Raises ValueError for a model without loss or scores.
+    `labels` holds the labels (B,) of each evaluated sample. Without labels the loss is the model's own loss, or the
+    cross-entropy with the outputs of the model's own attention. The loss increase is then a Kullback-Leibler
+    divergence. Raises ValueError for a model that returns neither loss nor scores.
     """
 
     def __init__(self, model: nn.Module, judged: Sequence[Any], training: Sequence[Any], *,
@@ -294,7 +319,10 @@ class BatchBench(Bench):
 
 
 def own_loss(out: Any, piece: Any) -> Tensor | None:
-    """The loss of a model that was given labels: `loss`, or the mean of a loss of each row, (B,)."""
+    """The loss that a model returns for inputs with labels, or None.
+
+    The loss is the attribute `loss`, or the mean of per-sample losses (B,) for inputs with "targets".
+    """
     if getattr(out, "loss", None) is not None:
         return out.loss.float()
     given = isinstance(piece, Mapping) and "targets" in piece
@@ -302,7 +330,7 @@ def own_loss(out: Any, piece: Any) -> Tensor | None:
 
 
 def scores(out: Any) -> Tensor:
-    """(B, ..., C)."""
+    """Class scores (B, ..., C) of a model's output. Raises ValueError."""
     out = getattr(out, "logits", out)
     if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
         raise ValueError("the model gives neither a loss nor class scores: load it with its head, or give labels")

@@ -1,13 +1,14 @@
-"""A layer of transformers' Cache that keeps the recurrent state of decoding.
+"""A layer of transformers' Cache that holds the recurrent state of decoding.
 
-`install` has `generate`, and calls with use_cache=True, make caches with a `RecurrentLayer` for each swapped causal
-layer. Within the forward pass the attention module hands new keys to `update` and what it gets back to the attention
-function, with nothing between: so `update` gives back the new keys alone, with the layer attached to them, and the
-attention function finds the state there. The state thus belongs to the cache, however many there are. Where that path
-does not hold (a module that works on keys after the cache gave them, training, gradients, attention that is not
-causal), the layer keeps all keys and values, as a DynamicLayer does: right, in time linear in the position.
+`install` makes `generate`, and calls with use_cache=True, create caches with a `RecurrentLayer` for each swapped causal
+layer. An attention module passes new keys to `update` and hands the returned keys to the attention function. `update`
+returns the new keys only, with the cache layer attached, so that the attention function finds the state. The state
+belongs to the cache, so several caches can be in use. The layer stores all keys, like DynamicLayer, if a module changes
+keys after the cache. It also stores all keys in training, with gradients, and for attention that is not causal. A step
+then takes time linear in the position.
 
-Notation: B batch, H query heads, Hkv key heads, T new tokens, S tokens in all, d, dv.
+Notation: B batch, H query heads, Hkv key heads, T new tokens, S all tokens, d head dimension, dv value dimension, M
+features.
 """
 
 import copy
@@ -28,13 +29,15 @@ from crt_exp.nearfar.decoding import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
 from crt_exp.swap.families import is_cross, names_in_forward
 
-NAMES = ("cache", "past_key_values")  # of the argument: from transformers 5.24 on, and before
+NAMES = ("cache", "past_key_values")  # argument of forward: from transformers 5.24 on, and before
 WHOLE = "give the model a DynamicCache(), which keeps all keys"
 
 
 class NewKeys(Tensor):
-    """Keys or values of new tokens alone, whose past is in the state of `cache_layer`:
-    any other use would lose the past."""
+    """New keys or values whose past is in the state of `cache_layer`.
+
+    Any use outside swapped attention raises ValueError, because the past would be missing.
+    """
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -46,10 +49,10 @@ class NewKeys(Tensor):
 
 
 class RecurrentLayer(DynamicLayer):
-    """One layer's cache: M (dv + 1) numbers a head and no keys.
+    """Cache of one layer: M (dv + 1) numbers for each head, and no keys.
 
-    It decides at its first call, which sees all keys, whether the state can stand for them; else it keeps them
-    (`whole`). A state does not go back, so that assisted generation gets a cache of all keys.
+    The first call sees all keys and decides whether the layer uses a state or stores all keys (`whole`). A state cannot
+    be rolled back, so assisted generation gets a cache of all keys.
     """
 
     def __init__(self):
@@ -58,13 +61,13 @@ class RecurrentLayer(DynamicLayer):
 
     def _clear(self) -> None:
         self.length, self.whole = 0, False
-        self.given = None      # new keys and values that no attention function has taken yet
-        self.handed = None     # references to what `update` gave for them
-        self.state = None      # of all tokens
-        self.padding = None    # (B, p): which of the first p tokens count; all later ones do
+        self.given = None      # new keys and values that no attention function has used yet
+        self.handed = None     # weak references to what `update` returned for them
+        self.state = None      # recurrent state of all tokens
+        self.padding = None    # (B, p): padding mask of the first p tokens; all later tokens are kept
         self.owner = self.marks = None
 
-    # ---- what a forward pass calls
+    # ---- methods that a forward pass calls
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self._keep_given()
@@ -74,7 +77,7 @@ class RecurrentLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.given, self.length = (key_states, value_states), self.length + key_states.shape[-2]
-        kind = Tensor if self.state is None else NewKeys  # the first keys are all keys, so they may be used in any way
+        kind = Tensor if self.state is None else NewKeys  # the first keys are all keys, so any use is valid
         keys, values = key_states.as_subclass(kind), value_states.as_subclass(kind)
         self.handed = weakref.ref(keys), weakref.ref(values)
         keys.cache_layer = self
@@ -83,10 +86,10 @@ class RecurrentLayer(DynamicLayer):
     def attend(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None,
                mask: Tensor | None, causal: bool, scaling: float | None, dropout: float,
                matrix: bool) -> tuple[Tensor, Tensor | None]:
-        """`call.attend` for queries (B,H,T,d) and what `update` gave;
-        keep (B,S) and mask (B,.,T,S) are those of all tokens.
+        """Attend from queries (B,H,T,d) to the past and to the keys of `update`.
 
-        Raises ValueError, naming the layer, where the state cannot give what is asked for.
+        The arguments are those of `call.attend`. keep (B,S) and mask (B,.,T,S) cover all tokens. Raises ValueError,
+        naming the layer, if the state cannot serve the call.
         """
         used, first = self.length, not isinstance(key, NewKeys)
         at_once = partial(attend, swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling,
@@ -114,24 +117,25 @@ class RecurrentLayer(DynamicLayer):
         return self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
 
     def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
-        """Whether these are the new keys and values as `update` gave them, and come for the first time."""
+        """Whether key and value are the tensors of `update`, used for the first time."""
         same = self.handed[0]() is key and self.handed[1]() is value
         if same and self.given is not None:
             return True
         if isinstance(key, NewKeys):
             raise ValueError(f"{path}: the keys of a recurrent state are used twice or with other values: {WHOLE}")
-        if self.given is None and not self.whole:  # they serve other attention too, which one state cannot
+        # other attention uses the keys too, which a single state cannot serve
+        if self.given is None and not self.whole:
             self.state = None
             self._keep_whole(key, value)
         self._keep_given()
         return False
 
     def _begins(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
-        """Before the first tokens are taken: a new state, or False where none can stand for their keys."""
+        """Create the state before the first tokens; False if a state cannot be used."""
         possible = possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
         if not possible or _all_keys(swapped) or swapped.calibrated is not None:
             return False
-        # sizes are asked for
+        # empty tensors, because generation asks for their sizes
         self.keys, self.values = (torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value))
         self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
         self.state = swapped.decoding()
@@ -149,11 +153,13 @@ class RecurrentLayer(DynamicLayer):
             if wrong:
                 raise ValueError(f"{swapped.path}: its state in the cache cannot give {what}: {WHOLE}")
 
-    # ---- padding: the state has taken that of the past
+    # ---- padding: the state already includes the padding of the past
 
     def _new_padding(self, keep: Tensor | None, new: int, path: str) -> Tensor | None:
-        """The mask of the new tokens (B, T), of one for all tokens.
-        Raises ValueError where that differs for the past."""
+        """The padding mask (B, T) of the new tokens, from a mask of all tokens.
+
+        Raises ValueError if the mask of the past differs from the earlier one.
+        """
         past, padded = self.length - new, 0 if self.padding is None else self.padding.shape[1]
         if keep is not None and keep.shape[1] != self.length:
             raise ValueError(f"{path}: attention mask of {keep.shape[1]} tokens: expected {past} cached, {new} new")
@@ -166,11 +172,11 @@ class RecurrentLayer(DynamicLayer):
         return keep[:, past:]
 
     def _set_padding(self, keep: Tensor | None) -> None:
-        """Remembers a mask of all tokens, up to the last one that it leaves out."""
+        """Store a mask of all tokens, up to the last removed token."""
         left_out = () if keep is None else (~keep).any(0).nonzero()
         self.padding = keep[:, :int(left_out[-1]) + 1].clone() if len(left_out) else None
 
-    # ---- keeping the keys after all
+    # ---- fall back to storing the keys
 
     def _keep_whole(self, key: Tensor, value: Tensor) -> None:
         self.whole = True
@@ -178,7 +184,10 @@ class RecurrentLayer(DynamicLayer):
         super().update(key, value)
 
     def _keep_given(self) -> None:
-        """Keys that no swapped attention took: the first ones are all there are, later ones would miss their past."""
+        """Store keys that no swapped attention used.
+
+        The first keys are complete; later keys would miss their past and raise ValueError.
+        """
         if self.given is None:
             return
         given, self.given = self.given, None
@@ -186,13 +195,13 @@ class RecurrentLayer(DynamicLayer):
             raise ValueError(f"no swapped attention took the new keys: start with a new cache, or {WHOLE}")
         self._keep_whole(*given)
 
-    # ---- what generation asks of a layer
+    # ---- methods that generation calls
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self.whole else self.length
 
     def nbytes(self) -> int:
-        """Bytes of all tensors that are kept for later tokens."""
+        """Bytes of all stored tensors."""
         state = self.state.kept if self.state is not None and self.state.kept is not None else ()
         return sum(t.nbytes for t in (self.keys, self.values, self.padding, *state) if t is not None)
 
@@ -209,8 +218,10 @@ class RecurrentLayer(DynamicLayer):
         self._set_padding(None if self.padding is None else self.padding[beam_idx.to(self.padding.device)])
 
     def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
-        """Another cache of the same tokens, whose layer is still that of the model.
-        Nothing in a state changes in place."""
+        """Copy the cache; the copy refers to the same layer of the model.
+
+        A state is shared safely, because its tensors never change in place.
+        """
         other = copy.copy(self)
         other.state = None if self.state is None else self.state.copy()
         if self.whole:
@@ -219,16 +230,18 @@ class RecurrentLayer(DynamicLayer):
 
 
 def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
-    """The tensors that a state depends on and how often each was changed in place;
-    reading them would wait for a device."""
+    """The tensors that a state depends on, with their version counters.
+
+    Version counters detect changes without a device synchronisation.
+    """
     return [(t, changes(t)) for name, t in swapped.named_buffers()
             if name in ("draws", "folds") or name.startswith(("omega", "running_", "clusters."))]
 
 
-# ---- how models get such caches
+# ---- install the caches in a model
 
 def install(model: nn.Module) -> None:
-    """Has `generate` and use_cache=True of all models within this one make caches with recurrent layers."""
+    """Make `generate` and use_cache=True of the model create recurrent caches."""
     uninstall(model)
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
@@ -237,7 +250,7 @@ def install(model: nn.Module) -> None:
         if layers and "DynamicCache" in names_in_forward(type(part)):
             hook = partial(_give_cache, layers=layers)
             part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
-        # a model's own generate reads the keys (Whisper's)
+        # a generate method of its own reads the keys (Whisper)
         if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
 
@@ -250,14 +263,14 @@ def uninstall(model: nn.Module) -> None:
 
 
 def _recurrent_layers(model: nn.Module) -> frozenset[int]:
-    """Indices in the cache of the layers that are causal and have a recurrent state."""
+    """Cache indices of the swapped layers that are causal and have a recurrent state."""
     parts = [part for part in model.modules() if isinstance(part._modules.get("swapped"), LinearAttention)
              and getattr(part, "is_causal", True) and not is_cross(part, "")]
     return frozenset(part.layer_idx for part in parts if isinstance(getattr(part, "layer_idx", None), int))
 
 
 def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]) -> tuple[tuple, dict] | None:
-    """A forward pre-hook: a cache where use_cache=True is given without one, which the model itself would make now."""
+    """Forward pre-hook: create the cache for use_cache=True without a cache."""
     if kwargs.get("use_cache") is not True or _given(kwargs) is not None or _all_keys(model):
         return None
     config = model.config.get_text_config(decoder=True)
@@ -281,18 +294,19 @@ def _given(kwargs: dict) -> Cache | None:
 
 def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, model_kwargs: dict,
                    mode: GenerationMode, *args) -> None:
-    """In the place of `GenerationMixin._prepare_cache_for_generation`."""
+    """Replacement for `GenerationMixin._prepare_cache_for_generation`."""
     given = _given(model_kwargs)
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, mode, *args)
     made = _given(model_kwargs)
     own = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
-    assists = mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant  # and goes back in the cache
+    # assisted generation rolls the cache back
+    assists = mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
     if made is not given and type(own) is DynamicCache and not own.offloading and not assists:
         _make_recurrent(own, layers)
 
 
 def _make_recurrent(made: DynamicCache, layers: frozenset[int]) -> None:
-    """Puts recurrent layers in the place of plain ones; not where layers share keys, and so use each other's."""
+    """Replace plain cache layers by recurrent ones, unless layers share keys."""
     if not any(isinstance(layer, DummyLayer) for layer in made.layers):
         for i, layer in enumerate(made.layers):
             if i in layers and type(layer) is DynamicLayer:

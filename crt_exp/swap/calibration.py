@@ -1,8 +1,11 @@
-"""Statistics and errors of swapped layers, and a table of the layers.
+"""Calibrate swapped layers, measure their errors, and describe them in a table.
 
-Calibration passes fill the statistics of swapped layers and measure their errors. The control is uniform attention, the
-mean of the values that a query may see: an approximation that is no closer to exact attention tells nothing of q and k.
-Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv. q, k, v are unscaled.
+Calibration passes fill the running statistics and measure each layer's error. The control is uniform attention, the
+mean of the values that a query may see. A method that is no closer to exact attention than uniform attention uses
+nothing of q and k.
+
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d head dimension, dv value dimension. q, k, v are
+unscaled.
 """
 
 import math
@@ -27,12 +30,12 @@ from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap.families import others
 from crt_exp.swap.swap import swappable
 
-SEQUENCES = 4   # of a batch, the first ones, on which a layer runs once more
-QUERIES = 128   # of each of them, at random, that are compared with exact attention
-# reached: whether the first forward pass after the swap came to the layer; empty before
-# open: keys that each query of causal near-far attention reads
-# chosen: how many heads have which map, where each takes its own
-# errors: |output - exact| / |exact| of the layer and of uniform attention on the batches of the last calibration
+SEQUENCES = 4   # sequences of a batch, the first ones, on which errors are measured
+QUERIES = 128   # random queries of each sequence that are compared with exact attention
+# reached: whether the first forward pass after the swap reached the layer; empty before that pass.
+# open: retrieved keys of each query in causal near-far attention.
+# chosen: number of heads with each feature map, if each head selects its own.
+# errors: |output - exact| / |exact| of the layer and of uniform attention, on the batches of the last calibration.
 COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A mean", "A min", "A max", "chosen",
            "error on calibration", "uniform's error")
 
@@ -40,19 +43,28 @@ COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A
 # ---- calibration
 
 def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
-    """Runs the model over batches, in eval mode and without gradient, to fill the running statistics: those that causal
-    layers are fitted to, and of the queries of cross-attention. Measures each layer's error on the way, for
-    `describe_attention`.
+    """Fill the running statistics of swapped layers and measure their errors.
 
-    A batch is what the model is called with: a dictionary of keyword arguments, a tuple or list of arguments, or one
-    tensor; tensors are moved to the model's device. All passes count alike; earlier statistics are replaced. Layers
-    that attend to their own sequence in both directions fit each by itself and change nothing.
+    Runs the model over the batches in eval mode without gradients. The statistics fit causal layers, and the queries of
+    cross-attention. They replace earlier ones, and all passes have equal weight. Layers with bidirectional
+    self-attention fit each sequence by itself, so calibration does not change them.
 
-    The error is |output - exact| / |exact| with the layer's own q, k, v and noise, over heads and queries: of the first
-    4 sequences of each batch and at most 128 queries of each. Warns of layers that are further from exact attention
-    than uniform attention is, the mean of the values that a query may see.
+    `describe_attention` shows the error of each layer: |output - exact| / |exact| over heads and queries, with the
+    layer's own q, k, v and projections. The error covers the first 4 sequences of each batch and at
+    most 128 queries of each.
 
-    Returns the model. Raises ValueError where no layer has random features, and for no batches.
+    Args:
+        batches: inputs of the model. Each is a dictionary of keyword arguments, a tuple or list of arguments, or one
+            tensor. Tensors are moved to the model's device.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: no layer has random features, or there are no batches.
+
+    Warns:
+        UserWarning: a layer is further from exact attention than uniform attention is.
     """
     states = _states(model)
     with ExitStack() as stack:
@@ -68,10 +80,10 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     return model
 
 
-@torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
+@torch.inference_mode(False)   # tensors created in inference mode cannot be trained or loaded into
 @torch.no_grad()
 def fill_statistics(model: nn.Module, batches: Iterable) -> None:
-    """What `calibrate_attention` does, without measuring."""
+    """Do `calibrate_attention` without measuring errors."""
     count = 0
     with eval_mode(model), ExitStack() as stack:
         for state in _states(model).values():
@@ -84,12 +96,12 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
 
 
 def swapped_states(model: nn.Module) -> list[nn.Module]:
-    """The attention that was swapped in, layer by layer."""
+    """The swapped attention layers of a model."""
     return [part.swapped for part in model.modules() if "swapped" in part._modules]
 
 
 def learns(model: nn.Module) -> bool:
-    """Whether attention of the model is fitted to what earlier calls saw."""
+    """Whether the model has layers that are fitted to earlier calls."""
     return any(part.learns for part in model.modules() if isinstance(part, LinearAttention))
 
 
@@ -105,7 +117,7 @@ def eval_mode(model: nn.Module):
 
 
 def _states(model: nn.Module) -> dict[str, LinearAttention]:
-    """The layers that a calibration concerns, by path."""
+    """The layers that calibration applies to, by path."""
     states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
               if isinstance(part, LinearAttention)}
     if not states:
@@ -116,19 +128,20 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
 
 
 def call(model: nn.Module, batch):
-    """The model's output for a batch, as `calibrate_attention` takes it."""
+    """Call the model with a batch of `calibrate_attention`."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def moved(value):
         return value.to(device) if isinstance(value, Tensor) else value
 
     if hasattr(batch, "keys"):
-        return model(**{key: moved(batch[key]) for key in batch.keys()})  # noqa: SIM118 (tokenizers' own mappings)
+        # BatchEncoding of tokenizers
+        return model(**{key: moved(batch[key]) for key in batch.keys()})  # noqa: SIM118
     return model(*(moved(each) for each in (batch if isinstance(batch, (tuple, list)) else (batch,))))
 
 
 def call_arguments(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """The arguments of a layer's call, for hooks."""
+    """The arguments of a layer's call as a tuple, for hooks."""
     return q, k, v, key_mask
 
 
@@ -136,20 +149,22 @@ def call_arguments(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = No
 
 @dataclass
 class Measured:
-    """Sums of squares over heads, queries and columns of the output, of all that was compared."""
+    """Sums of squares over heads, queries and output dimensions."""
 
-    exact: float = 0.0    # of exact attention
-    error: float = 0.0    # of the difference between the layer's output and that
-    uniform: float = 0.0  # of the difference between uniform attention and that
+    exact: float = 0.0    # norm of exact attention, squared
+    error: float = 0.0    # distance of the layer's output from exact attention, squared
+    uniform: float = 0.0  # distance of uniform attention from exact attention, squared
 
-    # |output - exact| / |exact|, Frobenius
+    # |output - exact| / |exact|, Frobenius norm
     relative_error = property(lambda self: math.sqrt(self.error / self.exact) if self.exact else math.nan)
     relative_uniform = property(lambda self: math.sqrt(self.uniform / self.exact) if self.exact else math.nan)
 
 
 class Watcher:
-    """A forward hook that keeps `state.seen`, the mean statistics of what a layer fits to its own sequences, and
-    `state.measured`."""
+    """Forward hook: collect `state.seen` and `state.measured` of a layer.
+
+    `seen` holds the mean statistics of the features that are fitted to each sequence; `measured` holds the errors.
+    """
 
     def __init__(self, state: LinearAttention):
         self.count, state.seen, state.measured = 0, None, Measured()
@@ -164,7 +179,7 @@ class Watcher:
                                       for side in "xy"))
 
     def _pooled(self, names: tuple[str, ...], new: Moments, old: Moments | None) -> Moments:
-        """The mean over the batch and over calls, and the least of the minima."""
+        """The mean over the batch and over calls, and the minimum of the minima."""
         pooled = {name: getattr(new, name).mean(0) for name in names} | {"minimum": new.minimum.amin(0)}
         if old is not None:
             pooled = {name: torch.lerp(getattr(old, name), value, 1 / self.count) for name, value in pooled.items()}
@@ -174,11 +189,10 @@ class Watcher:
 
 @torch.no_grad()
 def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Adds to `state.measured` what a call of the layer as it now stands gives: q (B,H,L,d), k (B,Hkv,S,d),
-    v (B,Hkv,S,dv).
+    """Add the errors of one call to `state.measured`.
 
-    The layer runs on the first SEQUENCES of the batch, with its own noise; QUERIES of each are compared. Queries at
-    padded places of their own sequence do not count.
+    The layer runs with its current projections on the first SEQUENCES sequences of q (B,H,L,d), k (B,Hkv,S,d) and v
+    (B,Hkv,S,dv). QUERIES queries of each sequence are compared with exact attention. Padded queries do not count.
     """
     q, k, v, key_mask = (None if t is None else t[:SEQUENCES] for t in (q, k, v, key_mask))
     L = q.shape[2]
@@ -195,7 +209,10 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
 
 
 def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """(B, L) or (1, 1): queries that are not padding; of their own sequence the mask of the keys tells."""
+    """Mask of queries that are not padding, (B, L) or (1, 1).
+
+    In self-attention the key mask tells which queries are padding.
+    """
     own = state.causal or (q.shape[2] == k.shape[2] and not getattr(state, "cross", False))
     if key_mask is None or not own:
         return torch.ones(1, 1, dtype=torch.bool, device=q.device)
@@ -204,12 +221,12 @@ def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,
                key_mask: Tensor | None = None) -> Tensor:
-    """Exact attention of these queries, (B,H,rows,dv); 0 for one that sees no key."""
+    """Exact attention of the queries `rows`, (B,H,rows,dv); 0 without visible keys."""
     k, v, dtype = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), compute_dtype(q, k, v)
     L, S = q.shape[2], k.shape[2]
     last = rows[:, None] + S - L if causal else torch.full_like(rows, S)[:, None]
     seen = torch.arange(S, device=q.device) <= last
-    if key_mask is not None:  # padding may hold anything
+    if key_mask is not None:  # values of padding may be anything, including NaN
         seen = seen & key_mask[:, None, None]
         k, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (k, v))
     sees = seen.any(-1, keepdim=True)
@@ -220,7 +237,10 @@ def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *,
 # ---- description
 
 def describe_attention(model: nn.Module):
-    """A DataFrame with COLUMNS, a row for each attention module; last those that cannot be swapped."""
+    """A DataFrame with COLUMNS, one row for each attention module.
+
+    Modules that cannot be swapped come last.
+    """
     import pandas as pd
 
     rows = [_row(i, path, module) for i, (path, module) in enumerate(swappable(model))]
@@ -243,7 +263,7 @@ def _row(i: int | None, path: str, module: nn.Module) -> dict[str, Any]:
 
 
 def _fitted(state: RandomFeatureAttention) -> dict[str, Any]:
-    """What random features are fitted to; a map without projections has no m."""
+    """The table's entries of random features; a map without projections has no m."""
     row, params = {"m": state.m if state.gaussian else None, "M": state.width}, _params(state)
     if params is not None and isinstance(state.phi, AutoRF):
         names = Counter(state.phi.names(params)).most_common()
@@ -255,7 +275,7 @@ def _fitted(state: RandomFeatureAttention) -> dict[str, Any]:
 
 
 def _params(state: RandomFeatureAttention):
-    """Fitted to the running averages or the last calibration; None where neither is known."""
+    """Parameters fitted to the running averages or the last calibration, or None."""
     if state.clusters is not None:
         return state.clusters.params() if state.clusters.done else None
     running = state.keeps_statistics and float(state.running_weight) > 0

@@ -1,9 +1,10 @@
-"""One call of a swapped attention layer: masks, causal order, dropout, its matrix.
+"""One call of a swapped attention layer: masks, causality, dropout, matrix.
 
-`attend` is the call; the modules of torch and timm that make it follow, transformers' is in `interface`.
-A linear attention knows two masks, key padding (B, S) and causal; a mask of pairs is read as one of these, or both, or
-refused. The mask of the call decides, not the class of the module.
-Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv.
+`attend` makes the call. The swapped modules of torch and timm are here, those of transformers in `interface`. Linear
+attention supports two masks: key padding (B, S) and causal. A mask of query-key pairs is converted to these two, or
+refused. The mask of a call decides whether the call is causal.
+
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d head dimension, dv value dimension.
 """
 
 import torch
@@ -12,21 +13,31 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer, LinearAttention
 
-REMOVED = -1e4  # additive masks hold 0 for kept pairs and this or less (usually the lowest number) for removed ones
+REMOVED = -1e4  # additive masks: 0 keeps a pair, values up to this one remove it
 
 
 def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None,
            causal: bool = False, cross: bool | None = None, scaling: float | None = None, dropout: float = 0.0,
            matrix: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Attention of q (B,H,L,d) to k (B,Hkv,S,d), v (B,Hkv,S,dv) by `state`:
-    (B,H,L,dv), and its matrix (B,H,L,S) or None.
+    """Attention by `state`: returns the output (B,H,L,dv) and the matrix, or None.
 
-    keep (B or 1, S), True = keep. mask: pairs, (L,S), (B,L,S) or (B or 1, 1 or H, L or 1, S), boolean with True = keep
-    or additive; it decides over `causal`, unless there is one query. cross: whether queries and keys are of different
-    sequences, None as the layer was swapped. dropout: each value is lost
-    with this probability: each entry of the matrix, which is never formed, has the distribution that ordinary dropout
-    gives it, but all queries of a head lose the same keys. Raises ValueError, naming the layer, for a mask
-    that is not padding, causal or both, and for sizes other than those of the swap.
+    Args:
+        state: the swapped layer.
+        q: queries (B,H,L,d).
+        k: keys (B,Hkv,S,d).
+        v: values (B,Hkv,S,dv).
+        keep: key padding mask (B or 1, S), True = keep.
+        mask: mask of pairs, (L,S), (B,L,S) or (B or 1, 1 or H, L or 1, S); boolean with True = keep, or additive. For
+            more than one query the mask overrides `causal`.
+        cross: whether queries and keys come from different sequences. Default: as the layer was swapped.
+        scaling: factor of the logits. Default: that of the layer.
+        dropout: probability of dropping a key. Each entry of the attention matrix is dropped with this
+            probability. All queries of a head drop the same keys, because the matrix is not formed.
+        matrix: also return the attention matrix (B,H,L,S).
+
+    Raises:
+        ValueError: the mask is neither padding nor causal nor both, or sizes differ from those of the swap. The error
+            names the layer.
     """
     S = k.shape[2]
     if mask is not None:
@@ -45,7 +56,7 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
     used, dv = v.shape[2:]
     if matrix:
         v = torch.cat([v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)], -1)
-        state.columns = dv          # the others are unit vectors
+        state.columns = dv          # the other columns are unit vectors
     if dropout > 0:
         v = v * nn.functional.dropout(torch.ones_like(v[..., :1]), dropout)
     out = state(q, k, v, keep)
@@ -56,8 +67,10 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
 
 
 def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None) -> None:
-    """What comes before each call of a swapped layer, in one function because each costs a short call. Raises
-    ValueError for what the layer was not made for."""
+    """Check the sizes of a call and set the causal and cross flags of the layer.
+
+    Raises ValueError for a call that the layer was not built for.
+    """
     if isinstance(state, AttentionLayer):
         came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
         if came != made:
@@ -68,13 +81,16 @@ def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | 
         raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give causal=True")
     if cross is not None and isinstance(state, LinearAttention) and cross != state.cross:
         state.cross = cross
-    if causal != state.causal:      # writing an attribute of a module takes as long as a small tensor operation
+    if causal != state.causal:      # writing a module attribute takes as long as a small tensor operation
         state.causal = causal
 
 
 def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = None) -> None:
-    """Raises ValueError unless a mask (L,S), (B,L,S) or (B,H,L,S) has the sizes of q (B,H,L,d), or 1, and S keys, or
-    from `least` to S keys: other masks would leave out keys or sequences."""
+    """Raise ValueError if the shape of a mask does not fit q (B,H,L,d) and S keys.
+
+    The mask is (L,S), (B,L,S) or (B,H,L,S), with sizes of 1 allowed. With `least` the mask may cover from `least` to S
+    keys.
+    """
     B, H, L, _ = q.shape
     sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
     fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
@@ -84,7 +100,7 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
 
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
               path: str) -> tuple[Tensor | None, bool, int]:
-    """A mask of pairs as (keep (B or 1, S) or None, causal, number of keys in use)."""
+    """Convert a mask of pairs to (keep (B or 1, S) or None, causal, number of keys)."""
     if _of_keys_alone(mask):
         seen = _allowed(mask[:, 0, 0], path)
         return (seen if keep is None else seen & keep), (causal if queries == 1 else False), mask.shape[-1]
@@ -100,10 +116,10 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
 
 
 def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, path: str) -> int:
-    """How many of the keys of keep (B, S) there are up to the last query, where a mask of pairs leaves that open: a
-    static cache has free room after it. expected: whether calls of this module are causal where no mask says so.
+    """The number of keys of keep (B, S) up to the last query.
 
-    Raises ValueError for queries that all see the same keys and may be one token and its padding, or a whole prefix.
+    A static cache has unused slots after the last query. `expected` states whether calls of this module are causal
+    without a mask. Raises ValueError if all queries see the same keys and the mask does not tell padding from a prefix.
     """
     S = keep.shape[1]
     if queries == 1:
@@ -117,19 +133,19 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
 
 
 def _of_keys_alone(mask: Tensor) -> bool:
-    """Whether a mask (B,1,L,S) is the same for all queries by its shape or strides, so that no entry need be read."""
+    """Whether a mask (B,1,L,S) is equal for all queries, by its shape or strides."""
     return mask.ndim == 4 and all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3]))
 
 
 def as_keep(mask: Tensor | None, path: str) -> Tensor | None:
-    """A key padding mask in torch's manner, True or -inf = padding, as True = keep."""
+    """Convert torch's key padding mask (True or -inf = padding) to True = keep."""
     if mask is None:
         return None
     return ~mask if mask.dtype == torch.bool else _allowed(mask, path)
 
 
 def _allowed(mask: Tensor, path: str) -> Tensor:
-    """A mask, boolean with True = keep or additive, as the boolean one."""
+    """Convert an additive mask to boolean, True = keep. Raises ValueError."""
     if mask.dtype == torch.bool:
         return mask
     kept = mask == 0
@@ -139,7 +155,7 @@ def _allowed(mask: Tensor, path: str) -> Tensor:
 
 
 def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
-    """keep, causal and the number of keys of a mask (B,h,L,S), if it has such a form."""
+    """(keep, causal, number of keys) of a mask (B,h,L,S); None for other patterns."""
     if not bool((allowed == allowed[:, :1]).all()):
         return None
     pairs, S = allowed[:, 0], allowed.shape[-1]
@@ -147,15 +163,16 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     if bool((pairs == last[:, None]).all()):
         return last, False, S
     used, L = _last_used(last), pairs.shape[1]
-    end = used + L - 1 - int(pairs[..., used - 1].any(0).int().argmax())  # where the last query stands, if it is causal
+    # position of the last query, if the mask is causal
+    end = used + L - 1 - int(pairs[..., used - 1].any(0).int().argmax())
     past = torch.ones(L, S, dtype=torch.bool, device=pairs.device).tril(end - L)
     return (last[:, :end], True, end) if end <= S and bool((pairs == (last[:, None] & past)).all()) else None
 
 
 def _last_used(keep: Tensor) -> int:
-    """How many keys there are up to the last one that counts in any row of keep (B, S); all, where none does.
+    """The number of keys up to the last one kept in any row of keep (B, S).
 
-    A static cache has free room after it.
+    Returns S if no key is kept. A static cache has unused slots after that key.
     """
     used = keep.any(0).nonzero()
     return int(used[-1]) + 1 if len(used) else keep.shape[1]
@@ -168,12 +185,13 @@ def known_true(keep: Tensor) -> bool:
 # ---- torch.nn.MultiheadAttention, and with it TransformerEncoder and torchaudio's Conformer
 
 class SwappedMultiheadAttention(nn.Module):
-    """nn.MultiheadAttention with its parameters and arguments, but no subclass of it.
+    """Replacement for nn.MultiheadAttention, with its parameters and arguments.
 
-    `need_weights=True`, torch's default, forms the (L, S) matrix: pass False where it is not needed.
+    The class is no subclass of nn.MultiheadAttention. `need_weights=True`, torch's default, forms the (L, S) matrix:
+    pass False if the matrix is not needed.
     """
 
-    # an encoder layer in eval mode takes its fast path where this is True
+    # False keeps an encoder layer in eval mode off its fused fast path
     _qkv_same_embed_dim = property(lambda self: False)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
@@ -184,7 +202,7 @@ class SwappedMultiheadAttention(nn.Module):
         padding = key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
         keep = as_keep(padding, self.swapped.path)
         mask, causal = self._mask(attn_mask, q, k, is_causal)
-        # a checkpointed module gets two tensors that share their memory
+        # activation checkpointing passes two tensors that share memory
         same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
         out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, cross=not same,
                              matrix=need_weights, dropout=self.dropout if self.training else 0.0)
@@ -209,8 +227,10 @@ class SwappedMultiheadAttention(nn.Module):
         return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _mask(self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
-        """torch's mask, True or -inf = removed, as one of kept pairs;
-        a hint that it is causal is believed for a square one."""
+        """Convert torch's mask (True or -inf = removed) to pairs to keep.
+
+        `is_causal` is trusted for square masks.
+        """
         if mask is None or (is_causal and q.shape[2] == k.shape[2]):
             return None, is_causal
         mask = ~mask if mask.dtype == torch.bool else mask
@@ -220,7 +240,7 @@ class SwappedMultiheadAttention(nn.Module):
 # ---- timm
 
 class SwappedTimmAttention(nn.Module):
-    """timm.layers.Attention with its submodules and arguments."""
+    """Replacement for timm.layers.Attention, with its submodules and arguments."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
@@ -242,7 +262,10 @@ class SwappedTimmAttention(nn.Module):
 
 
 class SwappedTimmRotary(SwappedTimmAttention):
-    """timm's AttentionRope and EvaAttention: rotated queries and keys, one projection or three, grouped heads."""
+    """Replacement for timm's AttentionRope and EvaAttention.
+
+    Rotates queries and keys. Supports one or three projections, and grouped heads.
+    """
 
     def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
                 is_causal: bool = False) -> Tensor:
@@ -252,7 +275,7 @@ class SwappedTimmRotary(SwappedTimmAttention):
         if self.qkv is None:
             projected = tuple(project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
         elif getattr(self, "q_bias", None) is None:
-            projected = self.qkv(x).chunk(3, -1)  # called, so that an adapter on it counts
+            projected = self.qkv(x).chunk(3, -1)  # calling the module includes an adapter on it
         else:
             bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
             projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)

@@ -1,9 +1,9 @@
-"""Attention modules that can be swapped: families, sizes, and what is refused.
+"""Find attention modules, read their sizes, and detect unsupported attention.
 
-torch's MultiheadAttention and timm's Attention change their class in place, so that parameters, hooks and references to
-them stay. Hugging Face modules keep theirs: see `interface`. A linear attention keeps or removes keys, and knows causal
-order. Terms that a module adds to its logits for each pair, caps and sinks of the softmax, windows that cut, and keys
-chosen for each query are refused before the first call, by the attributes and the code of the module.
+torch's MultiheadAttention and timm's Attention change their class in place, so that parameters, hooks and references
+stay valid. Hugging Face modules keep their class: see `interface`. Linear attention supports key padding and causality
+only. The swap refuses attention with pairwise logit biases, softcaps, sinks, windows or per-query key selection. The
+attributes and the source code of a module tell which attention it has.
 """
 
 import ast
@@ -22,19 +22,18 @@ TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
         ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
-# arguments of a forward pass that hold another sequence, or its keys; names of modules that attend to one
+# OTHER_SEQUENCE: forward arguments that hold another sequence, or its keys. CROSS: names of cross-attention modules.
 OTHER_SEQUENCE = re.compile(r"^(?!past_|hidden_states$)(.*_)?(keys?|states|context)(_|$)|^k$")
 CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORECASE)
 BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table",
           "relative_position_bias", "alibi")
-# held by the layer, or by the model
+# attributes of the configuration; those of BIASES belong to the layer
 CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
-# kind of layer -> its size
+# layer type -> configuration key of the window size
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-SEES = "sees a window"                    # how the reason of such a layer begins
-ROTATIONS = (None, "rotary", "absolute")  # kinds of position embeddings that add nothing to the logits
-# Masks that are made outside the class and never are padding or causal, by the class or by the holder's
-# class and the attribute.
+SEES = "sees a window"                    # start of the reason for a layer with a window
+ROTATIONS = (None, "rotary", "absolute")  # position embeddings that add nothing to the logits
+# Classes, or parent class and attribute, whose masks are built elsewhere and are neither padding nor causal.
 OTHER_MASKS = {
     "Sam3DetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
     "Sam3LiteTextDetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
@@ -53,15 +52,15 @@ class HeadSizes(NamedTuple):
     cross: bool = False
 
 
-# ---- finding them
+# ---- find modules
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All attention modules that can be swapped, with their paths, in the order of the model's modules."""
+    """The attention modules that `swap_attention` supports, with paths, in order."""
     return [(path or type(module).__name__, module) for path, module in model.named_modules() if family(module)]
 
 
 def swapped_class(module: nn.Module) -> type | None:
-    """The class that takes the place of a torch or timm attention's own; None for modules that keep theirs."""
+    """The replacement class of a torch or timm module; None for other modules."""
     kind = type(module)
     if kind is SwappedMultiheadAttention or getattr(kind, "forward", None) is nn.MultiheadAttention.forward:
         return SwappedMultiheadAttention
@@ -72,7 +71,7 @@ def swapped_class(module: nn.Module) -> type | None:
 
 
 def family(module: nn.Module) -> str | None:
-    """Which of the families an attention module belongs to: "torch", "timm", "hf", or None."""
+    """The family of an attention module: "torch", "timm", "hf", or None."""
     swapped = swapped_class(module)
     if swapped is not None:
         return "torch" if swapped is SwappedMultiheadAttention else "timm"
@@ -82,16 +81,16 @@ def family(module: nn.Module) -> str | None:
 
 @cache
 def names_in_forward(kind: type) -> frozenset[str]:
-    """The global names and attributes that the forward pass of a class mentions."""
+    """The global names and attributes in the forward method of a class."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return frozenset(() if code is None else code.co_names)
 
 
 def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that are attention of no known family: by the name of their class, or because they call
-    torch's fused attention.
+    """Attention modules of unknown families, with paths.
 
-    Wrappers of attention and parts of it do not count.
+    A module counts if its class name contains "attention", or if it calls torch's fused attention. Parents and children
+    of attention modules do not count.
     """
     known = {path for path, part in model.named_modules() if family(part)}
     alike = {path: part for path, part in model.named_modules()
@@ -103,12 +102,15 @@ def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _inside(path: str, other: str) -> bool:
-    """Whether the module at a path is a part of the one at another."""
+    """Whether the module at `path` is inside the module at `other`."""
     return path.startswith(f"{other}." if other else "") and path != other
 
 
 def sizes(module: nn.Module, path: str) -> HeadSizes:
-    """The sizes of an attention module. Raises ValueError, naming it, for what no linear attention can stand for."""
+    """Read the sizes of an attention module.
+
+    Raises ValueError, naming the module, for options that linear attention does not support.
+    """
     kind = family(module)
     if kind == "torch":
         if module.bias_k is not None or module.add_zero_attn:
@@ -120,7 +122,7 @@ def sizes(module: nn.Module, path: str) -> HeadSizes:
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
     d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    d = 2 * d if hasattr(module, "q_pos_sine_proj") else d  # Conditional DETR: content and position side by side
+    d = 2 * d if hasattr(module, "q_pos_sine_proj") else d  # Conditional DETR concatenates content and position
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
     causal, scaling = bool(getattr(module, "is_causal", True)), getattr(module, "scaling", None)
     scaling = float(scaling) if isinstance(scaling, (int, float)) else None
@@ -128,7 +130,7 @@ def sizes(module: nn.Module, path: str) -> HeadSizes:
 
 
 def is_cross(module: nn.Module, path: str, holder: nn.Module | None = None) -> bool:
-    """Whether a module is known to attend to another sequence: by its place, its attribute or its name."""
+    """Whether a module is cross-attention, by its parent, attribute or name."""
     if isinstance(holder, nn.TransformerDecoderLayer):
         return module is holder.multihead_attn
     known = getattr(module, "is_cross_attention", None)
@@ -136,10 +138,10 @@ def is_cross(module: nn.Module, path: str, holder: nn.Module | None = None) -> b
 
 
 def may_be_cross(module: nn.Module, path: str) -> bool:
-    """Whether a Hugging Face module may attend to another sequence than that of its queries.
+    """Whether a Hugging Face module can attend to another sequence.
 
-    By what is known of it, else by the arguments of its forward pass. Some serve encoders and decoders alike: a
-    decoder's may.
+    The attributes or the name decide, else the arguments of forward. A class that serves encoders and decoders counts
+    in a decoder.
     """
     if getattr(module, "is_cross_attention", None) is not None or is_cross(module, path):
         return is_cross(module, path)
@@ -155,11 +157,13 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
 
 
-# ---- what linear attention cannot represent
+# ---- attention that linear attention cannot represent
 
 class Passed(NamedTuple):
-    """What a forward pass hands to the attention function:
-    names of keywords, and whether it works on the mask before."""
+    """What a forward method passes to the attention function.
+
+    The names of the keywords, the parameters of forward, and whether forward changes the mask.
+    """
 
     keywords: frozenset[str]
     parameters: frozenset[str]
@@ -167,9 +171,9 @@ class Passed(NamedTuple):
 
 
 def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | None:
-    """Why linear attention cannot represent a module, as the end of a sentence; None where it can.
+    """Why linear attention cannot represent a module, or None.
 
-    holder: the module that holds it, under `name`.
+    The reason is the end of a sentence. `holder` is the parent module, which holds the module under `name`.
     """
     if family(module) != "hf":
         return _read_by_hand(module, holder)
@@ -180,7 +184,7 @@ def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | Non
 
 
 def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
-    """Whether the module that holds a torch attention reads its weights and computes by itself."""
+    """Why a torch attention cannot be swapped: its parent reads the weights itself."""
     known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     if family(module) != "torch" or isinstance(holder, known):
         return None
@@ -225,12 +229,12 @@ def _layer_type(module: nn.Module) -> str | None:
 
 @cache
 def what_is_passed(kind: type) -> Passed:
-    """Read from the source of the class's forward pass."""
+    """Parse the source of a class's forward method."""
     function = inspect.unwrap(kind.forward)
     parameters = frozenset(inspect.signature(function).parameters)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):  # a class without source
+    except (OSError, SyntaxError):  # the class has no source
         return Passed(frozenset(), parameters, False)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _calls_interface(node)]
     keywords = frozenset(word.arg for call in calls for word in call.keywords
@@ -240,7 +244,7 @@ def what_is_passed(kind: type) -> Passed:
 
 
 def _calls_interface(call: ast.Call) -> bool:
-    """attention_interface(self, query, key, value, mask, ...), whatever the variable is called."""
+    """Whether a call has the form attention_interface(self, query, key, value, ...)."""
     takes_self = bool(call.args) and isinstance(call.args[0], ast.Name) and call.args[0].id == "self"
     named = {word.arg for word in call.keywords}
     return (isinstance(call.func, ast.Name) and takes_self
@@ -248,9 +252,9 @@ def _calls_interface(call: ast.Call) -> bool:
 
 
 def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether an expression for a mask is more than a choice between, or a part of, masks that were given."""
+    """Whether an expression computes a mask, rather than selects from given masks."""
     match mask:
-        case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):  # out of a mapping that was given
+        case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):  # an entry of a given mapping
             parts = []
         case ast.Name(id=name):
             parts = [] if name in seen else [value for target, value in _assignments(tree) if target == name]
@@ -266,7 +270,7 @@ def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = froze
 
 
 def _assignments(tree: ast.AST):
-    """(name, value) of every assignment to one name."""
+    """Yield (name, value) of every assignment to a single name."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
             value = ast.BinOp(node.target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value

@@ -1,8 +1,8 @@
-"""How calls of Hugging Face modules reach the `swapped` submodule.
+"""Connect Hugging Face attention modules to their `swapped` submodule.
 
-The modules stay as they are: a registered attention function looks for the submodule. Importing this module puts the
-function and its mask into transformers' tables; without the second, padding would be lost silently. A pickled model
-imports it by the hook of its modules.
+The modules keep their class. transformers calls a registered attention function, which looks for the submodule. The
+import of this module registers the function and its mask function; without the mask function padding would be ignored
+silently. A pickled model imports this module through the hooks of its modules.
 """
 
 import torch
@@ -17,16 +17,17 @@ try:
 except ImportError:  # transformers 5.0
     _active_collector = None
 
-INTERFACE = "crt_exp"                                                     # the name in transformers' tables
-AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}  # the same, with transformers' own masks
-EVERY_KEY = "crt_exp_every_key"                                           # attribute of masks that leave no key out
-EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")  # arguments that change logits or softmax
+INTERFACE = "crt_exp"  # name of the attention function in transformers
+# variants that keep transformers' own masks
+AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}
+EVERY_KEY = "crt_exp_every_key"  # attribute of masks that keep every key
+EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")  # arguments that change the logits or the softmax
 
 
 def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
-    """Under which name modules with this configuration call us.
+    """The attention name for a configuration.
 
-    Where attention of other kinds may read the same masks, one that leaves the masks as they were.
+    If attention of other kinds reads the same masks, the name is a variant that keeps transformers' own masks.
     """
     shared = any(getattr(part, "config", config) is config for _, part in others)
     return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
@@ -37,7 +38,7 @@ def is_ours(config) -> bool:
 
 
 def refuse_replaced(module: nn.Module, *_) -> None:
-    """A forward pre-hook: raises ValueError where the configuration names another attention since the swap."""
+    """Forward pre-hook: raise ValueError if the attention was replaced after the swap."""
     if not is_ours(module.config):
         raise ValueError(f"{module.swapped.path}: its config._attn_implementation is now "
                          f"{module.config._attn_implementation!r}: call unswap_attention or swap_attention again")
@@ -46,24 +47,26 @@ def refuse_replaced(module: nn.Module, *_) -> None:
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                         dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
                         **extras) -> tuple[Tensor, Tensor | None]:
-    """transformers' attention function: query (B,H,L,d), key and value (B,Hkv,S,.) -> (B,L,H,dv),
-    matrix (B,H,L,S) or None."""
+    """Attention function of transformers: returns output (B,L,H,dv) and matrix.
+
+    query (B,H,L,d), key (B,Hkv,S,d), value (B,Hkv,S,dv), matrix (B,H,L,S) or None.
+    """
     state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
-    causal = is_causal  # what no mask means: what the module says, as torch's fused attention has it
+    causal = is_causal  # without a mask, is_causal of the call or of the module decides, as in torch's fused attention
     if causal is None:
         causal = module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
-    # where there is one, these are new keys, and what came before is in this layer of the cache
+    # with a recurrent cache these are new keys only; the layer of the cache holds the past
     recurrent = getattr(key, "cache_layer", None)
     if attention_mask is not None and (attention_mask.ndim == 2 or state is None):
         keys_alone = attention_mask.ndim == 2
         check_mask(attention_mask[:, None, None] if keys_alone else attention_mask, query,
                    key.shape[2] if recurrent is None else recurrent.length,
                    type(module).__name__ if state is None else state.path, query.shape[2] if keys_alone else None)
-    used = key.shape[2]  # a static cache has free room after the last query
+    used = key.shape[2]  # a static cache has unused slots after the last query
     if attention_mask is not None and attention_mask.ndim == 2:
         used = attention_mask.shape[1]
     elif attention_mask is None and causal and query.shape[2] > 1:
-        used = query.shape[2]  # the first ones, as torch's fused attention has it
+        used = query.shape[2]  # without a mask the queries are the first positions, as in torch's fused attention
     if used < key.shape[2]:
         key, value = key[:, :, :used], value[:, :, :used]
     if state is None:
@@ -77,7 +80,7 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     elif _is_causal(attention_mask, state.path):
         keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
     elif attention_mask is not None:
-        causal = state.causal  # of a single query; a mask of pairs tells it of more
+        causal = state.causal  # decides for a single query; for several queries the mask of pairs decides
     given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
     out, matrix = (attend if recurrent is None else recurrent.attend)(state, query, key, value, **given)
     return out.transpose(1, 2).contiguous(), matrix
@@ -86,20 +89,20 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
 def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, kv_offset: int = 0, mask_function=None,
                    attention_mask: Tensor | None = None, local_size: int | None = None, device="cpu",
                    **options) -> Tensor:
-    """Says which attention the model asks for, so that no module need guess it: boolean masks, True = keep.
+    """Mask function of transformers: encode padding and causality, True = keep.
 
-    Causal: keys alone, (B, S), as transformers' flash attention has them; they end with the last query, where those of
-    a static cache have free room after it. Bidirectional: (B,1,L,S), a view of (B, S) or of a single number where there
-    is no padding. Any other pattern, and one query in a static cache, so that all its masks have one shape: its pairs,
-    (B,1,L,S). Where no key is padding, as is looked up here once for all layers, the mask says so by EVERY_KEY: it is
-    one number, into which nothing can be written.
+    Causal masks are key masks (B, S), as for flash attention in transformers. They end at the last query, before the
+    unused slots of a static cache. Bidirectional masks are (B,1,L,S), views of (B, S) or of a single element. Other
+    patterns are masks of pairs (B,1,L,S). One query in a static cache also gets a mask of pairs, so that all its masks
+    have one shape. A mask without padding carries the attribute EVERY_KEY and is read-only. The check for padding runs
+    once for all layers.
     """
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"attention_mask: the shape {tuple(attention_mask.shape)} does not fit, give (batch, tokens)")
     known = (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
     plain = mask_function in known and local_size is None
     causal = mask_function is not masking_utils.bidirectional_mask_function
-    room = causal and kv_length + kv_offset > q_offset + q_length  # of a static cache, after the last token
+    room = causal and kv_length + kv_offset > q_offset + q_length  # unused slots of a static cache after the last token
     end = int(q_offset) + q_length if room and q_length > 1 else kv_offset + kv_length
     short = attention_mask is not None and attention_mask.shape[-1] < end
     if not plain or short or (room and q_length == 1):
@@ -117,7 +120,7 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
 
 
 def _is_causal(mask: Tensor | None, path: str) -> bool:
-    """Whether this is what `interface_mask` gives for causal attention."""
+    """Whether the mask is a causal mask of `interface_mask`."""
     if mask is None or mask.ndim != 2:
         return False
     if mask.dtype != torch.bool:
@@ -126,7 +129,10 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
 
 
 def _wants_matrix(extras: dict) -> bool:
-    """Whether the caller collects attention matrices: transformers tells its hooks, not the layers."""
+    """Whether the caller collects attention matrices.
+
+    transformers passes this to its output hooks, not to the layers.
+    """
     if extras.get("output_attentions") or _active_collector is None:
         return bool(extras.get("output_attentions"))
     wanted = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
@@ -135,19 +141,19 @@ def _wants_matrix(extras: dict) -> bool:
 
 def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix,
                extras) -> tuple[Tensor, Tensor | None]:
-    """Exact attention of the layers that were not swapped, in a model whose masks are those of swapped ones."""
+    """Exact attention of unswapped layers, for the masks of swapped layers."""
     L, S = query.shape[2], key.shape[2]
     if _is_causal(mask, type(module).__name__):
         mask, causal = (None if bool(mask.all()) else mask[:, None, None]), True
     elif mask is not None:
-        causal = False  # the pairs say everything
+        causal = False  # a mask of pairs includes causality
     if causal and L > 1 and (mask is not None or L != S):
         past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)
         mask = past if mask is None else mask & past
     if mask is not None and mask.dtype == torch.bool:
-        mask = mask | ~mask.any(-1, keepdim=True)  # a query that sees no key would be NaN
+        mask = mask | ~mask.any(-1, keepdim=True)  # a query without keys would be NaN
     dv = value.shape[-1]
-    if matrix:  # its columns are the outputs for unit vectors
+    if matrix:  # the outputs for unit vectors are the columns of the matrix
         value = torch.cat([value, torch.eye(S).to(value).expand(*value.shape[:2], S, S)], -1)
     out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal, **extras)
     return out[..., :dv], out[..., dv:].transpose(1, 2) if matrix else None

@@ -1,4 +1,4 @@
-"""Load a saved swapped model: the reverse of save_pretrained."""
+"""Load a saved swapped model: the inverse of save_pretrained."""
 
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,29 @@ FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revisio
 ANEW = "load the weights by from_pretrained of their class, then call swap_attention"
 
 
-@torch.inference_mode(False)   # tensors of inference mode could not be trained later
+@torch.inference_mode(False)   # tensors created in inference mode cannot be trained
 def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
-    """The model that save_pretrained wrote to a folder (or to a repository of the hub) after `swap_attention`, with the
-    same attention in the same layers, bit for bit: noise and statistics are those of its weights.
+    """Load a swapped model that save_pretrained wrote to a folder or a hub repository.
 
-    auto: the class to load, such as AutoModelForCausalLM. options: what its from_pretrained takes. The noise has the
-    number format of the saved weights where that is the model's. A fetched model, such as "models/smollm2-135m", comes
-    as it was published.
+    The model has the same attention in the same layers, exactly: projections and statistics come from the saved
+    weights. The projections take the dtype of the model if they were saved in it. A model of the `fetch` command, such
+    as "models/smollm2-135m", is loaded as the pretrained checkpoint, with its own attention. No code from the folder
+    runs, unless `trust_remote_code=True`.
 
-    Raises ConfigError, which is a ValueError, where the folder holds no swapped model, where its mechanism was built of
-    objects, where a layer has no entry or its noise is missing. Nothing of the folder is executed: a model whose class
-    is code that lies there is refused, unless `trust_remote_code=True` says that it was read.
+    Args:
+        auto: the class to load, such as AutoModelForCausalLM.
+        folder: the folder, or the name of a hub repository.
+        options: further arguments of auto.from_pretrained.
+
+    Raises:
+        ConfigError: a ValueError. The folder holds no swapped model, its mechanism was built from objects, or a layer
+            has no entry.
+        ValueError: the projections of a layer are missing.
     """
     if (published := saved.fetched(folder)) is not None:
         return auto.from_pretrained(published, **options)
-    safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}  # without a question
+    # refuse remote code without asking
+    safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
     with saved.ignoring_buffers():
         model = auto.from_pretrained(folder, **(safely | options))
     if (record := saved.take_record(model)) is None:
@@ -41,7 +48,7 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
 
 
 def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder: str | Path) -> nn.Module:
-    """Swaps the attention of a model, which has its own, as the record says."""
+    """Swap the attention of an unswapped model as its record states."""
     if record.get("open"):
         raise ConfigError(f"{folder}: its record is one of an earlier crt_exp, {record.get('version')}: {ANEW}")
     if objects := [each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)]:
@@ -59,7 +66,7 @@ def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder
 
 
 def _number(path: str, layers: dict[str, int | None], folder: str | Path) -> int | None:
-    """The number of the mechanism of an attention module."""
+    """The index of the mechanism of an attention module; None if unswapped."""
     same = [other for other in layers if saved.same_path(path, other)]
     if not same:
         raise ConfigError(f"{folder}: {saved.KEY} in its config.json names no attention of {path}: {ANEW}")

@@ -1,8 +1,9 @@
-"""What a swapped model saves: attention of each layer, noise, statistics.
+"""Save and restore swapped models: mechanisms, projections and statistics.
 
-`config.crt_exp` is a dictionary of plain values: `version`; `mechanisms`, each as `Mechanism.saved` gives it, with
-`causal` as the swap was given it; `layers`, the path of every attention module -> the number of its mechanism, null for
-one that kept its own. save_pretrained of transformers stores it, and the buffers of `swapped` with the weights.
+save_pretrained of transformers stores `config.crt_exp` and the buffers of `swapped`. `config.crt_exp` is a dictionary:
+- `version`: the version of this package.
+- `mechanisms`: a list of `Mechanism.saved` records, each with the `causal` argument of the swap.
+- `layers`: path of each attention module -> index of its mechanism; null for a layer with its own attention.
 """
 
 import os
@@ -28,7 +29,7 @@ NEW_NOISE = "saved=False makes new noise"
 # ---- the record in the configuration
 
 def write_record(model: nn.Module) -> None:
-    """Bring the configuration of each outermost model that has one up to date."""
+    """Update `config.crt_exp` of each outermost transformers model."""
     for holder in holders(model):
         mechanisms, layers = [], {}
         for path, module in attention_modules(holder):
@@ -43,7 +44,7 @@ def write_record(model: nn.Module) -> None:
 
 
 def holders(model: nn.Module) -> list[nn.Module]:
-    """The outermost models of transformers: the model itself, or those within a wrapper."""
+    """The outermost transformers models: the model itself, or those in a wrapper."""
     bases = {kind.__name__ for kind in type(model).__mro__}
     if "PreTrainedModel" in bases and getattr(model, "config", None) is not None:
         return [model]
@@ -51,14 +52,14 @@ def holders(model: nn.Module) -> list[nn.Module]:
 
 
 def take_record(holder: nn.Module) -> dict[str, Any] | None:
-    """Remove the record from the configuration and return it."""
+    """Remove `config.crt_exp` and return it; None if there is none."""
     return vars(holder.config).pop(KEY, None)
 
 
 def check_record(record: Any, source: Any) -> dict[str, Any]:
-    """The record that a file holds. Raises ConfigError, naming `source`, for another form.
+    """Validate a record read from a file and return it.
 
-    Mechanisms are read by `Mechanism.of_saved`.
+    `Mechanism.of_saved` checks the mechanisms. Raises ConfigError, naming `source`.
     """
     try:
         check(KEY, record, dict)
@@ -72,12 +73,12 @@ def check_record(record: Any, source: Any) -> dict[str, Any]:
     return record
 
 
-# ---- noise and statistics
+# ---- projections and statistics
 
 def weight_files(source: str | Path, **fetching: Any) -> list[Path]:
-    """The safetensors files of a folder, or of the hub's copy on this machine.
+    """The safetensors files of a folder, or of the local copy of a hub repository.
 
-    fetching: as cached_file of transformers takes it.
+    `fetching` holds arguments of cached_file of transformers.
     """
     from transformers.utils import cached_file
 
@@ -92,7 +93,7 @@ def weight_files(source: str | Path, **fetching: Any) -> list[Path]:
 
 
 def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
-    """`restore` from the folder that a model of transformers was loaded from, if any."""
+    """Call `restore` with the folder that the model was loaded from, if any."""
     source = getattr(getattr(model, "config", None), "_name_or_path", None)
     if isinstance(source, str) and source and Path(source).is_dir():
         restore(model, states, weight_files(source), source)
@@ -100,10 +101,10 @@ def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
 
 def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder: str | Path,
             strict: bool = False) -> None:
-    """Load the buffers of `swapped`, which from_pretrained of transformers leaves out.
+    """Load the buffers of `swapped`, which from_pretrained of transformers skips.
 
-    In their number format where that is the model's, as after model.bfloat16(). strict: raises ValueError where the
-    buffers of a layer are missing.
+    The buffers take the dtype of the model if they were saved in it, as after model.bfloat16(). With strict=True,
+    missing buffers of a layer raise ValueError. Buffers that do not fit raise ConfigError.
     """
     dtype, saved = next((p.dtype for p in model.parameters()), None), _saved_buffers(files)
     paths = {state.path: next((path for path in saved if same_path(path, state.path)), None) for state in states}
@@ -124,7 +125,7 @@ def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder
 
 
 def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
-    """Path of the layer -> buffers of its `swapped`, without reading other tensors."""
+    """Layer path -> buffers of its `swapped`; other tensors are not read."""
     saved: dict[str, dict[str, Tensor]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
@@ -136,14 +137,15 @@ def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
 
 
 def same_path(path: str, other: str) -> bool:
-    """Whether both name one layer; a bare model and one with a head differ by a prefix."""
+    """Whether two paths name one layer; a bare model lacks the prefix of a head model."""
     return path == other or path.endswith(f".{other}") or other.endswith(f".{path}")
 
 
 def _same_numbers(path: str, saved: list[str]) -> str | None:
-    """The saved layer with the same numbers in its path: save_pretrained renames some models.
+    """Find the saved layer with the same indices in its path.
 
-    Of several the one whose path begins alike, as those of an encoder and a decoder do not.
+    save_pretrained renames the modules of some models. Among several candidates the longest common prefix decides,
+    which separates encoder from decoder. Raises ValueError if that is ambiguous.
     """
     alike = [other for other in saved if re.findall(r"\.(\d+)\b", other) == re.findall(r"\.(\d+)\b", path)]
     shared = [len(os.path.commonprefix([path.split("."), other.split(".")])) for other in alike]
@@ -155,7 +157,7 @@ def _same_numbers(path: str, saved: list[str]) -> str | None:
 
 @contextmanager
 def ignoring_buffers() -> Iterator[None]:
-    """Within it transformers does not list the buffers of a swap as unknown weights."""
+    """Context manager: transformers does not report `swapped` buffers as unexpected."""
     from transformers import PreTrainedModel
 
     own = PreTrainedModel.post_init
@@ -171,12 +173,12 @@ def ignoring_buffers() -> Iterator[None]:
         PreTrainedModel.post_init = own
 
 
-# ---- pretrained models with a short name
+# ---- pretrained models of the fetch command
 
 def fetched(name: str | Path, option: str = "") -> Path | None:
-    """The folder of a fetched model such as models/minilm; None for other names, and for files of one's own.
+    """The folder of a fetched model such as models/minilm; None for other names.
 
-    Raises ConfigError, naming `option`, for one that was not fetched.
+    An existing path with that name takes precedence. Raises ConfigError, naming `option`, if the model was not fetched.
     """
     if not str(name).startswith("models/") or Path(name).exists():
         return None

@@ -1,8 +1,8 @@
-"""Any pretrained model with other attention, by one call, and back.
+"""Swap the attention of a pretrained model in place, and restore it.
 
-Every swapped attention module gets one submodule, `swapped`, that holds noise and statistics: checkpoint keys stay, and
-these buffers are added to them. Families: Hugging Face models on the attention interface, timm's Attention,
-torch.nn.MultiheadAttention (with it TransformerEncoder, and torchaudio's Conformer).
+Each swapped attention module gets a submodule `swapped` that holds random projections and statistics. Parameter names
+stay the same; the state dict gains the buffers of `swapped`. Supported are Hugging Face models on the attention
+interface, timm's Attention, and torch.nn.MultiheadAttention (including TransformerEncoder and torchaudio's Conformer).
 """
 
 import copy
@@ -18,24 +18,28 @@ from crt_exp.swap import families
 from crt_exp.swap.families import SEES
 from crt_exp.swap.saved import restore_own, write_record
 
-# (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module of (q, k, v, key_mask)
+# builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module called as (q, k, v, key_mask)
 LayerMaker = Callable[..., nn.Module]
 
 
-@torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
+@torch.inference_mode(False)   # tensors created in inference mode cannot be trained or loaded into
 def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | str | None = None, *,
                 causal: bool | None = None, saved: bool = True, record: dict[str, Any] | None = None) -> nn.Module:
-    """`swap_attention` (crt_exp/mechanism.py) with any maker of layers; `name` is what tables call it.
+    """Do `swap_attention` with any builder of layers.
 
-    saved: take noise and statistics from the folder of the model. record: what the model's configuration keeps of the
-    mechanism; without one it is not rebuilt from a saved folder.
+    Args:
+        maker: builds a layer, see `LayerMaker`.
+        name: the method's name in tables.
+        saved: load projections and statistics from the folder of the model.
+        record: what the model's configuration stores of the mechanism. Without a record `from_pretrained` cannot
+            rebuild the mechanism.
     """
     places = _places(model)
     chosen = _choose(places, layers)
     if layers is None:
         _warn_of_others(model, [place for i, place in enumerate(places) if i not in chosen])
     _refuse(places, chosen)
-    # all before the first change
+    # build and check all layers before the first change to the model
     states = {i: _state(maker, name, i, places[i], causal) for i in chosen}
     if saved:
         restore_own(model, list(states.values()))
@@ -52,7 +56,10 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
 
 
 def unswap_attention(model: nn.Module) -> nn.Module:
-    """Restore the model's own attention bit for bit, in place. Raises ValueError where nothing is swapped."""
+    """Restore the model's own attention exactly, in place.
+
+    Raises ValueError if no layer is swapped.
+    """
     swapped = [module for _, module in swappable(model) if "swapped" in module._modules]
     if not swapped:
         raise ValueError(f"no attention of this {type(model).__name__} is swapped")
@@ -77,10 +84,10 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-# ---- finding and choosing
+# ---- select layers
 
 def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All attention modules with their paths. Raises ValueError where there are none."""
+    """All attention modules with their paths. Raises ValueError if there are none."""
     if modules := families.attention_modules(model):
         return modules
     raise ValueError(f"no attention found in this {type(model).__name__} that swap_attention knows; of other kinds: "
@@ -88,7 +95,7 @@ def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class Place(NamedTuple):
-    """An attention module, the module that holds it, and why linear attention cannot represent it, or None."""
+    """An attention module, its parent module, and why it cannot be swapped, or None."""
 
     path: str
     module: nn.Module
@@ -120,7 +127,11 @@ def _names(parts: list[tuple]) -> str:
 
 
 def _choose(places: list[Place], layers: Iterable[int] | int | str | None) -> list[int]:
-    """Without a choice all layers, or where some see a window and nothing is against the others, these."""
+    """Return the indices of the layers to swap.
+
+    By default these are all layers. If some layers have window attention and all others are supported, the layers with
+    a window stay as they are.
+    """
     supported = [i for i, place in enumerate(places) if place.reason is None]
     windows = all(place.reason is None or place.reason.startswith(SEES) for place in places)
     if layers is None or (isinstance(layers, str) and layers == "supported"):
@@ -133,20 +144,24 @@ def _choose(places: list[Place], layers: Iterable[int] | int | str | None) -> li
 
 
 def _refuse(places: list[Place], chosen: list[int]) -> None:
-    """Raises ValueError for the chosen layers that linear attention cannot represent, with those that it can."""
+    """Raise ValueError if a selected layer cannot be swapped; list those that can."""
     refused = [places[i] for i in chosen if places[i].reason]
     if not refused:
         return
-    first = min(refused, key=lambda place: place.reason.startswith(SEES))  # windows alone would stay
+    # report window attention last: on its own it would stay as it is
+    first = min(refused, key=lambda place: place.reason.startswith(SEES))
     fit = [i for i, place in enumerate(places) if not place.reason]
     way = f"layers='supported' swaps {fit}" if fit else "no layer can be swapped"
     raise ValueError(f"{_names([first])}: this attention {first.reason}, which no linear attention represents; {way}")
 
 
-# ---- making and attaching
+# ---- build and attach layers
 
 def _state(maker: LayerMaker, name: str, i: int, place: Place, causal: bool | None) -> nn.Module:
-    """The attention of one layer, on its device; ready for causal calls and others, unless `causal` rules them out."""
+    """Build one attention layer on the device of its module.
+
+    The layer serves causal and bidirectional calls, unless causal=False.
+    """
     path, module = place.path, place.module
     size = families.sizes(module, path)
     state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=causal is not False, scaling=size.scaling, layer=i,
@@ -170,19 +185,20 @@ def _tell_libraries(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoder) and any(id(inner) in inside for inner in part.modules()):
             part.__dict__.setdefault("unswapped_nested", part.use_nested_tensor)
-            part.use_nested_tensor = False  # it hands nested tensors to the layers in eval mode
+            part.use_nested_tensor = False  # in eval mode it would pass nested tensors to the layers
     if hf := [module for module in swapped if families.family(module) == "hf"]:
         _use_interface(model, hf)
     _remove_check(model)
     for module in swapped:
-        module.swapped.__dict__["reached"] = None  # not known yet
+        module.swapped.__dict__["reached"] = None  # unknown before the first forward pass
     model.__dict__["swap_check"] = model.register_forward_hook(_tell_unreached)
 
 
 def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
-    """Names our attention in the configurations that the swapped modules read, and in no other.
+    """Set our attention function in the configurations of the swapped modules.
 
-    Two models made from one configuration share it: this one gets copies, so that the other stays what it is.
+    Models built from one configuration object share it. The swapped model gets copies, so that other models keep
+    theirs.
     """
     from crt_exp.swap import cache, interface
 
@@ -200,13 +216,13 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
         if "refuse_replaced" not in module.__dict__:
             module.__dict__["refuse_replaced"] = module.register_forward_pre_hook(interface.refuse_replaced)
     kept = model.__dict__.setdefault("unswapped_configs", [])
-    known = {id(config) for config, _ in kept}  # swapped before, and given another implementation since
+    known = {id(config) for config, _ in kept}  # swapped before, then given another implementation
     kept.extend((config, name) for config, name in before if id(config) not in known)
     cache.install(model)
 
 
 def _own_configurations(model: nn.Module) -> None:
-    """Copies of the configurations, the same one for all parts that shared one; once for a model."""
+    """Copy the model's configurations once; parts that shared one share the copy."""
     from transformers import PreTrainedConfig
 
     if "unswapped_configs" in model.__dict__:
@@ -218,7 +234,7 @@ def _own_configurations(model: nn.Module) -> None:
                 vars(part)[key] = copy.deepcopy(value, memo)
 
 
-# ---- whether a forward pass reaches what was swapped
+# ---- check that a forward pass reaches the swapped modules
 
 def _remove_check(model: nn.Module) -> None:
     if (hook := model.__dict__.pop("swap_check", None)) is not None:
@@ -226,12 +242,12 @@ def _remove_check(model: nn.Module) -> None:
 
 
 def _tell_unreached(model: nn.Module, *_) -> None:
-    """After the first forward pass, warns of the swapped modules that it did not reach."""
+    """After the first forward pass, warn of swapped modules that it did not reach."""
     if torch.compiler.is_compiling():
         return
     _remove_check(model)
     if any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules()):
-        return  # compiled parts do not note their calls
+        return  # compiled modules do not record their calls
     unreached = [(path, module) for path, module in families.attention_modules(model)
                  if "swapped" in module._modules and module.swapped.reached is None]
     for _, module in unreached:
