@@ -1,10 +1,12 @@
-"""The exact variance of estimates with coupled rows, and the number of projections that an accuracy takes.
+"""Exact variances for coupled projections, and the number of projections needed.
 
-Legend: Z one projection's estimate, hat K the mean of m of them, K the kernel (softmax or Gaussian, as the map says),
-d dimension, S_s = |x + s y|^2, N = |x|^2 + |y|^2, Z_1 and Z_2 the estimates of two rows of one block. Vectors x, y
-(..., d) broadcast pair by pair; results are float64 on the CPU and, where they could overflow, logs in nats.
+Notation: Z is the estimate of one projection, hat K the mean over m projections, K the kernel (softmax or Gaussian, as
+the map defines), d the dimension, S_s = |x + s y|^2, N = |x|^2 + |y|^2, Z_1 and Z_2 the estimates of two projections of
+one block.
+Vectors x, y (..., d) broadcast pair by pair. Results are float64 on the CPU, and logs in nats where they could
+overflow.
 
-Sources: CRT = Chefs' Random Tables (2022), Performers (2021). What is in neither paper is marked own.
+Sources: CRT = Chefs' Random Tables (2022), Performers (2021). Results that are in neither paper are marked own.
 """
 
 import math
@@ -21,19 +23,31 @@ from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.statistics import log_0f1
 
-OVERFLOW = 700.0  # logs from which a number of projections is called infinite
+OVERFLOW = 700.0  # logs from which the number of projections is infinite
 ENSEMBLES = ("iid", "orthogonal", "simplex")
 NODES = 200    # Gauss-Legendre nodes of the simplex average: 1e-13 up to d = 1024
-TERMS = 2**22  # of Poisson sums held at a time
+TERMS = 2**22  # of Poisson sums in memory at a time
 
 
 def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: float, delta: float, relative: bool = True,
                ensemble: str = "iid") -> Tensor:
-    """A number of projections that gives |hat K - K| <= epsilon K (`relative=False`: <= epsilon) with
-    probability 1 - delta, by Chebyshev's inequality.
+    """Return a number of projections for a given accuracy.
 
-    From the exact variance: m = Var(Z) / (delta epsilon^2) for iid rows; for coupled rows the least m among 1..d and
-    the multiples of d. Per pair, float64; +inf where no m is enough.
+    |hat K - K| <= epsilon K then has probability at least 1 - delta, by Chebyshev's inequality with the exact variance:
+    m = Var(Z) / (delta epsilon^2) for iid projections.
+    For coupled projections the result is the least sufficient m among 1..d and the multiples of d.
+
+    Args:
+        epsilon: error relative to K.
+        delta: probability of a larger error.
+        relative: False makes epsilon the absolute error.
+        ensemble: "iid", "orthogonal" or "simplex".
+
+    Returns:
+        m of each pair in float64, +inf where no m is sufficient.
+
+    Raises:
+        ValueError: epsilon or delta is out of range, or the covariance of the ensemble is not known.
     """
     if not (epsilon > 0 and 0 < delta < 1):
         raise ValueError(f"epsilon = {epsilon} and delta = {delta}: they need epsilon > 0 and 0 < delta < 1")
@@ -43,7 +57,7 @@ def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: flo
     log_target, d = math.log(delta) + 2 * log_epsilon, x.shape[-1]
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params)) - log_target
     value, log_unit = relative_covariance(phi, x, y, params, ensemble)
-    # the least m of those allowed with (one + covariance (b - 1)) / m <= 1, b = min(m, d), in units of the target
+    # the least allowed m with (one + covariance (b - 1)) / m <= 1, b = min(m, d), in units of the target
     one, covariance = log_one.clamp(max=OVERFLOW).exp(), value * (log_unit - log_target).clamp(max=OVERFLOW).exp()
     within = ((one - covariance) / (1 - covariance)).ceil().clamp(min=1)
     blocks = ((one + (d - 1) * covariance) / d).ceil().clamp(min=1)
@@ -54,10 +68,12 @@ def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: flo
 
 def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1,
                           ensemble: str = "iid") -> Tensor:
-    """log Var(hat K) with m rows that are iid, orthogonal or simplex, blocks of d with the last one cut.
+    """Return log Var(hat K) of m iid, orthogonal or simplex projections.
 
-    Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2. Exact for the exponential maps (own: one pair moment
-    serves every GERF, whatever A); the discrete maps raise. -inf where the variance is zero.
+    Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2, with blocks of d projections, the last one possibly
+    shorter; -inf where the variance is zero.
+    Coupled projections are exact for exponential maps (own: one pair moment serves every GERF, whatever A). Other maps
+    raise ValueError.
     """
     x, y = x.double(), y.double()
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params))
@@ -68,12 +84,19 @@ def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: i
 
 
 def couples(phi: FeatureMap) -> bool:
-    """Whether the covariance of coupled rows is known: of the exponential maps, with one A for all directions."""
+    """Return whether the covariance of coupled projections is known.
+
+    It is known for exponential maps with one A for all directions.
+    """
     return isinstance(phi, (TrigRF, PositiveExponential, GERF)) and not isinstance(phi, Dense)
 
 
 def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str) -> tuple[Tensor, Tensor]:
-    """Cov(Z_1, Z_2) / K^2 of two rows of one block, as (value, log unit): value * exp(log unit)."""
+    """Return Cov(Z_1, Z_2) / K^2 of two projections of one block.
+
+    The result (value, log unit) means value * exp(log unit). Raises ValueError if the ensemble or its covariance is
+    unknown.
+    """
     if ensemble not in ENSEMBLES:
         raise ValueError(f"unknown ensemble {ensemble!r}: choose one of {', '.join(ENSEMBLES)}")
     s_plus, s_minus = ((x + s * y).square().sum(-1) for s in (1, -1))
@@ -96,11 +119,13 @@ def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble:
 
 
 def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
-    """Cov(Z_1, Z_2) / K^2 for s = +1, every A, rows with this cosine (own); between -1 and 0 for orthogonal rows.
+    """Return Cov(Z_1, Z_2) / K^2 for s = +1 and every A (own).
 
-    The moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) of orthogonal rows is K^2 E r_k with k ~ Poisson(S) and
-    r_k = prod_(i<k) (d + i) / (d + 2i): sums of one sign, no cancellation. A cosine c makes S into S (1 + c w),
-    averaged over w = 2 r_1 r_2 / (r_1^2 + r_2^2), which is independent of r_1^2 + r_2^2.
+    cosine is that of the two projections; for orthogonal ones the result is between -1 and 0.
+    Their moment E Z_1 Z_2 = e^(-2N) 1F1(d; d/2; S/2) is K^2 E r_k with k ~ Poisson(S) and r_k = prod_(i<k) (d + i) / (d
+    + 2i): sums of one sign, without cancellation.
+    A cosine c replaces S by S (1 + c w), averaged over w = 2 r_1 r_2 / (r_1^2 + r_2^2), which is independent of r_1^2 +
+    r_2^2.
     """
     if cosine == 0:
         return _poisson_mean(s_plus, lambda k: torch.expm1(_log_direction_ratio(k, d)))
@@ -111,9 +136,11 @@ def positive_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 
 
 def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
-    """Cov(Z_1, Z_2) of the Gaussian kernel for s = -1, every A: 1F1(d; d/2; -S_-/2) - e^(-S_-), of either sign (own).
+    """Return Cov(Z_1, Z_2) of the Gaussian kernel for s = -1 and every A (own).
 
-    Estimates are real parts, and cos a cos b is the mean of cos(a + b) and cos(a - b): a cosine counts with both signs.
+    It is 1F1(d; d/2; -S_-/2) - e^(-S_-), of either sign, for orthogonal projections.
+    Estimates are real parts, and cos a cos b is the mean of cos(a + b) and cos(a - b), so that a cosine enters with
+    both signs.
     """
     w, weight = _length_products(d) if cosine else (torch.zeros(1), torch.ones(1))
     moments = (hyp1f1(d, d / 2, (-s_minus.unsqueeze(-1) * (1 + c * w) / 2).numpy()) for c in (cosine, -cosine))
@@ -121,7 +148,10 @@ def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 
 
 def smreg_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
-    """Cov(Z_1, Z_2) / SMREG^2, rows of length sqrt(d) with this cosine (own)."""
+    """Return Cov(Z_1, Z_2) / SMREG^2 for projections of length sqrt(d) (own).
+
+    cosine is that of the two projections.
+    """
     return torch.expm1(log_0f1(d / 2, d * s_plus * (1 + cosine) / 2) - 2 * log_0f1(d / 2, d * s_plus / 4))
 
 
@@ -130,8 +160,10 @@ def _cosine(ensemble: str, d: int) -> float:
 
 
 def _length_products(d: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of w = 2 r_1 r_2 / (r_1^2 + r_2^2), r ~ chi_d:
-    w = cos t, density proportional to cos^(d-1) t."""
+    """Return nodes and weights of w = 2 r_1 r_2 / (r_1^2 + r_2^2), r ~ chi_d.
+
+    w = cos t with density proportional to cos^(d-1) t.
+    """
     node, weight = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(NODES))
     t = math.pi / 4 * (node + 1)
     weight = weight * t.cos() ** (d - 1)
@@ -139,7 +171,10 @@ def _length_products(d: int) -> tuple[Tensor, Tensor]:
 
 
 def _poisson_mean(rate: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-    """E f(k), k ~ Poisson(rate), elementwise, by the terms up to 12 standard deviations above the largest rate."""
+    """Return E f(k) for k ~ Poisson(rate), elementwise.
+
+    Terms end 12 standard deviations above the largest rate.
+    """
     top = float(rate.max()) if rate.numel() else 0.0
     k = torch.arange(int(top + 12 * math.sqrt(top) + 40), dtype=torch.float64)
     values, log_factorial = f(k), torch.lgamma(k + 1)
@@ -149,12 +184,12 @@ def _poisson_mean(rate: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _log_direction_ratio(k: Tensor, d: int) -> Tensor:
-    """log prod_(i<k) (d + i) / (d + 2i) for k = 0, 1, ..."""
+    """Return log prod_(i<k) (d + i) / (d + 2i) for k = 0, 1, ..."""
     steps = torch.log1p(-k / (d + 2 * k))
     return steps.cumsum(-1) - steps
 
 
 def _pairs_per_row(m: int, d: int) -> float:
-    """sum over blocks of b (b - 1) / m."""
+    """Return the sum over blocks of b (b - 1) / m."""
     full, rest = divmod(m, d)
     return (full * d * (d - 1) + rest * (rest - 1)) / m

@@ -1,9 +1,9 @@
-"""The one timer: arms that take turns, what a call takes, and the most memory that it holds.
+"""Time and memory of calls, measured in turns.
 
-What is timed (attention alone, layers, whole models, a decoded token, estimators) is a call without arguments, made
-where it is known. An arm is such a call, or whatever `measure` makes one of. All arms take their turn in every round,
-so that load from outside hits all of them alike. Times are milliseconds. Memory is MiB beyond what is held before a
-call, in a process that has done nothing else: an allocator keeps what earlier calls freed.
+A measured call takes no arguments: attention, a layer, a model, a decoded token or an estimator. All methods take turns
+in every round, so that external load affects all of them.
+Times are milliseconds. Memory is MiB beyond what is held before the call. It needs a fresh process, because an
+allocator keeps what earlier calls freed.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ Call = Callable[[], Any]
 Name = TypeVar("Name", bound=Hashable)
 Arm = TypeVar("Arm")
 Value = TypeVar("Value")
-LONG = 1000.0  # ms of a call that no cache matters to
-WALL, PROCESSOR = time.perf_counter, time.process_time  # the latter hardly changes with other work on the machine
+LONG = 1000.0  # ms of a call on which caches have no effect
+WALL, PROCESSOR = time.perf_counter, time.process_time  # the latter hardly depends on other work on the machine
 
 
 # ---- one call
@@ -33,7 +33,10 @@ WALL, PROCESSOR = time.perf_counter, time.process_time  # the latter hardly chan
 
 def milliseconds(call: Callable[..., Any], *given: Any, clock: Callable[[], float] = WALL,
                  device: torch.device | str | None = None) -> float:
-    """Of call(*given), with what a CUDA device has to do for it; by default the current one, where CUDA is in use."""
+    """Return the time of call(*given), including its work on a CUDA device.
+
+    device: by default the current CUDA device, where CUDA is in use.
+    """
     wait_for(device)
     begun = clock()
     call(*given)
@@ -42,28 +45,36 @@ def milliseconds(call: Callable[..., Any], *given: Any, clock: Callable[[], floa
 
 
 def wait_for(device: torch.device | str | None) -> None:
-    """Until a CUDA device, by default the current one where CUDA is in use, has done what it was given."""
+    """Wait until a CUDA device has finished its work.
+
+    device: by default the current CUDA device, where CUDA is in use.
+    """
     if torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def again(call: Callable[..., Any], *given: Any, below: float = float("inf"),
           device: torch.device | str | None = None) -> float:
-    """Milliseconds of call(*given) after one that does not count: buffers and libraries are there, and caches hold what
-    it reads. A call of `below` or more is not made twice."""
+    """Return the milliseconds of call(*given) after a warm-up call.
+
+    A first call of `below` ms or more is not repeated; its time is returned.
+    """
     first = milliseconds(call, *given, device=device)
     return first if first >= below else milliseconds(call, *given, device=device)
 
 
-# ---- arms in turns
+# ---- methods in turns
 
 
 def in_turns(arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm], Value] = milliseconds, warm: int = 1,
              turn: int = 0) -> dict[Name, list[Value]]:
-    """measure(arm) of every arm in every round, one round after the other; the first `warm` rounds do not count.
+    """Measure every method in every round, and return the values by name.
 
-    measure: by default an arm is a call, and its milliseconds are kept. turn: by how many places the arms are rotated,
-    so that in processes with different numbers another one is first.
+    Args:
+        arms: methods by name, as `measure` takes them.
+        measure: returns the value of a method; by default the milliseconds of a call.
+        warm: first rounds, which are discarded.
+        turn: rotation of the order, so that processes with different numbers begin with different methods.
     """
     kept: dict[Name, list[Value]] = {name: [] for name in arms}
     first = turn % len(arms) if arms else 0
@@ -76,12 +87,18 @@ def in_turns(arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm], Val
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    """The median over rounds of the ratio to another arm within the round, in which both saw the same load."""
+    """Return the median over rounds of times / base.
+
+    Both methods see the same load within a round.
+    """
     return statistics.median(a / b for a, b in zip(times, base, strict=True))
 
 
 def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
-    """Mean, standard deviation and half-width of the 95% Student interval (None for one value)."""
+    """Return mean, standard deviation and half-width of the 95% Student interval.
+
+    The latter two are None for one value.
+    """
     from scipy.special import stdtrit  # slow to import
 
     n = len(values)
@@ -95,7 +112,7 @@ def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within it torch has this number of threads."""
+    """Set the number of torch threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -106,7 +123,10 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes started within it ignore ^C: the command decides what it means, and ends them."""
+    """Let processes that start within the context ignore ^C.
+
+    The command handles ^C and ends them.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -118,9 +138,9 @@ def without_interrupts() -> Iterator[None]:
 
 
 def added(call: Call, device: torch.device | str | None = None) -> float:
-    """MiB at the peak of a call beyond what is held before it: by tensors on a CUDA device, else by the process.
+    """Return the peak memory of a call in MiB beyond what is held before it.
 
-    Raises OSError where the system does not say what a process holds.
+    It is that of tensors on a CUDA device, else that of the process. Raises OSError if the system does not report it.
     """
     if device is not None and torch.device(device).type == "cuda":
         wait_for(device)
@@ -135,22 +155,27 @@ def added(call: Call, device: torch.device | str | None = None) -> float:
 
 
 def give_back() -> None:
-    """What earlier calls freed goes back to the system, so that it does not hide a peak in a process that has done
-    other things. Nothing where the C library has no way to."""
+    """Return freed memory to the system, so that it does not hide a later peak.
+
+    Does nothing if the C library cannot.
+    """
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak() -> int:
-    """Sets the process's peak to what it holds now (Linux) and returns that, in bytes."""
+    """Set the process's peak memory to its current memory (Linux); return it in bytes."""
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")
     return peak()
 
 
 def peak() -> int:
-    """Bytes. Raises OSError where the system does not say what a process holds."""
+    """Return the peak memory of the process in bytes.
+
+    Raises OSError if the system does not report it.
+    """
     with open("/proc/self/status") as f:
         lines = dict(line.split(":", 1) for line in f)
     if "VmHWM" in lines:
@@ -162,7 +187,10 @@ def peak() -> int:
 
 
 class Update:
-    """A training step as a call without arguments: a loss, its gradient and AdamW's update. Gradients end as zeros."""
+    """A training step as a call without arguments: loss, gradient, AdamW update.
+
+    Gradients are zeros afterwards.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]):
         self.model, self.loss = model.train(), loss
@@ -174,7 +202,7 @@ class Update:
         self.optimizer.zero_grad(set_to_none=False)
 
     def added(self) -> float:
-        """MiB at its peak beyond weights, gradients and the optimiser's state."""
+        """Return the peak in MiB beyond weights, gradients and optimizer state."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-9)
         self.optimizer.step()
