@@ -54,6 +54,7 @@ class LinearAttention(AttentionLayer):
     """Base class of linear-time attention layers.
 
     Subclasses define
+
     - `estimate(q, k, v, key_mask=None)`: the output of `forward`, without redraws, recorded statistics or counts;
     - `calibration()`: a context in which passes in eval mode replace the fitted state of the layer;
     - `decoding()`: a new state for token-by-token causal attention on x = `scaled(q)`.

@@ -43,9 +43,10 @@ class RandomFeatureAttention(Redraws, Running):
     """Linear attention with a feature map and random projections for each head.
 
     The parameters of a fitted map depend on the kind of attention, so that no query uses later queries:
+
     - Bidirectional self-attention: queries and keys of the call, for each batch entry and key head.
-    - Causal attention: running averages over earlier batches, with bias correction. Before the first training pass
-      or calibration: zero vectors (A = 0).
+    - Causal attention: running averages over earlier batches (`decay`), with bias correction. Before the first
+      training pass or calibration: zero vectors (A = 0).
     - Cross-attention (`cross`, and bidirectional calls with different numbers of queries and keys): the keys of the
       call and running averages of queries. Without averages, queries are assumed to be as large as the keys, with
       either sign.
@@ -60,7 +61,6 @@ class RandomFeatureAttention(Redraws, Running):
 
     Args:
         phi: feature map of the softmax kernel, possibly a sum or product of maps.
-        sampler: sampler of the random projections.
         m: number of projections; a tuple for the parts of phi.
         kv_heads: number of key heads, by default `heads`.
         scaling: factor of q.k in the logits, by default d^(-1/2).
@@ -69,7 +69,6 @@ class RandomFeatureAttention(Redraws, Running):
         normalize_qk: scale queries and keys to norm d^(1/4), the norm of x for entries of unit variance.
         normalize: False omits the division by the denominator; outputs then grow with the number of keys.
         denominator: see `attention`. Non-positive denominators are counted in `denominators`.
-        decay: decay of the running averages.
         fit_steps: training passes that are sampled for a fit to vectors.
         layer: index of the layer, part of the seed.
         learn: "parameters" trains the parameters of the map from one fit on; all inputs then share them. "projections"

@@ -97,14 +97,14 @@ class Linformer(Redrawn):
     It cannot be causal. Heads and batch entries share the projections, whose entries start as N(0, 1 / length). Masked
     keys enter no mixture, and positions are counted from the first real key of each row.
 
-    Parameters: key_projection and value_projection (rank, length), or the buffer `mixtures` of that shape.
+    The projections are key_projection and value_projection (rank, length), or the buffer `mixtures` of that shape.
 
     Args:
         length: maximal number of keys.
         rank: number of mixtures.
         redraw_every: 0 learns one projection for keys and one for values. n > 0 uses one random projection for both and
-            redraws it after n training passes, as in Performers (appendix A.6), but without the multiplier e^-delta,
-            which the paper does not define.
+            redraws it after n training passes, as in Performers (appendix A.6). The multiplier e^-delta is omitted,
+            because the paper does not define it fully.
     """
 
     can_be_causal, name = False, "mixtures"
@@ -153,8 +153,8 @@ class Reformer(Redrawn):
     after it. Time and memory are O(R S c).
     The logit is scaling d^(1/2) q_i.q_j / |q_j|. A token sees itself only if it sees no other token.
 
-    In the paper a query sees its own chunk and the one before, and the borders of chunks depend on later tokens. Here
-    causal outputs equal those of each prefix.
+    In the paper a query sees its own chunk and the one before, and the borders of chunks depend on later tokens. The
+    band of c sorted positions does not, so that causal outputs equal those of each prefix.
 
     Buffers: rotations (H, R, d, buckets / 2), drawn from (seed, layer, draw); steps and draws.
 

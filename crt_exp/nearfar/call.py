@@ -1,10 +1,12 @@
 """Entry point of near-far attention: checks, preparation and choice of the engine.
 
 A query of block t sees
+
 - near: exactly, the keys of blocks t - 1, t and t + 1 (causal: of t - 1, and of t up to itself);
 - heavy hitters: exactly, the keys with the largest scores (causal: among the blocks up to t - 2);
 - retrieved (causal): exactly, `sizes.open` more keys, those with the query's largest logits;
 - clusters: all other keys of a cluster as one key, their mean, with the weight and value of those that are far from t.
+
 Each unmasked key is in exactly one of these sets of each query.
 The choice of the sets and the metric of keys (choice.py) carry no gradient; all sums do. The method was derived for
 this project.

@@ -42,6 +42,7 @@ class NearFar(LinearAttention):
     before and, if not causal, of the block after, and the heavy hitters. Clusters represent all other keys.
 
     The choice of heavy hitters and clusters never lets a query use later queries:
+
     - Bidirectional self-attention: queries and keys of the call.
     - Causal attention: earlier keys, at renewals (causal.py); nothing is fitted or calibrated.
     - Cross-attention (`cross`, and bidirectional calls with different numbers of queries and keys): keys of the call,
