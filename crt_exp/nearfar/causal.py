@@ -5,8 +5,8 @@ block t up to themselves exactly. Of the keys up to block t - 2, some are heavy 
 Each query scores the clustered keys in 8 bits (retrieval.py), retrieves those with the largest scores and sees them
 exactly. It retrieves `open` keys; beyond GROWS tokens the number grows with the square root of the position of the last
 renewal.
-Retrieved keys leave their clusters. The logits of the remaining keys lie below theirs (`left_in_clusters`), so that
-each key counts once and nothing is subtracted.
+Retrieved keys leave their clusters, so that each key counts once. The logits of the remaining keys lie below theirs
+(`left_in_clusters`).
 
 The metric comes from the keys before the first renewal, relative to the means of their blocks. Heavy hitters and
 centres come from the keys before the last renewal. Keys that follow join the nearest clusters.
@@ -65,9 +65,8 @@ def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
     """Return the metric of the keys that are far at the first renewal.
 
-    The keys are factor y (Z, S, d), each relative to the mean of its block. Keys of a block share their position, and
-    rotary embeddings rotate them alike. Relative to one mean of all keys, this would dominate the moments, and clusters
-    would separate positions.
+    The keys are factor y (Z, S, d), each relative to the mean of its block, because rotary embeddings rotate the keys
+    of a block alike. Relative to one mean of all keys, positions would dominate the moments and define the clusters.
     The norm of the second moments root root^T is set to 1. |x root|^2 tau is then the variance of the logits of a query
     x over a cluster that is shaped like the keys of a block.
     """
