@@ -1,4 +1,4 @@
-"""Linear-time attention: `attention`, its definition `attention_reference`, exact `softmax_attention`, baselines."""
+"""Attention in linear time, a reference implementation and exact baselines."""
 
 from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.baselines import (Baseline, Exact, Identity, Uniform, Window, exact_attention,

@@ -1,6 +1,6 @@
-"""What layers that stand for softmax attention have in common, and what training asks of all of them.
+"""Base classes of the attention layers that replace softmax attention.
 
-Notation: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d.
+Notation: B batch, H query heads, Hkv key heads (H is a multiple of Hkv), L queries, S keys, d head dimension.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,15 +17,23 @@ from crt_exp.samplers import at_least_float32
 
 
 class AttentionLayer(nn.Module):
-    """A layer for q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), unscaled, and key_mask (B,S), True = keep: (B,H,L,dv).
+    """Base class of attention layers.
 
-    scaling: the logit is scaling q.k, by default d^(-1/2). Raises ValueError for sizes that no call can have.
+    Inputs are q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv) and an optional key_mask (B,S), True for keys to keep.
+    The output is (B,H,L,dv). The layer applies the scaling, so q and k are unscaled.
+
+    Args:
+        kv_heads: Hkv, by default `heads`.
+        scaling: factor of q.k in the logits, by default d^(-1/2).
+
+    Raises:
+        ValueError: a size is not a positive integer, or `kv_heads` does not divide `heads`.
     """
 
     can_be_causal = True
-    going_on = False         # whether a training pass belongs to the step of the one before: see `linear.same_step`
-    counts_places = True     # whether outputs depend on where a token stands, and not only on which keys it sees
-    exact_to = 0             # tokens of a sequence up to which it is exact attention
+    going_on = False         # whether training passes continue the step of the previous pass: see `same_step`
+    counts_places = True     # whether outputs depend on token positions, beyond the set of visible keys
+    exact_to = 0             # sequence length up to which the layer is exact attention
 
     def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None):
         super().__init__()
@@ -35,7 +43,7 @@ class AttentionLayer(nn.Module):
         self.causal, self.scaling = causal, self.d**-0.5 if scaling is None else scaling
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
-        """Raises ValueError for another d than that of the layer, whose scaling and state would be those of others."""
+        """Raise ValueError if q or k has a head dimension other than the layer's d."""
         for name, t in (("q", q), ("k", k)):
             if t.shape[-1] != self.d:
                 raise ValueError(f"{name} has d = {t.shape[-1]}, but this {type(self).__name__} layer was made for "
@@ -43,56 +51,63 @@ class AttentionLayer(nn.Module):
 
 
 class LinearAttention(AttentionLayer):
-    """normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean length of x for entries of unit
-    variance.
+    """Base class of linear-time attention layers.
 
-    Subclasses define `estimate(q, k, v, key_mask=None)`, what `forward` would give as the layer now stands, where
-    nothing is drawn, noted or counted; `calibration()`, a context in which passes in eval mode replace what the layer
-    has learned; and `decoding()`, a fresh state for token-by-token use of x = `scaled(q)`, of causal attention only.
+    Subclasses define
+
+    - `estimate(q, k, v, key_mask=None)`: the output of `forward`, without redraws, recorded statistics or counts;
+    - `calibration()`: a context in which passes in eval mode replace the fitted state of the layer;
+    - `decoding()`: a new state for token-by-token causal attention on x = `scaled(q)`.
+
+    Args:
+        cross: whether the layer is cross-attention.
+        normalize_qk: scale queries and keys to norm d^(1/4), the norm of x for entries of unit variance.
     """
 
-    recurrent_heads: int     # of keys and values, as a decoding state takes them
-    learns: bool             # whether calls as the layer now stands use what earlier calls or a calibration left here
-    serves_causal: bool      # whether calls may be causal: some layers are so in one call and not in the next
-    version: object          # changes with all that a decoding state depends on
+    recurrent_heads: int     # heads of keys and values in a decoding state
+    learns: bool             # whether calls use the state of earlier calls or of a calibration
+    serves_causal: bool      # whether calls may be causal: a layer may switch between calls
+    version: object          # changes whenever decoding states become invalid
 
     def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, cross: bool, scaling: float | None,
                  normalize_qk: bool):
         super().__init__(heads, d, kv_heads, causal, scaling)
         self.cross, self.normalize_qk = cross, normalize_qk
-        self.calibrated = None   # within a calibration: how many passes it has seen
-        self.columns = None      # of the values proper, where a caller has put others behind them
+        self.calibrated = None   # number of passes in the current calibration, else None
+        self.columns = None      # number of value columns, where a caller has appended others
 
     def past(self) -> RecurrentPast:
-        """The same for q, k and v as `forward` takes them."""
+        """Return a decoding state that takes q, k and v as `forward` does."""
         return RecurrentPast(self)
 
     @property
     def scale(self) -> float:
-        """What queries and keys are multiplied by: x = scale q."""
+        """Factor of queries and keys: x = scale q."""
         return self.d**0.25 if self.normalize_qk else self.scaling**0.5
 
     def normalized(self, q: Tensor) -> Tensor:
-        """On the unit sphere, for a layer that normalizes."""
+        """Return q scaled to unit norm if the layer normalizes, else q."""
         return F.normalize(q.float(), dim=-1).to(q.dtype) if self.normalize_qk else q
 
     def scaled(self, q: Tensor) -> Tensor:
-        """What a decoding state takes for queries or keys q."""
+        """Return x = scale q in float32 or float64, as a decoding state takes it."""
         return at_least_float32(self.normalized(q)) * self.scale
 
 
 class Redraws(nn.Module):
-    """A layer with tensors that are drawn from a seed: buffers, with the counters `steps` and `draws`.
+    """Mixin for layers with random tensors that are drawn from a seed and redrawn.
 
-    Subclasses define `rows_of_draw(draw)`, which gives them by name.
+    Subclasses define `rows_of_draw(draw)`, which returns the tensors of one draw by name.
+    The tensors are buffers, and so are the counters `steps` and `draws`.
 
-    Averages of weights (EMA, SWA) change buffers in place, and a mean of draws is not a draw. The layer therefore
-    computes with a copy of each buffer that is drawn again, and draws again where its `draws` have grown. A buffer that
-    was replaced by another tensor (a loader, torch.func.functional_call) counts itself.
+    Averages of weights (EMA, SWA) change buffers in place, and an average of draws is not a draw.
+    The layer therefore computes with copies of its buffers. It redraws when `draws` exceeds the number of the copied
+    draw.
+    A buffer that was replaced by another tensor (by a loader or torch.func.functional_call) is used directly.
     """
 
     redraw_every: int
-    held = 0                                       # the number of the draw in the copies
+    held = 0                                       # number of the draw in the copies
     kept: dict[str, tuple[Tensor, Tensor]] = {}    # buffers and their copies
 
     def register_drawn(self, tensors: dict[str, Tensor]) -> None:
@@ -103,29 +118,29 @@ class Redraws(nn.Module):
         self._keep(tensors if self.redraw_every else ())
 
     def rows(self, name: str) -> Tensor:
-        """The tensor to compute with."""
+        """Return the tensor to compute with."""
         buffer = getattr(self, name)
         own, copy = self.kept.get(name, (None, buffer))
         if torch.compiler.is_compiling() or buffer.is_meta or own is None:
             return copy
         if own is not buffer:
             return buffer
-        if int(self.draws) > self.held:    # an average of counts is rounded down: fewer draws change nothing
+        if int(self.draws) > self.held:    # averaged counters are rounded down: fewer draws change nothing
             self._draw_again()
         return self.kept[name][1].to(buffer)
 
     def count_pass(self) -> None:
-        """At the start of a training pass: draws again where it is time."""
+        """Count a training pass at its start, and redraw first if that is due."""
         if int(self.steps) and int(self.steps) % self.redraw_every == 0:
             self.redraw()
         self.steps.add_(1)
 
     def redraw(self) -> None:
-        """Draws again now, into new tensors: a graph that is still to be differentiated keeps its own."""
+        """Redraw now into new tensors; existing autograd graphs keep the old tensors."""
         self.draws.add_(1)
         self._draw_again()
 
-    @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
+    @torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
     def _draw_again(self) -> None:
         self.held = int(self.draws)
         for name, t in self.rows_of_draw(self.held).items():
@@ -136,7 +151,7 @@ class Redraws(nn.Module):
         self.kept = {name: (getattr(self, name), getattr(self, name).clone()) for name in names}
 
     def _apply(self, *args, **options) -> "Redraws":
-        for name in self.kept:      # the new buffers are of the copies, not of averages
+        for name in self.kept:      # convert the copies, not averaged buffers
             setattr(self, name, self.rows(name))
         super()._apply(*args, **options)
         self._keep(self.kept)
@@ -155,10 +170,10 @@ class Redraws(nn.Module):
 
 @contextmanager
 def same_step(model: nn.Module, going_on: bool = True) -> Iterator[None]:
-    """Within it, training passes of a model belong to the step of the pass before: a batch in micro-batches is read as
-    a whole.
+    """Treat the training passes within this context as one optimizer step.
 
-    No layer draws noise or changes the parameters that its map is fitted to; statistics are pooled over the passes.
+    Gradient accumulation splits a batch into micro-batches. Within the context no layer redraws random projections or
+    refits its feature map, and statistics are pooled over the passes.
     """
     before = [(layer, layer.going_on) for layer in model.modules() if isinstance(layer, AttentionLayer)]
     for layer, _ in before:
@@ -171,8 +186,8 @@ def same_step(model: nn.Module, going_on: bool = True) -> Iterator[None]:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running: then a forward pass is the second run of a checkpointed layer.
+    """Return whether a backward pass is running, which recomputes checkpointed layers.
 
-    Only a private function of torch returns this; nothing public distinguishes a recomputed pass from a first one.
+    Only a private function of torch distinguishes a recomputed forward pass from the first one.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,7 +1,8 @@
-"""Baselines without random features: exact attention, its values alone, uniform and window attention.
+"""Baselines: exact, identity, uniform and window attention.
 
-Each is a layer with the interface of `RandomFeatureAttention` and states whether it can be causal. Notation: B batch, H
-query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
+Each layer has the interface of `RandomFeatureAttention`.
+
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
 import torch
@@ -14,13 +15,14 @@ from crt_exp.features.base import can_ask, holds
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
 
-VECTOR = 16     # fewer keys than a vector of floats holds: torch's kernel for CPUs gives 0 for queries that are NaN
+VECTOR = 16     # with fewer keys, torch's CPU kernel returns 0 for queries that are NaN
 
 
 class Baseline(AttentionLayer):
-    """Subclasses define `attend(x, y, v, *, causal, key_mask)` -> (B,H,L,dv).
+    """Base class of baselines.
 
-    Seed and number of the layer, and whether it is cross-attention, make no difference to most.
+    Subclasses define `attend(x, y, v, *, causal, key_mask)`, which returns (B,H,L,dv).
+    Most subclasses ignore `cross`, `seed` and `layer`.
     """
 
     def __init__(self, heads: int, d: int, *, kv_heads: int | None = None, causal: bool = False, cross: bool = False,
@@ -33,20 +35,25 @@ class Baseline(AttentionLayer):
         return self.attend(q * root, self.keys(q, k) * root, v, causal=self.causal, key_mask=key_mask)
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
-        """What stands for the keys."""
+        """Return the keys to attend to."""
         return k
 
     def past(self) -> "KeysPast":
-        """What it remembers of the tokens so far: see `RecurrentPast`."""
+        """Return a decoding state with the interface of `RecurrentPast`.
+
+        Raises ValueError if the layer is not causal.
+        """
         if not self.causal:
             raise ValueError("decoding needs causal attention")
         return KeysPast(self)
 
 
 class Buffer:
-    """Rows (., ., used, .) of a tensor that may be longer. A prompt gets as many as it has; where it is full it grows
-    to twice the length, so that keeping a row costs O(1). A state that is not the last one to have written there gets
-    a buffer of its own."""
+    """Rows (., ., used, .) of a tensor with spare capacity.
+
+    The first allocation fits the prompt. A full buffer grows to twice its length, so that appending a row costs
+    amortized O(1). A state that did not write the last rows gets a buffer of its own.
+    """
 
     def __init__(self, tensor: Tensor, used: int = 0):
         self.tensor, self.used = tensor, used
@@ -64,21 +71,24 @@ class Buffer:
 
 
 class KeysPast:
-    """The keys and values of all tokens so far: O(S) numbers, and time O(S) for the next token.
+    """Decoding state that stores the keys and values of all tokens.
 
-    window: None, or how many tokens the last one of a step sees, itself among them; those before are forgotten when the
-    next step begins.
+    Memory and the time of the next token are O(S).
+
+    Args:
+        window: number of tokens that the last token of a step sees, including itself; None for all. Earlier tokens are
+            dropped when the next step begins.
     """
 
     def __init__(self, layer: Baseline, window: int | None = None):
         self.layer, self.window = layer, window
-        self.length, self.held, self.buffers = 0, 0, ()            # tokens taken, and kept
+        self.length, self.held, self.buffers = 0, 0, ()            # tokens received, and stored
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """New tokens q (B,H,T,d), k (B,Hkv,T,d), v (B,Hkv,T,dv), unscaled -> their outputs (B,H,T,dv), no gradient.
+        """Append T tokens and return their outputs (B,H,T,dv), without gradient.
 
-        Raises ValueError for more tokens than the window has.
+        q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled. Raises ValueError if T exceeds the window.
         """
         self.layer.check_call(q, k)
         self._forget(q.shape[2])
@@ -91,7 +101,7 @@ class KeysPast:
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
 
     def _forget(self, new: int) -> None:
-        """Forgets tokens until `new` more fit into the window."""
+        """Drop the oldest tokens until `new` more fit into the window."""
         if self.window is None or self.held + new <= self.window:
             return
         if new > self.window:
@@ -102,14 +112,14 @@ class KeysPast:
 
 
 class WholePast(KeysPast):
-    """That of attention which chooses among the places of the whole sequence: nothing is forgotten."""
+    """Decoding state of attention to positions of the whole sequence: drops no token."""
 
     def _forget(self, new: int) -> None:
         pass
 
 
 class NoPast:
-    """That of a layer whose outputs depend on no other token."""
+    """Decoding state of a layer whose outputs depend on no other token."""
 
     length = 0
 
@@ -120,8 +130,10 @@ class NoPast:
 
 def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
                     scale: float = 1.0) -> Tensor:
-    """Softmax attention by the fused kernels of torch, quadratic in time: arguments and result as `attention`; logits
-    are scale x.y."""
+    """Compute softmax attention with torch's fused kernels, in quadratic time.
+
+    The logits are scale x.y. Other arguments and the result are those of `attention`.
+    """
     check_inputs(x, y, v, None, (), causal, key_mask)
     if key_mask is not None:
         y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
@@ -129,9 +141,9 @@ def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, ke
 
 
 def fused_attention(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
-    """`exact_attention` of arguments that were checked, whose padding is finite."""
+    """Compute `exact_attention` of checked arguments with finite padding."""
     H, L = x.shape[1:3]
-    if L == 1 and y.shape[1] < H:  # the last query sees every key: those of the heads of a group are as of one head
+    if L == 1 and y.shape[1] < H:  # the last query sees every key: the heads of a group become queries of one head
         out = _fused(x.squeeze(2).unflatten(1, (y.shape[1], -1)), y, v, False, key_mask, scale)
         return out.flatten(1, 2).unsqueeze(2)
     return _fused(x, repeat_heads(y, H), repeat_heads(v, H), causal and L > 1, key_mask, scale)
@@ -140,7 +152,7 @@ def fused_attention(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Ten
 def _fused(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
     L, S = x.shape[2], y.shape[2]
     allowed = None if key_mask is None else key_mask[:, None, None].expand(-1, 1, L, -1)
-    if causal and (key_mask is not None or L != S):  # torch's own causal flag counts from the first key
+    if causal and (key_mask is not None or L != S):  # torch's causal flag aligns the first query with the first key
         past = torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)
         allowed = past if allowed is None else allowed & past
     if allowed is None:
@@ -151,7 +163,7 @@ def _fused(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | Non
 
 
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
-    """Softmax attention over the allowed pairs; 0 for a query that sees no key, which would be NaN."""
+    """Compute softmax attention over allowed pairs; 0 for queries without keys."""
     seen = allowed.any(-1, keepdim=True)
     if can_ask(seen) and holds(seen):
         return F.scaled_dot_product_attention(x, y, v, attn_mask=allowed, scale=scale)
@@ -161,8 +173,10 @@ def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: flo
 
 def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
                        key_mask: Tensor | None = None) -> Tensor:
-    """The values themselves: what no attention can be faster than. Needs as many keys as queries, or causal queries,
-    which are the last of the sequence."""
+    """Return the values: an upper bound on the speed of attention.
+
+    A causal call returns the last L values. Raises ValueError if L and S differ in other calls.
+    """
     check_inputs(x, y, v, None, (), causal, key_mask)
     L, S = x.shape[2], y.shape[2]
     if L != S and not causal:
@@ -172,7 +186,10 @@ def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
 
 def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
                       key_mask: Tensor | None = None) -> Tensor:
-    """The mean of the values over the keys that a query may see: an approximation must be closer to exact."""
+    """Return the mean of the values that each query may see.
+
+    This is the control: a useful approximation must be closer to exact attention.
+    """
     check_inputs(x, y, v, None, (), causal, key_mask)
     v, (L, S) = repeat_heads(v, x.shape[1]), (x.shape[2], y.shape[2])
     keep = torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device) if key_mask is None else key_mask[:, None, :, None]
@@ -186,11 +203,12 @@ def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
 
 def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first: int = 4, causal: bool = False,
                      key_mask: Tensor | None = None) -> Tensor:
-    """Exact softmax over the first keys and the blocks around a query's own:
-    the one before, and if not causal the one after.
+    """Compute exact softmax attention to the first tokens and neighbouring blocks.
 
-    Time and memory O(L (first + 3 block)). Query i stands at place i + S - L of the keys, and places are counted from
-    the first real token of each row: a token after it that does not count keeps its place.
+    Each query sees the `first` tokens of the sequence, its own block, the block before and, unless `causal`, the block
+    after. Time and memory are O(L (first + 3 block)).
+    Query i has position i + S - L. Positions are counted from the first real token of each row; masked tokens after it
+    keep their positions.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     shift = Shift.of(key_mask, block)
@@ -200,14 +218,14 @@ def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first:
 
 
 def _window(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int, first: int, causal: bool) -> Tensor:
-    """`window_attention` where the first real token of each row begins a block."""
+    """Compute `window_attention` of rows whose first real token begins a block."""
     H, L, S = *x.shape[1:3], y.shape[2]
     y, v, first = repeat_heads(y, H), repeat_heads(v, H), min(first, S)
     keep = torch.ones(1, S, dtype=torch.bool, device=x.device) if key_mask is None else key_mask
     y, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v)) if key_mask is not None else (y, v)
     start = (S - L) // block                                 # the block of the first query
     count = (S - 1) // block - start + 1                     # blocks with queries
-    lead = (S - L) - start * block                           # places of the first block before the first query
+    lead = (S - L) - start * block                           # positions of the first block before the first query
     queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(2, (count, block))        # (B, H, n, block, d)
     around = range(-1, 1 if causal else 2)
     near = [_blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])]       # (B, H, n, w, .)
@@ -222,7 +240,10 @@ def _window(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int
 
 
 def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Tensor:
-    """The blocks around each of `count` blocks of (B, H, S, k), side by side: (B, H, count, len(around) block, k)."""
+    """Concatenate the blocks around each block of t (B,H,S,k).
+
+    Returns (B, H, count, len(around) block, k).
+    """
     size = (start + count + 1) * block
     t = F.pad(t, (0, 0, block, size - t.shape[2]))           # one block before the first, one after the last
     parts = t.unflatten(2, (-1, block))
@@ -231,14 +252,16 @@ def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Ten
 
 def _allowed_places(begin: Tensor, S: int, block: int, first: int, start: int, count: int, around: range,
                     causal: bool) -> Tensor:
-    """(B, 1, count, block, first + len(around) block): which pairs count, by the places of their tokens alone and of
-    the first one of each row, begin (B,)."""
+    """Return which pairs of tokens are allowed by their positions.
+
+    begin (B,): position of the first real token of each row. Returns (B, 1, count, block, first + len(around) block).
+    """
     begin, device = begin[:, None, None], begin.device
     at = torch.arange(count, device=device)[:, None] + start
     queries = at * block + torch.arange(block, device=device)                                       # (n, block)
     offsets = torch.arange(around.start * block, around.stop * block, device=device)
     near = (at * block + offsets).expand(len(begin), -1, -1)                                        # (B, n, w)
-    near = torch.where(near < begin + first, -1, near)       # the first tokens stand in front already
+    near = torch.where(near < begin + first, -1, near)       # the first tokens are already in front
     keys = torch.cat([(begin + torch.arange(first, device=device)).expand(-1, count, -1), near], 2)
     allowed = ((keys >= 0) & (keys < S)).unsqueeze(2)
     pairs = allowed & (keys.unsqueeze(2) <= queries[..., None]) if causal else allowed.expand(-1, -1, block, -1)
@@ -255,7 +278,7 @@ class Exact(Baseline):
 
 
 class Identity(Baseline):
-    """Attention that returns its values: the upper bound of speed ("X" in Performers)."""
+    """Attention that returns its values: an upper bound on speed ("X" in Performers)."""
 
     can_cross = False
 
@@ -267,7 +290,7 @@ class Identity(Baseline):
 
 
 class Uniform(Baseline):
-    """The mean of the values that a query may see: the control without queries and keys."""
+    """Mean of the visible values: the control without queries and keys."""
 
     counts_places = False
 
@@ -277,9 +300,14 @@ class Uniform(Baseline):
 
 @checked("attention")
 class Window(Baseline):
-    """Own and neighbouring blocks of `block` tokens and the `first` tokens, exactly: the control without a far view."""
+    """Exact attention to the first tokens and neighbouring blocks; no far field.
 
-    can_cross = False    # a place of one sequence is none of another
+    Args:
+        block: tokens of a block.
+        first: tokens at the start of the sequence that all queries see.
+    """
+
+    can_cross = False    # positions of two sequences are not comparable
 
     def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
         super().__init__(heads, d, **sizes)
@@ -287,7 +315,7 @@ class Window(Baseline):
 
     @property
     def exact_to(self) -> int:
-        """Tokens of which every query sees all that it may."""
+        """Sequence length up to which each query sees all permitted keys."""
         if self.causal:
             return (self.first // self.block + 2) * self.block
         return max(2 * self.block, self.first)

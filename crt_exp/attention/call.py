@@ -1,9 +1,10 @@
-"""Attention in linear time and memory with any feature map: Y = diag(A 1)^-1 A V with A = phi_q(x) phi_k(y)^T.
+"""Attention with feature maps: Y = diag(A 1)^-1 A V with A = phi_q(x) phi_k(y)^T.
 
-A call is checked, then goes to one engine. Positive maps: closed forms, in C for float32 on CPUs, behind one operator
-of torch, opaque to torch.compile. Other maps, unnormalised sums, transforms of torch.func and exported programs: chunks
-of plain operations. Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M
-features.
+Positive exponential maps use closed-form engines, in C for float32 on CPUs, behind one torch operator that
+torch.compile does not trace.
+Other maps, unnormalized sums, torch.func transforms and exported programs use chunks of plain operations.
+
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M features.
 """
 
 import torch
@@ -17,7 +18,7 @@ from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
 from crt_exp.samplers.noise import as_given, at_least_float32, leaves, precise
 
-# by whether in C, and causal: chosen once for a call, the operator and its backward pass are given the choice
+# by (in C, causal): chosen once for a call, so that its backward pass uses the same engine
 ENGINES = {(True, False): native.bidirectional, (True, True): native.causal,
            (False, False): closed_form.bidirectional, (False, True): closed_form.causal}
 
@@ -25,29 +26,41 @@ ENGINES = {(True, False): native.bidirectional, (True, True): native.causal,
 def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
               key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
               counter: DenominatorCount | None = None, scale: float = 1.0) -> Tensor:
-    """Estimates softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d) with values v (B,Hkv,S,dv): (B,H,L,dv).
+    """Estimate softmax attention with random features, in linear time and memory.
 
-    The logit is scale^2 x.y: for scaled dot products give x = d^(-1/4) q and y = d^(-1/4) k, or q and k and scale =
-    d^(-1/4), which multiplies both without a pass over them. Hkv divides H, and consecutive query heads share a key
-    head. `noise` is a Noise of batch (), (1,) or (H,) (a tuple of them for Sum and Product), `params` come from
-    `phi.fit` of the scaled vectors, with leading dimensions that broadcast to (B, H). Differentiable in x, y and v, and
-    in rows and parameters that require a gradient. Time O((L + S) M (d + dv)); memory O(L + M dv) beyond inputs and
-    outputs, in the backward pass too: in closed form for positive exponential maps, while autograd computes the chunks
-    of other maps again where the features are many (causal: with a state of M dv numbers for every 512 tokens). The
-    transforms of torch.func (grad, vmap, jvp, ...), forward mode and torch.export go through plain operations: O(L M)
-    memory; second derivatives by autograd alone exist for the other maps. With one projection a query's feature
-    cancels: its gradient is zero up to rounding.
+    The logits are scale^2 x.y. For scaled dot products pass x = d^(-1/4) q and y = d^(-1/4) k, or q and k with scale =
+    d^(-1/4), which saves a pass over both.
 
-    `causal`: query i sees keys j <= i + S - L. `key_mask` (B, S), True = keep: masked keys may hold anything; a query
-    that sees no key gets 0. Nothing is added to features or denominators. Half precision is computed in float32.
+    Time is O((L + S) M (d + dv)). Memory is O(L + M dv) beyond inputs and outputs, in the backward pass too.
+    Positive exponential maps have closed-form gradients. Autograd recomputes the chunks of other maps where their
+    features are large (causal: from a state of M dv numbers for every 512 tokens).
+    torch.func transforms, forward-mode differentiation and torch.export use plain operations with O(L M) memory.
+    Second derivatives by autograd alone exist only for maps that are not positive exponential.
+    Half precision is computed in float32. Nothing is added to features or denominators.
+    With one projection the feature of a query cancels, and its gradient is zero up to rounding.
 
-    Signed maps can have denominators that are not positive: `denominator` leaves them ("none"), keeps them off zero
-    ("clamp", at 1e-6 of the sum of absolute values) or takes their absolute value ("abs"); `counter` counts them, and
-    without one a warning gives their number (on the CPU). `normalize=False` gives the numerator phi_q(x)
-    phi_k(y)^T v alone.
+    Args:
+        x: queries (B,H,L,d).
+        y: keys (B,Hkv,S,d). Hkv divides H, and consecutive query heads share a key head.
+        v: values (B,Hkv,S,dv).
+        phi: feature map.
+        noise: random projections, a Noise of batch (), (1,) or (H,); a tuple for Sum and Product.
+        params: result of `phi.fit` on the scaled vectors; leading dimensions broadcast to (B, H).
+        causal: query i sees keys j <= i + S - L.
+        key_mask: (B, S), True for keys to keep. Masked keys may hold any value.
+        denominator: treatment of the denominators of signed maps. "none" leaves them, "clamp" keeps them away from 0
+            (at 1e-6 of the sum of absolute values), "abs" takes absolute values.
+        normalize: False returns the numerator phi_q(x) phi_k(y)^T v.
+        counter: counts non-positive denominators. Without a counter a warning reports them (CPU only).
+        scale: factor of x and y.
 
-    Raises ValueError where shapes, mask, noise or parameters do not fit, and where queries or keys are not finite (CPU
-    only: on other devices the check would wait for the result).
+    Returns:
+        Outputs (B,H,L,dv), 0 for queries that see no key. They are differentiable in x, y and v, and in projections and
+        parameters that require a gradient.
+
+    Raises:
+        ValueError: shapes, mask, projections or parameters do not fit, or queries or keys are not finite. The latter is
+            checked on CPUs only, because other devices would have to wait for the result.
     """
     check_policy(denominator)
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
@@ -72,12 +85,15 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
 
 def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
                       key_mask: Tensor | None = None, modulus: bool = False, scale: float = 1.0) -> Partial:
-    """What the queries gather from these keys: a Partial with a row for each query, (B,H,L,.), to be merged with that
-    of others.
+    """Return the partial sums of attention to a set of keys.
 
-    `merge` adds the partials of parts of the keys, `finish` or `.output` divide; `.logsum` is the log of the
-    denominator in nats. Differentiable in x, y and v, through outputs and log-sums alike. `modulus`: with the sums of
-    absolute values that `finish(..., "clamp")` needs. The rest as for `attention`. Raises ValueError as it does.
+    The Partial has one row for each query, (B,H,L,.). `merge` adds the partials of disjoint sets of keys. `finish` and
+    `.output` divide by the denominator, and `.logsum` is its log in nats. Outputs and log-sums are differentiable in x,
+    y and v.
+    Other arguments and errors are those of `attention`.
+
+    Args:
+        modulus: also compute the sums of absolute values that `finish(..., "clamp")` needs.
     """
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
     heads, noise = x.shape[1], precise(noise, dtype)
@@ -103,8 +119,10 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
 
 
 def _together(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """With as many key heads as query heads: query heads that share keys and features become one longer set of queries,
-    else the keys are repeated."""
+    """Give keys and queries the same number of heads.
+
+    Query heads that share keys and features become one longer set of queries; otherwise keys are repeated.
+    """
     key_heads, batches = y.shape[1], [n.batch for n in leaves(noise)] + [t.shape[:-2] for t in leaves(params)]
     shared = all(not batch or batch[-1] == 1 for batch in batches)
     if shared and not causal:
@@ -113,20 +131,19 @@ def _together(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool) -> t
 
 
 def _apart(t: Tensor, heads: int) -> Tensor:
-    """Rows of the query heads again."""
+    """Split the rows into query heads again."""
     groups = heads // t.shape[1]
     return t if groups == 1 else t.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 def positive_form(x: Tensor, y: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None, factor: float,
                   dtype: torch.dtype) -> tuple[Tensor, Tensor, Form]:
-    """Queries and keys as they enter the formula of a positive map, and that formula, for as many key heads as queries.
+    """Return queries and keys, with equal numbers of heads, and a map's exponent.
 
-    The factor of x and y goes into what multiplies them: log phi = (factor scale) rows.x + bias - (factor^2
-    norm_weight) |x|^2.
+    The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
     learned = learning(noise, params)
-    if keep is not None and learned:  # padding may hold NaN: no gradient to parameters may come of it
+    if keep is not None and learned:  # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
     (x, left), (y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
     rows, scale, bias = phi.exponent(noise, params)
@@ -137,7 +154,10 @@ def positive_form(x: Tensor, y: Tensor, phi: PositiveExponential, noise, params,
 
 
 def plain(form: Form, causal: bool) -> Chunked:
-    """The map for the engine of all maps, which knows every transform."""
+    """Return the engine of plain operations for a positive map.
+
+    It supports the transforms of torch.func.
+    """
     weight, bias = (form.rows * form.scale).mT, form.bias.unsqueeze(-2)
 
     def phi(t: Tensor) -> Features:
@@ -150,10 +170,10 @@ def plain(form: Form, causal: bool) -> Chunked:
 @torch.no_grad()
 def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
                    dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What keys y (B,H,S,d), v (B,H,S,dv) leave in the features: exp(-top) sum_j [v_j, 1] phi(y_j) (B,H,dv+1,M), and
-    top (B,H,M).
+    """Summarize keys y (B,H,S,d) and values v (B,H,S,dv) for decoding.
 
-    The bidirectional engine computes it for its queries; one of zeros asks for no more.
+    Returns exp(-top) sum_j [v_j, 1] phi(y_j), (B,H,dv+1,M), and top (B,H,M).
+    The bidirectional engine computes the sums; its single query is zero and its output is ignored.
     """
     x, y, form = positive_form(torch.zeros_like(y[:, :, :1]), y, phi, noise, params, keep, 1.0, dtype)
     kept = ENGINES[native.applies(y, v, form.rows), False].forward(x, y, v, form)

@@ -1,6 +1,6 @@
-"""What the attention functions share: checks of their arguments, precision, padding, and what graphs leave out.
+"""Helpers of attention: argument checks, precision, padding, torch.compile.
 
-Notation: B batch, H query heads, Hkv key heads (H is a multiple of it), L queries, S keys, d, dv. b tokens of a block.
+Notation: B batch, H query heads, Hkv key heads (H is a multiple of Hkv), L queries, S keys, d, dv, b tokens of a block.
 """
 
 import functools
@@ -21,9 +21,10 @@ NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested, causal: bool,
                  key_mask: Tensor | None) -> torch.dtype:
-    """The `compute_dtype` of x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv).
+    """Check the arguments of attention and return the dtype to compute in.
 
-    Raises ValueError unless these, key_mask (B,S) and the rest fit together.
+    x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S). Raises ValueError if shapes, dtypes, devices, random
+    projections or parameters do not fit together.
     """
     for name, t in (("x", x), ("y", y), ("v", v)):
         if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
@@ -68,84 +69,100 @@ def _broadcasts(shape, batch) -> bool:
 
 
 def repeat_heads(t: Tensor, heads: int) -> Tensor:
-    """(B, Hkv, S, k) -> (B, H, S, k): query heads h * H / Hkv ... share key head h."""
+    """Repeat key heads for the query heads that share them.
+
+    (B, Hkv, S, k) -> (B, H, S, k); consecutive query heads share a key head.
+    """
     if t.shape[1] == heads:
         return t
     return t[:, :, None].expand(-1, -1, heads // t.shape[1], -1, -1).flatten(1, 2)
 
 
 def entries(rows: Tensor, batch: int) -> Tensor:
-    """The numbers of the batch entries that any index of one dimension means: numbers, those counted from the end, a
-    boolean mask."""
+    """Convert batch indices or a boolean mask to non-negative indices."""
     return torch.arange(batch, device=rows.device)[rows]
 
 
 def finite(top: Tensor) -> Tensor:
-    """A maximum that may be subtracted: 0 for the empty set, so that exp(-inf - 0) = 0 and not NaN."""
+    """Replace a maximum of -inf by 0, so that exp(-inf - 0) is 0 and not NaN."""
     return torch.where(top == -torch.inf, 0.0, top)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 where one of them is, else float32: sums of many terms are not left to half precision."""
+    """Return float64 if any tensor is float64, else float32.
+
+    Sums of many terms are not accurate in half precision.
+    """
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether operators that torch cannot trace would lose something: under a transform of torch.func (grad, vmap,
-    jvp, ...), and where a tensor carries a tangent of forward-mode differentiation. Then plain operations of torch do
-    the work."""
+    """Return whether torch.func or forward-mode differentiation is active.
+
+    Custom operators would lose such transforms and tangents, so that plain torch operations must do the work.
+    """
     return transforming() or (forward_ad._current_level >= 0
                               and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors))
 
 
 def learning(noise: Nested, params: Nested) -> bool:
-    """Whether rows or parameters are to get a gradient."""
+    """Return whether random projections or parameters require a gradient."""
     held = (t for n in leaves(noise) for t in n.tensors())
     return torch.is_grad_enabled() and any(t.requires_grad for t in (*held, *leaves(params)))
 
 
 def check_gradient(grad: Tensor) -> None:
-    """Raises ValueError for a batch of gradients as torch.autograd makes it, and for one with a tangent."""
+    """Raise ValueError for a batched gradient and for one with a tangent."""
     if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")) or transformed(grad):
         raise ValueError("attention takes no batches of gradients (is_grads_batched=True, vectorize=True) and no "
                          "tangents of gradients: use torch.func.jacrev, jacfwd, hessian or vmap")
 
 
 def check_result(logs: Tensor) -> None:
-    """Raises where a log-sum or a squared norm is NaN or +inf: then queries or keys were not finite. CPU only:
-    elsewhere the answer would have to be waited for."""
+    """Raise NotFinite if a log-sum or squared norm is NaN or +inf (CPU only).
+
+    Then queries or keys are not finite. On other devices the check would wait for the result.
+    """
     if can_ask(logs) and not holds(logs < torch.inf):
         raise NotFinite(NOT_FINITE)
 
 
 def all_finite(t: Tensor) -> bool:
-    """Whether the sum of all entries is finite, where it may be asked: one pass and two operators, which is what a
-    short call can bear."""
+    """Return whether the sum of all entries is finite; True where it is not checked.
+
+    One reduction is cheap enough for short calls.
+    """
     return not can_ask(t) or math.isfinite(t.sum(dtype=compute_dtype(t)).item())
 
 
 def check_entries(t: Tensor) -> None:
-    """Raises as `check_result` where they are not `all_finite`."""
+    """Raise NotFinite if the tensor is not `all_finite`."""
     if not all_finite(t):
         raise NotFinite(NOT_FINITE)
 
-# Rows of a batch that begin with padding: places, and blocks of tokens, are counted from the first real one of each
-# row. So a row's outputs do not depend on how much padding the other rows of its batch bring with them.
+# Left padding: positions and blocks are counted from the first real token of each row. The outputs of a row therefore
+# do not depend on the padding that other rows of its batch need.
 
 def first_kept(keep: Tensor) -> Tensor:
-    """The place of the first real token of each row (B,) of keep (B, S); 0 where there is none."""
+    """Return the position (B,) of the first real token in keep (B, S); 0 if none."""
     return keep.to(torch.uint8).argmax(1)
 
 
 class Shift(NamedTuple):
-    """Moves the tokens of each row back by `by` (B,) places, so that its first real one begins a block."""
+    """Shift the tokens of each row, so that its first real token begins a block.
+
+    by (B,): number of positions by which the tokens of a row move towards the end.
+    """
 
     by: Tensor
-    most: int     # places that are added
+    most: int     # added positions
 
     @classmethod
     def of(cls, keep: Tensor | None, b: int) -> "Shift | None":
-        """None where no row needs it; asked on a CPU alone, elsewhere the answer would have to be waited for."""
+        """Return the shift for a mask, or None if no row needs one.
+
+        Only CPUs test whether a row needs one; other devices would have to wait for the result.
+        """
         if keep is None:
             return None
         by = -first_kept(keep) % b
@@ -155,36 +172,42 @@ class Shift(NamedTuple):
         return cls(by, most) if most else None
 
     def there(self, t: Tensor, dim: int = 2) -> Tensor:
-        """t (B, ., n, k), or (B, n) along dim 1, with `most` more places, whose contents mean nothing."""
+        """Shift t (B, ., n, k), or t (B, n) with dim = 1.
+
+        The result has `most` more positions. The contents of added positions are arbitrary.
+        """
         return _taken(t, torch.arange(t.shape[dim] + self.most, device=t.device) - self.by.unsqueeze(1), dim)
 
     def mask(self, keep: Tensor) -> Tensor:
-        """That of the keys, False at the places that are added."""
+        """Shift a key mask; added positions are False."""
         places = torch.arange(keep.shape[1] + self.most, device=keep.device) - self.by.unsqueeze(1)
         return self.there(keep, 1) & (places >= 0) & (places < keep.shape[1])
 
     def back(self, t: Tensor) -> Tensor:
-        """The inverse of `there`."""
+        """Undo `there`."""
         return _taken(t, torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1), 2)
 
 
 def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
-    """Of t (B, ., S, k) the n tokens from the first real one of each row on; zeros after the last one."""
+    """Return n tokens of t (B, ., S, k) from the first real token of each row on.
+
+    Positions after the last token are 0.
+    """
     places = torch.arange(n, device=t.device) + first_kept(keep).unsqueeze(1)
     return _taken(t, places, 2).masked_fill((places >= t.shape[2])[:, None, :, None], 0)
 
 
 def _taken(t: Tensor, places: Tensor, dim: int) -> Tensor:
-    """Of each row of t those at its places (B, n)."""
+    """Gather the given positions (B, n) of each row."""
     places = places.clamp(0, t.shape[dim] - 1)
     if dim == 1:
         return t.gather(1, places)
     return t.gather(2, places[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
 
-# What graphs of torch.compile leave out.
+# torch.compile
 
 def left_open(*tensors: torch.Tensor) -> bool:
-    """Whether a graph is made of these in which one of their sizes is left open, as by torch.compile(dynamic=True)."""
+    """Return whether torch.compile traces these tensors with a dynamic size."""
     if not torch.compiler.is_compiling():
         return False
     from torch.fx.experimental.symbolic_shapes import has_static_value
@@ -193,15 +216,17 @@ def left_open(*tensors: torch.Tensor) -> bool:
 
 
 def end_graph(reason: str) -> None:
-    """Ends the graph that torch.compile makes; with fullgraph=True it raises an error with the reason."""
+    """Break the graph of torch.compile; fullgraph=True turns this into an error."""
     import torch._dynamo
 
     torch._dynamo.graph_break(msg=reason)
 
 
 def outside_graphs(function: Callable) -> Callable:
-    """As `torch.compiler.disable`, but the compiler, which takes longer to import than torch itself, is imported where
-    it is at work alone."""
+    """Keep a function out of graphs, like `torch.compiler.disable`.
+
+    The compiler is imported only where it runs, because its import takes longer than that of torch.
+    """
     @functools.wraps(function)
     def call(*args, **kwargs):
         if torch.compiler.is_compiling():

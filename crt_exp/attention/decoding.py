@@ -1,10 +1,9 @@
-"""Decoding: causal attention token by token, with a state of M (dv + 1) numbers a head, whatever the length.
+"""Causal attention token by token, with a state of constant size.
 
-The state holds what the keys so far have left in each feature. One token is added to it and read from it at once;
-several go through the `Partial` of their own chunk, so that nothing but rounding distinguishes the result from that of
-the whole sequence.
-
-States are never changed in place: a copy, which costs nothing, is a point to come back to.
+The state holds M (dv + 1) numbers per head: the sums over past keys for each feature.
+A single token updates and reads the state directly. Several tokens go through the `Partial` of their chunk, so that the
+results equal those of the whole sequence up to rounding.
+States are never changed in place, so copies are cheap and stay valid.
 """
 
 import copy
@@ -23,11 +22,14 @@ from crt_exp.samplers.noise import as_given, leaves, precise
 
 
 class DecodingState:
-    """What causal attention remembers of the tokens so far, for fixed noise and parameters.
+    """State of causal attention after the tokens so far.
 
-    `version` tags them for a caller that counts redraws and refits: a `step` with another version is refused, and so is
-    one after the noise or the parameters were changed in place. The state holds features of the old ones, which mean
-    nothing in the new.
+    Random projections and parameters are fixed, because the stored features belong to them. `step` raises ValueError
+    after they were changed in place, and for another `version`.
+
+    Args:
+        denominator: as in `attention`, and so are `normalize` and `counter`.
+        version: tag of the projections and parameters, for callers that count redraws and refits.
     """
 
     def __init__(self, phi: FeatureMap, noise, params=(), *, denominator: str = "none", normalize: bool = True,
@@ -36,23 +38,32 @@ class DecodingState:
         self.version, self.length, self.kept = version, 0, None
         self._phi, self._noise, self._params = phi, noise, params
         self._bound = {torch.float32: phi.bind(noise, params)}
-        self._fused = isinstance(phi, PositiveExponential) and normalize  # their denominators are positive
+        self._fused = isinstance(phi, PositiveExponential) and normalize  # positive denominators
         self._policy, self._normalize, self._counter = denominator, normalize, None if self._fused else counter
         held = [t for n in leaves(noise) for t in n.tensors()] + leaves(params)
         self._seen = [(t, changes(t)) for t in held]
 
     @property
     def sums(self) -> Partial | None:
-        """What the keys have left in the features; None before the first."""
+        """Sums over past keys for each feature; None before the first key."""
         return None if self.kept is None else self.kept.partial()
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
-        """Takes T >= 1 new tokens x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv) and returns their outputs (B,H,T,dv),
-        no gradient.
+        """Append T >= 1 tokens and return their outputs, without gradient.
 
-        key_mask (B, T), True = keep: a masked token leaves the state untouched. Raises ValueError as `attention` does,
-        and where the noise or the parameters are not those that the state was made with.
+        Args:
+            x: queries (B,H,T,d).
+            y: keys (B,Hkv,T,d).
+            v: values (B,Hkv,T,dv).
+            key_mask: (B, T), True for tokens to keep. A masked token does not change the state.
+            version: the version that the caller expects; None skips the check.
+
+        Returns:
+            Outputs (B,H,T,dv).
+
+        Raises:
+            ValueError: as in `attention`, and if the projections or parameters have changed.
         """
         dtype = check_inputs(x, y, v, self._noise, self._params, True, key_mask)
         if x.shape[2] != y.shape[2]:
@@ -72,10 +83,10 @@ class DecodingState:
 
     @torch.no_grad()
     def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
-        """Takes T >= 1 tokens whose outputs are known or not wanted:
-        y (B,H,T,d) with as many heads as the queries, v (B,H,T,dv).
+        """Append T >= 1 tokens without computing outputs.
 
-        Half of the work of `step`, in one pass: for a prompt whose outputs `attention` gives.
+        y (B,H,T,d) has as many heads as the queries; v (B,H,T,dv). This is half of the work of `step`, in one pass: for
+        a prompt whose outputs come from `attention`.
         """
         dtype = check_inputs(y, y, v, self._noise, self._params, True, key_mask)
         self._check(y)
@@ -91,10 +102,11 @@ class DecodingState:
     @torch.no_grad()
     def token(self, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor,
               key_mask: Tensor | None = None) -> tuple[Tensor, Packed]:
-        """`step` of one token as a function of what is kept: its outputs, and what is kept after it.
+        """Return the output of one token and the new sums, as a pure function.
 
-        Of the same shapes for each token, with nothing asked of the device and nothing of this object changed: for
-        torch.compile(fullgraph=True) and CUDA graphs, after a prompt that `take` has taken. Arguments are not checked.
+        All tokens have the same shapes, no operation waits for the device, and this object does not change. After
+        `take` has read a prompt, this works in torch.compile(fullgraph=True) and CUDA graphs. Arguments are not
+        checked.
         """
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         dtype, given = compute_dtype(x, y, v), v.dtype
@@ -121,13 +133,16 @@ class DecodingState:
         return finish(rows, self._policy, self._normalize)
 
     def copy(self) -> "DecodingState":
-        """The same state, to go on from here in two ways."""
+        """Return a copy that can be continued independently."""
         return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
+        """Keep these batch entries in this order, for beam search.
+
+        rows: any index of the batch dimension.
+        """
         if self.kept is not None:
-            batch = len(self.kept.sums)  # parts of other shapes are the same for all entries
+            batch = len(self.kept.sums)  # parts of other shapes are shared by all entries
             chosen = (t if t is None or t.ndim < 4 or len(t) != batch else t[rows] for t in self.kept)
             self.kept = Packed(*chosen)
 
@@ -142,9 +157,9 @@ class DecodingState:
 
 
 class RecurrentPast:
-    """What a layer with random features remembers of the tokens so far: `step` takes and gives what the layer does.
+    """Decoding state of a random-feature layer that takes unscaled q, k and v.
 
-    The interface of every layer's `past()`: baselines keep keys and values behind it.
+    `past()` of every layer returns an object with this interface; baselines store keys and values instead.
     """
 
     def __init__(self, layer):
@@ -152,17 +167,23 @@ class RecurrentPast:
 
     @property
     def length(self) -> int:
-        """Tokens that were taken."""
+        """Number of tokens so far."""
         return self.state.length
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """New tokens q (B,H,T,d), k (B,Hkv,T,d), v (B,Hkv,T,dv), unscaled -> their outputs (B,H,T,dv), no gradient."""
+        """Append T tokens and return their outputs (B,H,T,dv), without gradient.
+
+        q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled.
+        """
         scaled = self.layer.scaled
         return self.state.step(scaled(q), scaled(k), v, version=self.layer.version)
 
 
 def _features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features]:
-    """Those of one key and one query; at once where both have the same map, which is most of what a token costs."""
+    """Return the features of one key and one query.
+
+    One evaluation serves both where their maps are equal: it is most of the cost of a token.
+    """
     if torch.compiler.is_compiling() or bound.phi_q is not bound.phi_k:
         return bound.phi_k(y).dense(), bound.phi_q(x).dense()
     f = bound.phi_k(torch.cat([y, x], 2)).dense()
@@ -174,7 +195,7 @@ def _row(t: Tensor, i: int) -> Tensor:
 
 
 def _added(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
-    """The state with one more key: features of one row, v (B, H, dv + 1, 1)."""
+    """Add one key to the state: features with one row, v (B, H, dv + 1, 1)."""
     top = keys.log_scale if kept is None else torch.maximum(kept.top, keys.log_scale)
     at = finite(top)
     phi = keys.value * torch.exp(keys.log_scale - at)
@@ -195,5 +216,5 @@ def _read(kept: Packed, queries: Features) -> Partial:
 
 
 def changes(t: Tensor) -> int:
-    """How often a tensor was changed in place, where it counts that."""
+    """Return how often a tensor was changed in place; 0 in inference mode."""
     return 0 if t.is_inference() else t._version

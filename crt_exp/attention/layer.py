@@ -1,12 +1,14 @@
-"""`RandomFeatureAttention`: a feature map with its state, as a module; with `Running`, the only place of that state.
+"""`RandomFeatureAttention`: linear attention with a feature map, as a module.
 
-Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k, v are unscaled; x = scale q
-and y = scale k, where scale^2 = scaling is what multiplies q.k in the logit.
+The state of a layer changes only at the start of a forward pass in training. The statistics of that pass stay pending
+and are folded in at the start of the next one.
+A checkpointed layer runs again in the backward pass, where nothing changes, so that it uses the same projections and
+parameters.
+Within `same_step` a pass continues the step of the previous pass: nothing changes at its start, and statistics are
+pooled.
 
-The state changes in one place and at one moment: at the start of a forward pass in training. What the pass itself saw
-is only noted there and folded in at the start of the next one, so that the second run of a checkpointed layer, which
-happens inside the backward pass and changes nothing, sees the noise and the parameters of the first. Within `same_step`
-a pass goes on with the step of the one before: nothing changes at its start, and what it sees is pooled with it.
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, m projections. q, k and v are unscaled; x = scale
+q and y = scale k, where scale^2 = scaling is the factor of q.k in the logits.
 """
 
 import warnings
@@ -32,38 +34,49 @@ from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, mapped, transforming
 
-# An operator of torch takes tensors and numbers alone, so `_count_pass` looks its layer up.
+# A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
 _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
 
 
 @checked("attention")
 class RandomFeatureAttention(Redraws, Running):
-    """Linear attention with one feature map, which may be a sum or product of others; noise for each head.
+    """Linear attention with a feature map and random projections for each head.
 
-    phi: the map, for the softmax kernel. sampler: a sampler. m: projections, one number or a tuple for the parts of
-    phi. redraw_every: 0 keeps the noise, n draws again after n training passes, 1 after every one; never in eval mode,
-    in a backward pass or while decoding. normalize_qk: puts queries and keys on the sphere of radius d^(1/4), the mean
-    length of x for entries of unit variance. scaling: the logit is scaling q.k, by default d^(-1/2). normalize: False
-    leaves the division by the denominator out, and outputs grow with the keys. denominator: see `attention`;
-    non-positive ones are counted in `denominators`.
+    The parameters of a fitted map depend on the kind of attention, so that no query uses later queries:
 
-    learn: "parameters" makes those of the map parameters of this module, for `task=transfer` or training: fitted once,
-    as those of a map that looks at vectors are, then trained, the same for all inputs. "projections" trains the rows
-    too, after which estimates are no longer unbiased. The rows of a learned map (hedgehog) are trained in any case.
+    - Bidirectional self-attention: queries and keys of the call, for each batch entry and key head.
+    - Causal attention: running averages over earlier batches (`decay`), with bias correction. Before the first
+      training pass or calibration: zero vectors (A = 0).
+    - Cross-attention (`cross`, and bidirectional calls with different numbers of queries and keys): the keys of the
+      call and running averages of queries. Without averages, queries are assumed to be as large as the keys, with
+      either sign.
+    - Maps that are fitted to vectors (clusters, AutoRF), in any attention: a sample of the first `fit_steps` training
+      passes or of a calibration, once. Before the fit: the unfitted parameters.
 
-    What the parameters of the map are fitted to, so that a query never sees a later one:
-    - bidirectional attention of a sequence to itself: to its own queries and keys, each (batch, head) by itself;
-    - causal: to running averages of earlier batches (decay 0.99, corrected for the start); before the first training
-      pass or calibration to zero vectors (A = 0);
-    - cross-attention (`cross`, and every call with other numbers of queries and keys): to the keys of the call and the
-      running averages of queries; where there are none, queries are taken to be as large as the keys, of either sign;
-    - a map that looks at the vectors themselves (clusters, AutoRF), whatever the attention: to a sample of those of
-      the first `fit_steps` training passes, or of a calibration, once; until then it has its unfitted parameters.
+    Buffers: omega (H, m, d), or one buffer for each independent set of projections, named after its part, such as
+    omega_0 and omega_1_0 (see `FeatureMap.projections`); steps and draws; running and pending statistics where a fitted
+    map is causal or cross, with second moments (Hkv, d, d) if the map uses them; those of `FittedOnce` in `clusters`.
+    Checkpoints restore all of them exactly. Projections depend only on (seed, layer, draw, name), so that all ranks
+    agree.
 
-    Buffers: omega (H, m, d), or one for each of several noises, named after the part that it is of: omega_0, omega_1_0
-    (see `FeatureMap.projections`); steps and draws; running and pending statistics where the map is fitted and causal
-    or cross, with second moments (key heads, d, d) where it looks at these; those of `FittedOnce` in `clusters`. Saved
-    and restored exactly; the same on every rank, being drawn from (seed, layer, draw, name).
+    Args:
+        phi: feature map of the softmax kernel, possibly a sum or product of maps.
+        m: number of projections; a tuple for the parts of phi.
+        kv_heads: number of key heads, by default `heads`.
+        scaling: factor of q.k in the logits, by default d^(-1/2).
+        redraw_every: training passes between redraws; 0 for never. Eval mode, backward passes and decoding never
+            redraw.
+        normalize_qk: scale queries and keys to norm d^(1/4), the norm of x for entries of unit variance.
+        normalize: False omits the division by the denominator; outputs then grow with the number of keys.
+        denominator: see `attention`. Non-positive denominators are counted in `denominators`.
+        fit_steps: training passes that are sampled for a fit to vectors.
+        layer: index of the layer, part of the seed.
+        learn: "parameters" trains the parameters of the map from one fit on; all inputs then share them. "projections"
+            also trains the random projections, which makes estimates biased. Learned maps (hedgehog) always train their
+            projections.
+
+    Raises:
+        ValueError: phi estimates another kernel, or cannot be trained as `learn` asks.
     """
 
     counts_places = False
@@ -83,7 +96,7 @@ class RandomFeatureAttention(Redraws, Running):
         self.projections = phi.projections(m)
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
-        self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # for every buffer of noise
+        self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # by buffer of projections
         rows = {name: noise.rows().contiguous().clone() for name, noise in noises.items()}
         trained_rows = phi.learned or learn == "projections"
         for name, t in rows.items() if trained_rows else ():
@@ -99,12 +112,15 @@ class RandomFeatureAttention(Redraws, Running):
             self._register_statistics()
         _MODULES[id(self)] = self
 
-    def __setstate__(self, state) -> None:  # of a copy or a pickle
+    def __setstate__(self, state) -> None:  # copies and unpickled layers register themselves
         super().__setstate__(state)
         _MODULES[id(self)] = self
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
+        """Return the attention outputs (B,H,L,dv).
+
+        q (B,H,L,d), k (B,Hkv,S,d) and v (B,Hkv,S,dv) are unscaled; key_mask (B,S) is True for keys to keep.
+        """
         self.check_call(q, k)
         check_key_mask(key_mask, k)
         if self.normalize_qk:
@@ -121,7 +137,7 @@ class RandomFeatureAttention(Redraws, Running):
         return out
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """What `forward` would give as the layer now stands: nothing is drawn, noted or counted."""
+        """Return the output of `forward` without changing the state of the layer."""
         return self._attend(self.normalized(q), self.normalized(k), v, key_mask, DenominatorCount())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
@@ -131,13 +147,16 @@ class RandomFeatureAttention(Redraws, Running):
 
     @property
     def noise(self) -> Nested:
-        """As `phi` takes it: one of batch (H,), a tuple for a map with parts, None for a map without projections."""
+        """Random projections as `phi` takes them.
+
+        A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
+        """
         noises = {name: DenseNoise(self.rows(name), gaussian) for name, gaussian in self.gaussian.items()}
         return mapped(lambda p: noises[_buffer_of(p)], self.projections)
 
     @property
     def width(self) -> int:
-        """M, the number of features."""
+        """Number M of features."""
         return self.phi.width(mapped(lambda p: p.m, self.projections, empty=self.d))
 
     @property
@@ -146,18 +165,21 @@ class RandomFeatureAttention(Redraws, Running):
 
     @property
     def learns(self) -> bool:
-        """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
+        """Whether calls use the state of earlier calls or of a calibration."""
         return self.running or self.clusters is not None
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes with every redraw and every refit: a decoding state is valid for one version."""
+        """Changes with every redraw and refit, which invalidate decoding states."""
         if self.clusters is not None:
             return int(self.draws), int(self.clusters.fits)
         return int(self.draws), int(self.folds) if self.running else 0
 
     def decoding(self) -> DecodingState:
-        """A fresh state for token-by-token use of x = `scaled(q)`; causal attention only."""
+        """Return a new state for token-by-token causal attention on x = `scaled(q)`.
+
+        Raises ValueError if the layer is not causal.
+        """
         if not self.causal:
             raise ValueError("decoding needs causal attention")
         return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
@@ -170,7 +192,7 @@ class RandomFeatureAttention(Redraws, Running):
     # ---- noise and parameters
 
     def _draw(self, draw: int) -> dict[str, Noise]:
-        """Each of the independent noises by the name of its buffer; a map's only noise has no name of its own."""
+        """Sample the independent sets of projections by buffer name."""
         drawn = {}
         for p in distinct(self.projections):
             seed = "/".join(map(str, (self.seed, self.layer, draw, *([p.drawn_as] if p.drawn_as else ()))))
@@ -191,7 +213,10 @@ class RandomFeatureAttention(Redraws, Running):
         return for_query_heads(self.phi.fit(stats), self.heads // self.kv_heads)
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
-        """Of the keys at hand and the queries of earlier batches; those of this call may lie in the future."""
+        """Return statistics of these keys and of the queries of earlier batches.
+
+        The queries of the call may lie in the future of each other.
+        """
         keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.scale)
         queries = Mirrored(keys)
         if self.keeps_statistics:
@@ -201,7 +226,7 @@ class RandomFeatureAttention(Redraws, Running):
     # ---- redraws and running statistics
 
     def _advance(self) -> None:
-        """The moment of change: folds in what the last pass noted, and draws again where it is time."""
+        """Fold in the statistics of the last pass, and redraw if that is due."""
         fitting = self.clusters is not None and not self.clusters.done
         if transforming() and (self.running or self.redraw_every or fitting):
             raise ValueError("this layer changes its statistics or noise in training mode, which transforms of "
@@ -238,7 +263,7 @@ class RandomFeatureAttention(Redraws, Running):
                           "calibrate_attention(model, batches)", stacklevel=4)
 
     def _see(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        """Notes what the map is fitted to."""
+        """Record the statistics or samples for the fit of the map."""
         if self.running:
             self._note(q, k, key_mask)
         elif self.clusters is not None and (self.calibrated is not None or not self.clusters.done):
@@ -248,8 +273,10 @@ class RandomFeatureAttention(Redraws, Running):
 
     @contextmanager
     def calibration(self):
-        """Within it, passes in eval mode fill the running statistics afresh: the mean over passes, all counting alike;
-        and clusters are fitted to all of them."""
+        """Replace the fitted state by that of the passes in eval mode within the context.
+
+        Running statistics become the unweighted mean over the passes. Maps that are fitted to vectors use all passes.
+        """
         self.calibrated = 0 if self.keeps_statistics or self.clusters is not None else None
         if self.keeps_statistics:
             self._forget()
@@ -273,7 +300,10 @@ class RandomFeatureAttention(Redraws, Running):
 
 
 def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
-    """Raises ValueError where this map has nothing of that kind to train, and for new rows in place of trained ones."""
+    """Raise ValueError if the map cannot be trained as `learn` asks.
+
+    Trained projections cannot be redrawn either.
+    """
     if learn != "none" and not phi.trainable:
         raise ValueError(f"learn = {learn}: {type(phi).__name__} has nothing that can be trained; maps that have: pos, "
                          "hyp, oprf, sderf, mixture, hedgehog")
@@ -289,7 +319,7 @@ def _buffer_of(p: Projections) -> str:
 
 @torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
 def _count_pass(omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, module: int) -> None:
-    """What `_advance` does about redraws, in place, as an operator that torch.compile does not trace."""
+    """Count a pass and redraw in place, as an operator opaque to torch.compile."""
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)
         layer = _MODULES[module]

@@ -1,19 +1,19 @@
-"""Partials: sums over a set of keys for each query or feature, how two are added, and how an output is made of them.
+"""Partial attention: sums over sets of keys, to be merged and normalized.
 
-Notation: L queries x, S keys y, values v (..., S, dv), M features; a partial has R rows. a, b are the log features of
-queries and keys. Rows are queries (what each has gathered) or features (the state: what keys have left in each
-feature).
-
-Every way to attend to a set of keys gives a Partial: features by any engine (`partial_attention`), an exact block
-(`softmax_partial`), earlier chunks. `merge` adds them as online softmax does, and `finish` divides:
+A `Partial` holds a numerator and a denominator relative to exp(log_scale). Its R rows are queries (the sums of each
+query) or features (the state: sums over keys for each feature).
+Every way to attend to a set of keys returns a Partial: features (`partial_attention`), exact attention
+(`softmax_partial`), earlier chunks. `merge` adds partials as online softmax does, and `finish` divides:
 
     near = softmax_partial(x, y[:, :, :n], v[:, :, :n])
     far = partial_attention(x, y[:, :, n:], v[:, :, n:], phi, noise, params)
     out = finish(merge(near, far))
 
-A partial is a numerator and a denominator over exp(log_scale), and not an output and a log-sum, since signed features
-have denominators that no logarithm holds. Gradients flow through both, and so into `output` and `logsum`. Log scales
-carry none: they only say where zero is, and cancel in numerator / denominator.
+An output with a log-sum would not do, because signed features have denominators without a logarithm.
+Gradients flow through numerators and denominators, and therefore into `output` and `logsum`. Log scales carry no
+gradient, because they cancel in numerator / denominator.
+
+Notation: L queries x, S keys y, values v (..., S, dv), M features; a and b are the log features of queries and keys.
 """
 
 import warnings
@@ -29,47 +29,52 @@ from crt_exp.features.blocks import Block, Blocks
 from crt_exp.samplers.noise import transforming
 
 POLICIES = ("none", "clamp", "abs")
-CLAMP = 1e-6  # floor of a clamped denominator, as a part of the sum of its terms' absolute values
+CLAMP = 1e-6  # floor of a clamped denominator, relative to the sum of absolute terms
 
 
 class Partial(NamedTuple):
-    """Sums (numerator, denominator) * exp(log_scale), row by row; log_scale is -inf where no key was seen."""
+    """Sums (numerator, denominator) * exp(log_scale), row by row.
+
+    log_scale is -inf in rows without keys.
+    """
 
     numerator: Tensor                # (..., R, dv)
     denominator: Tensor              # (..., R, 1)
-    log_scale: Tensor                # (..., R, 1), or (..., 1, 1) where one scale serves all rows
-    modulus: Tensor | None = None    # (..., R, 1): the denominator of absolute values, where a clamp needs it
+    log_scale: Tensor                # (..., R, 1), or (..., 1, 1) for all rows
+    modulus: Tensor | None = None    # (..., R, 1): sum of absolute terms, for clamping
 
     def rows(self) -> "Partial":
-        """The same with one log scale for each row."""
+        """Return the same sums with one log scale for each row."""
         return self._replace(log_scale=self.log_scale.expand(*self.numerator.shape[:-1], 1))
 
     def over(self, log_scale: Tensor) -> "Partial":
-        """The same over a log scale that is no smaller."""
+        """Return the same sums relative to a log scale that is at least as large."""
         weight = torch.exp(self.log_scale - finite(log_scale))
         modulus = None if self.modulus is None else weight * self.modulus
         return Partial(weight * self.numerator, weight * self.denominator, log_scale, modulus)
 
     @property
     def output(self) -> Tensor:
-        """numerator / denominator (..., R, dv); 0 where nothing was gathered."""
+        """numerator / denominator (..., R, dv), 0 in rows without keys."""
         return finish(self)
 
     @property
     def logsum(self) -> Tensor:
-        """The log of the denominator (signed features: of its absolute value) in nats, (..., R, 1);
-        -inf where it is 0."""
+        """Log of the absolute denominator in nats, (..., R, 1).
+
+        It is -inf where the denominator is 0.
+        """
         empty = self.denominator == 0
         logs = torch.where(empty, 1.0, self.denominator).abs().log() + self.log_scale
         return torch.where(empty, -torch.inf, logs)
 
 
 class Packed(NamedTuple):
-    """A partial whose rows are features, with these last: what products of whole chunks add to and read fastest."""
+    """A partial whose rows are features, in the layout that products use fastest."""
 
     sums: Tensor                     # (..., dv + 1, M): [numerator, denominator]
     top: Tensor                      # (..., 1, M or 1): log scales, -inf where no key was seen
-    modulus: Tensor | None = None    # (..., 1, M): sums of absolute values, where a clamp of denominators needs them
+    modulus: Tensor | None = None    # (..., 1, M): sums of absolute values, for clamping
 
     def partial(self) -> Partial:
         rows = self.sums.mT
@@ -83,21 +88,25 @@ class Packed(NamedTuple):
 
 class ScaledKeys(NamedTuple):
     phi: Tensor  # (..., S, M): features of the keys times exp(-top)
-    top: Tensor  # (..., M or 1, 1): per feature, the maximum of b over the keys that are kept
+    top: Tensor  # (..., M or 1, 1): maximum of b over the unmasked keys, by feature
 
 
 def normalised(output: Tensor, logsum: Tensor) -> Partial:
-    """The partial of outputs (..., R, dv) and log-sums (..., R, 1), -inf where nothing was gathered;
-    both with gradient."""
+    """Return the partial of outputs (..., R, dv) and log-sums (..., R, 1).
+
+    Log-sums are -inf in rows without keys. Both inputs receive gradients.
+    """
     top = logsum.detach()
-    weight = torch.exp(logsum - finite(top))  # 1, or 0 where nothing was gathered, with the gradient of the log-sum
+    weight = torch.exp(logsum - finite(top))  # 1, or 0 in rows without keys; carries the gradient of the log-sum
     return Partial(weight * output, weight, top)
 
 
 def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
                     key_mask: Tensor | None = None) -> Partial:
-    """What queries x (B,H,L,d) gather from keys y (B,Hkv,S,d) and values v (B,Hkv,S,dv) by exact softmax attention with
-    logits x.y, in O(L S) memory. Arguments as those of `attention`."""
+    """Return the partial of exact softmax attention with logits x.y.
+
+    x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv). Memory is O(L S). Other arguments are those of `attention`.
+    """
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
     dtype = compute_dtype(x, y, v)
@@ -115,7 +124,7 @@ def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
 
 
 def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
-    """Key features over their own maxima. keep (..., S), True = keep."""
+    """Divide key features by their maxima; keep (..., S) is True for keys to keep."""
     if isinstance(f, Blocks):
         return ScaledKeys(*scale_blocked_keys(f, keep))
     log = f.log_scale if keep is None else torch.where(keep[..., None], f.log_scale, -torch.inf)
@@ -124,23 +133,23 @@ def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
 
 
 def summarise(keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
-    """What the keys leave in each feature: sum_j phi_k(y_j) [v_j, 1]. Rows are features."""
+    """Sum phi_k(y_j) [v_j, 1] over the keys; rows are features."""
     sums = keys.phi.mT @ _with_ones(v)
     return _partial(sums, keys.top, keys.phi.abs().sum(-2).unsqueeze(-1) if modulus else None)
 
 
 def read(f: Features, state: Partial) -> Partial:
-    """What queries with features f gather from a state. Rows are queries."""
+    """Combine query features with a state; rows are queries."""
     phi, top = _scale_queries(f, state.log_scale)
     sums = phi @ torch.cat([state.numerator, state.denominator], -1)
     return _partial(sums, top, None if state.modulus is None else phi.abs() @ state.modulus)
 
 
 def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
-    """What query i gathers from keys j <= i of the same chunk.
+    """Return the partial of causal attention within a chunk (keys j <= i).
 
-    The scale looks at the whole chunk, later keys too. That is exact unless a later key is so large that the terms of
-    an earlier row underflow: `small_denominators` finds those rows, and the caller takes shorter chunks.
+    The scale is a maximum over the whole chunk, later keys included. A very large later key makes the terms of earlier
+    rows underflow. `small_denominators` finds such rows, and the caller uses shorter chunks.
     """
     phi, top = _scale_queries(f, keys.top)
     kernel = (phi @ keys.phi.mT).tril()
@@ -149,7 +158,7 @@ def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> P
 
 
 def merge(a: Partial | None, b: Partial) -> Partial:
-    """The sum of two partials with the same rows; None stands for nothing gathered."""
+    """Add two partials with the same rows; None is the empty partial."""
     if a is None:
         return b
     top = torch.maximum(a.log_scale, b.log_scale)
@@ -159,16 +168,21 @@ def merge(a: Partial | None, b: Partial) -> Partial:
 
 
 def small_denominators(p: Partial, seen: Tensor | None) -> Tensor:
-    """Which rows (..., R, 1) have seen a key and a denominator too small to be trusted. seen (..., R); None: all."""
+    """Return which rows (..., R, 1) have too small a denominator to be accurate.
+
+    seen (..., R): rows with keys, None for all. Rows without keys are not reported.
+    """
     small = p.denominator.detach().abs() < TINY
     return small if seen is None else small & seen[..., None]
 
 
 def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
-    """The attention output of every row, (..., R, dv); 0 where nothing was gathered.
+    """Return the attention outputs (..., R, dv), 0 in rows without keys.
 
-    `policy`, for denominators of signed features: "none" leaves them, "clamp" takes
-    sgn(delta) max(|delta|, CLAMP * modulus) with sgn(0) = 1, "abs" takes |delta|.
+    Args:
+        policy: treatment of denominators delta of signed features. "none" leaves them, "clamp" uses sgn(delta)
+            max(|delta|, CLAMP * modulus) with sgn(0) = 1, "abs" uses |delta|.
+        normalize: False returns the numerators.
     """
     if not normalize:
         return p.numerator * torch.exp(p.log_scale)
@@ -183,7 +197,10 @@ def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
 
 
 class DenominatorCount:
-    """How many denominators were not positive; counted on the device, read when asked (which waits for the device)."""
+    """Counts denominators that are not positive.
+
+    Counts stay on the device; reading them waits for the device.
+    """
 
     def __init__(self):
         self.reset()
@@ -192,10 +209,13 @@ class DenominatorCount:
         self.total, self._bad = 0, {}
 
     def add(self, p: Partial) -> None:
-        """Counts those of a partial, but for exported programs and under transforms of torch.func."""
+        """Count the denominators of a partial.
+
+        Exported programs and transforms of torch.func do not count.
+        """
         if torch.compiler.is_exporting() or transforming():
             return
-        zero = (p.denominator == 0) & (p.numerator != 0).any(-1, keepdim=True)  # a row without keys is no failure
+        zero = (p.denominator == 0) & (p.numerator != 0).any(-1, keepdim=True)  # excludes rows without keys
         wrong = (p.denominator < 0) | zero
         bad = wrong.sum()
         self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
@@ -210,7 +230,7 @@ class DenominatorCount:
         return self.nonpositive / max(self.total, 1)
 
     def warn(self) -> None:
-        """Warns once per call site, unless that would wait for a device."""
+        """Warn about non-positive denominators, unless that would wait for a device."""
         if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
             warnings.warn(f"{self.nonpositive} of {self.total} attention denominators are not positive: these rows are "
                           "noise. Take more features or a positive map, set denominator='clamp' or 'abs', or pass "
@@ -223,7 +243,10 @@ def check_policy(policy: str) -> None:
 
 
 def _scale_queries(f: Features | Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(a + c - r) with c the scale of the features and r the maximum of a + c over them; and r (..., L, 1)."""
+    """Return features scaled by exp(a + c - r), and r (..., L, 1).
+
+    c is the log scale of the keys, and r the maximum of a + c over the features.
+    """
     if isinstance(f, Blocks):
         return scale_blocked_queries(f, key_top)
     log = f.log_scale + key_top.mT
@@ -238,13 +261,13 @@ def _with_ones(v: Tensor) -> Tensor:
 def _partial(sums: Tensor, top: Tensor, modulus: Tensor | None) -> Partial:
     return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
 
-# Hybrid features: stabilised on their bases, put together for the tokens of one chunk. R weights, D features of a base,
-# M = sum R D columns. Logs and maxima have D columns, and only what goes into the product with the values has M.
+# Hybrid features: R weights, D features of a base, M = sum R D columns. Logs and maxima are computed on the D base
+# columns; only the factor of the product with the values has M columns.
 
 def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Key features (..., S, M) over their maxima, and these (..., M, 1).
+    """Return key features (..., S, M) over their maxima, and the maxima (..., M, 1).
 
-    The maxima are those of the bases, whose features lie within the weights of them. keep (..., S), True = keep.
+    The maxima are those of the base features. keep (..., S) is True for keys to keep.
     """
     logs = [part.base.log_scale for part in f.parts]
     if keep is not None:
@@ -256,7 +279,10 @@ def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(a + c - r) (..., L, M) with c the scale of the keys and r the maximum of a + c, and r (..., L, 1)."""
+    """Return exp(a + c - r) (..., L, M) and r (..., L, 1) of hybrid features.
+
+    c is the log scale of the keys, and r the maximum of a + c over the features.
+    """
     tops = key_top.split([part.width for part in f.parts], -2)
     logs = [part.base.log_scale + part.own(top) for part, top in zip(f.parts, tops)]
     rows = [torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1]) + (1,) for part in f.parts]
@@ -266,7 +292,10 @@ def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def together(parts: tuple[Block, ...], scaled: list[Tensor]) -> Tensor:
-    """Column (a, r, d) of each part is weight_r times feature (a, d) of its base, with the groups a of the part."""
+    """Multiply base features by weights.
+
+    Column (a, r, d) of a part is weight_r times feature (a, d) of its base, where a is a group of the part.
+    """
     weights = [part.weight for part in parts]
     if torch.compiler.is_compiling() or transformed(*weights, *scaled):
         return torch.cat([_outer(part.weight, t, part.groups).flatten(-3) for part, t in zip(parts, scaled)], -1)
@@ -304,7 +333,10 @@ class _Together(torch.autograd.Function):
 
 
 def _of_cluster(g: Tensor, cluster: Tensor) -> Tensor:
-    """Of the blocks of all clusters (..., L, A, C, D / A), those of the token's own (..., L, 1): (..., L, A, D / A)."""
+    """Select the block of each token's own cluster: (..., L, A, D / A).
+
+    g (..., L, A, C, D / A) has a block for each of C clusters; cluster (..., L, 1).
+    """
     chosen = g[..., 0, :]
     for c in range(1, g.shape[-2]):
         chosen = torch.where(cluster.unsqueeze(-1) == c, g[..., c, :], chosen)
@@ -312,7 +344,7 @@ def _of_cluster(g: Tensor, cluster: Tensor) -> Tensor:
 
 
 def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) -> Tensor:
-    """(..., L, A, R, D / A)."""
+    """Outer product of weights and base features: (..., L, A, R, D / A)."""
     return torch.mul(weight[..., None, :, None], t.unflatten(-1, (groups, 1, -1)), out=out)
 
 

@@ -1,6 +1,6 @@
-"""Attention of other papers: kernels other than softmax (Performers), Linformer, Reformer.
+"""Attention of other papers: generalized Performers kernels, Linformer, Reformer.
 
-Notation: B batch, H heads, L queries, S keys or tokens, d, dv; R rounds of hashing, n chunks of c places.
+Notation: B batch, H heads, L queries, S keys or tokens, d, dv, R hashing rounds, n chunks of c positions.
 """
 
 import math
@@ -22,18 +22,19 @@ from crt_exp.samplers import at_least_float32
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
 FUNCTIONS = {"relu": torch.relu, "elu+1": lambda t: F.elu(t) + 1, "sigmoid": torch.sigmoid, "abs": torch.abs,
              "gelu": F.gelu, "cos": torch.cos, "tanh": torch.tanh, "identity": lambda t: t}
-SELF = -1e5  # the logit of a token to itself, so that it is seen where there is no other: the authors' value
+SELF = -1e5  # logit of a token with itself, which counts only if there is no other; the authors' value
 
 
 @dataclass(frozen=True)
 class Generalized(FeatureMap):
-    """Features f(W u) / sqrt(M) + kernel_epsilon. Without `projection` W = I, M = d, and the noise may be None.
+    """Generalized attention with features f(W u) / sqrt(M) + kernel_epsilon.
 
-    With Gaussian rows W: Performers 2.2, A.4, D.3; elu+1 without projection is the Linear Transformer. It estimates no
-    known kernel: it defines one.
-
-    Denominators are positive for relu, elu+1, sigmoid, exp and abs; for the others choose what `attention` does with
-    those that are not. The epsilon belongs to the definition of these kernels; it makes every key count a little.
+    These are the generalized kernels of Performers (sections 2.2, A.4, D.3) if W is Gaussian. Without `projection`, W =
+    I and M = d, and the noise may be None; elu+1 then gives the Linear Transformer.
+    The features define a kernel of their own and estimate no known kernel. The epsilon belongs to its definition and
+    gives every key a small weight.
+    Denominators are positive for relu, elu+1, sigmoid, exp and abs. The other functions need a `denominator` policy of
+    `attention`.
     """
 
     f: Function = "relu"
@@ -54,7 +55,7 @@ class Generalized(FeatureMap):
             raise ValueError("generalised features with projection=True need a noise")
         u = noise.project(x) if self.projection else at_least_float32(x)
         scale = math.log(u.shape[-1]) / 2
-        if self.f == "exp":  # in logs, so that it cannot overflow
+        if self.f == "exp":  # logs cannot overflow
             floor = math.log(self.kernel_epsilon) if self.kernel_epsilon else -math.inf
             return Features(ONE, torch.logaddexp(u - scale, u.new_tensor(floor)))
         value = FUNCTIONS[self.f](u) * math.exp(-scale) + self.kernel_epsilon
@@ -65,10 +66,11 @@ class Generalized(FeatureMap):
 
 
 class Redrawn(Redraws, Baseline):
-    """A layer whose tensor `name` is drawn from (seed, layer, draw), the same on every process: again after every
-    `redraw_every` training passes, never in eval mode, in a backward pass or within a step; 0: never.
+    """Base class of baselines with one random tensor that is redrawn.
 
-    Subclasses define `sample(generator)`, and call `register_drawn` at the end of `__init__`.
+    The tensor `name` depends only on (seed, layer, draw), so that all processes agree. It is redrawn after every
+    `redraw_every` training passes (0: never), but not in eval mode, in a backward pass or within a step.
+    Subclasses define `sample(generator)` and call `register_drawn` at the end of `__init__`.
     """
 
     name: str
@@ -90,14 +92,19 @@ class Redrawn(Redraws, Baseline):
 
 @checked("attention")
 class Linformer(Redrawn):
-    """Softmax attention to `rank` mixtures of up to `length` keys, not causal (Wang et al., 2020).
+    """Softmax attention to `rank` mixtures of keys (Linformer, Wang et al., 2020).
 
-    redraw_every: 0, the mixtures are learned, one projection for keys and one for values; n: they are random, one
-    projection for both, and drawn again after n training passes, as Performers has it (appendix A.6; of its multiplier
-    e^-delta the paper says too little). Entries begin as N(0, 1 / length) either way. Projections are shared by heads
-    and batch; masked keys enter no mixture, and places are counted from the first real key of each row.
+    It cannot be causal. Heads and batch entries share the projections, whose entries start as N(0, 1 / length). Masked
+    keys enter no mixture, and positions are counted from the first real key of each row.
 
-    Parameters key_projection and value_projection (rank, length), or the buffer `mixtures` of that shape.
+    The projections are key_projection and value_projection (rank, length), or the buffer `mixtures` of that shape.
+
+    Args:
+        length: maximal number of keys.
+        rank: number of mixtures.
+        redraw_every: 0 learns one projection for keys and one for values. n > 0 uses one random projection for both and
+            redraws it after n training passes, as in Performers (appendix A.6). The multiplier e^-delta is omitted,
+            because the paper does not define it fully.
     """
 
     can_be_causal, name = False, "mixtures"
@@ -132,25 +139,30 @@ class Linformer(Redrawn):
         return F.scaled_dot_product_attention(x, keys, values, scale=1.0)
 
     def projections(self) -> tuple[Tensor, Tensor]:
-        """Of keys and of values, (rank, length)."""
+        """Return the projections of keys and of values, (rank, length) each."""
         return (self.rows("mixtures"),) * 2 if self.redraw_every else (self.key_projection, self.value_projection)
 
 
 @checked("attention")
 class Reformer(Redrawn):
-    """Softmax over the keys that share a bucket with the query in one of `hashes` rounds, with keys q / |q|.
+    """Softmax attention within hash buckets (Reformer, Kitaev et al., 2020).
 
-    Locality-sensitive hashing with shared queries and keys (Kitaev et al., 2020). Tokens are sorted by bucket and then
-    by position; the place of a token is where it then lies. In each round a query sees the keys of its bucket that lie
-    at most c places before it, and if not causal also those at most c after it: time and memory O(R S c). The paper
-    lets a query see its own chunk and the one before: where a chunk begins depends on later tokens. A band of places
-    does not, and so causal attention is that of each prefix.
+    Queries, normalized to q / |q|, serve as keys; the keys of the call are ignored. Locality-sensitive hashing sorts
+    the tokens of each round by bucket and then by position.
+    In each of R rounds a query sees the keys of its bucket at most c sorted positions before it and, if not causal,
+    after it. Time and memory are O(R S c).
+    The logit is scaling d^(1/2) q_i.q_j / |q_j|. A token sees itself only if it sees no other token.
 
-    buckets: of each round, 1 or even; 2 S / chunk in the paper. chunk: places that a query looks back. The logit is
-    scaling d^(1/2) q_i.q_j / |q_j|, that of a token to itself counts where it sees nothing else. redraw_every: training
-    passes between draws of the rotations, 1 in the authors' code; 0: never. The keys that are given are not looked at.
+    In the paper a query sees its own chunk and the one before, and the borders of chunks depend on later tokens. The
+    band of c sorted positions does not, so that causal outputs equal those of each prefix.
 
     Buffers: rotations (H, R, d, buckets / 2), drawn from (seed, layer, draw); steps and draws.
+
+    Args:
+        hashes: number R of rounds.
+        buckets: buckets of a round, 1 or an even number; 2 S / chunk in the paper.
+        chunk: number c of sorted positions that a query sees on each side.
+        redraw_every: training passes between redraws of the rotations; 1 in the authors' code, 0 for never.
     """
 
     name = "rotations"
@@ -185,7 +197,10 @@ class Reformer(Redrawn):
         return out[:, :, -x.shape[2]:]
 
     def hash(self, y: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The bucket of each token in each round, (B, H, R, S): the largest of [y R, -y R]; padding has its own."""
+        """Return the bucket of each token in each round, (B, H, R, S).
+
+        The bucket is the argmax of [y R, -y R]. Padding has its own bucket.
+        """
         if self.buckets == 1:
             buckets = y.new_zeros(*y.shape[:2], self.shape[1], y.shape[2], dtype=torch.long)
         else:
@@ -197,18 +212,18 @@ class Reformer(Redrawn):
 
 def lsh_attention(q: Tensor, v: Tensor, buckets: Tensor, chunk: int, causal: bool, key_mask: Tensor | None = None,
                   factor: float = 1.0) -> Tensor:
-    """Softmax of factor q_i.q_j / |q_j| over the union of what the rounds let a query see: (B, H, S, dv).
+    """Softmax of factor q_i.q_j / |q_j| over the pairs that meet in any round.
 
-    q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Outputs at padding are 0. A pair that meets in N rounds counts once:
-    its logit is log N less in each of them.
+    q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Returns (B,H,S,dv), 0 at padding.
+    A pair that meets in N rounds counts once: its logit is reduced by log N in each round.
     """
     q, values = at_least_float32(q), at_least_float32(v)
     if key_mask is not None:  # padding may hold NaN
         q, values = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (q, values))
     S, chunk = q.shape[2], min(chunk, q.shape[2])
-    order = (buckets * S + torch.arange(S, device=q.device)).argsort(-1)          # (B, H, R, S): token at each place
-    places = order.argsort(-1)                                                    # (B, H, R, S): place of each token
-    band = (places + buckets * (chunk + 1)).int()  # at most `chunk` apart for those that meet, and for no others
+    order = (buckets * S + torch.arange(S, device=q.device)).argsort(-1)  # (B, H, R, S): token at each sorted position
+    places = order.argsort(-1)                                            # (B, H, R, S): sorted position of each token
+    band = (places + buckets * (chunk + 1)).int()  # differ by at most `chunk` exactly where tokens meet
     unit = q / q.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
     around = range(1) if chunk == S else range(-1, 1 if causal else 2)
     queries, keys, kept = (_sorted(t, order, chunk) for t in (factor * q, unit, values))
@@ -226,28 +241,36 @@ def lsh_attention(q: Tensor, v: Tensor, buckets: Tensor, chunk: int, causal: boo
 
 
 def _sorted(t: Tensor, order: Tensor, chunk: int) -> Tensor:
-    """Vectors (B, H, S, k) of the tokens at each place, in chunks: (B, H, R, n, c, k); zeros after the last."""
+    """Sort vectors (B, H, S, k) into chunks (B, H, R, n, c, k).
+
+    The last chunk is padded with zeros.
+    """
     index = order.unsqueeze(-1).expand(*order.shape, t.shape[-1])
     rows = t.unsqueeze(2).expand(-1, -1, order.shape[2], -1, -1).gather(3, index)
     return F.pad(rows, (0, 0, 0, -rows.shape[3] % chunk)).unflatten(3, (-1, chunk))
 
 
 def _around(t: Tensor, around: range, value: float = 0) -> Tensor:
-    """Each chunk (.., n, c, k) with those around it: (.., n, len(around) c, k)."""
+    """Concatenate each chunk with its neighbours.
+
+    (.., n, c, k) -> (.., n, len(around) c, k).
+    """
     n = t.shape[3]
     padded = F.pad(t, (0, 0, 0, 0, 1, 1), value=value)
     return torch.cat([padded[:, :, :, 1 + i:1 + i + n] for i in around], 4)
 
 
 def _unsorted(t: Tensor, places: Tensor) -> Tensor:
-    """Chunks (B, H, R, n, c, k) back in the order of tokens: (B, H, R, S, k)."""
+    """Return chunks (B, H, R, n, c, k) to the order of tokens: (B, H, R, S, k)."""
     return t.flatten(3, 4).gather(3, places.unsqueeze(-1).expand(*places.shape, t.shape[-1]))
 
 
 def _meetings(band: Tensor, order: Tensor, chunk: int, around: range, causal: bool,
               key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """In how many rounds the query sees the key, 0 where it does not in this one, and whether both are one token:
-    (B, H, R, n, c, w)."""
+    """Count the rounds in which each pair meets, and mark each token with itself.
+
+    Both results are (B, H, R, n, c, w). The count is 0 if the pair does not meet in this round.
+    """
     gap = _gaps(band.gather(3, order), chunk, around)
     here, met = _near(gap, chunk, causal), None
     if key_mask is not None:
@@ -264,8 +287,10 @@ def _near(gap: Tensor, chunk: int, causal: bool) -> Tensor:
 
 
 def _gaps(band: Tensor, chunk: int, around: range) -> Tensor:
-    """Differences of the numbers (B, H, R, S) of queries (.., n, c, 1) and of the keys around them (.., n, 1, w); far
-    more than `chunk` where there is none."""
+    """Differences of the numbers (B, H, R, S) of queries and the keys around them.
+
+    The queries are (.., n, c, 1), the keys (.., n, 1, w). The difference to a missing key far exceeds `chunk`.
+    """
     none = 2**30
     return _chunks(band, chunk, none) - _around(_chunks(band, chunk, -none), around, value=-none).mT
 

@@ -1,12 +1,12 @@
-"""Attention by its definition, O(L S M) time: what tests and diagnostics compare the engines with, and shares no line
-with them.
+"""Attention by its definition in O(L S M) time, the reference for tests.
 
-Notation: L queries x, S keys y, d, values v (..., S, dv), M features. x and y are already scaled: x = d^(-1/4) q,
-y = d^(-1/4) k, so that x.y is the logit.
+Tests and diagnostics compare the engines with it, so it shares no computation with them. It uses only phi_q and phi_k
+of a map.
+Each entry sum_m phi_q(x_i)_m phi_k(y_j)_m of the kernel matrix has a log scale of its own, so that nothing overflows or
+underflows. All computations use float64.
 
-Of a feature map it takes phi_q and phi_k alone. Each entry of the kernel matrix, sum_m phi_q(x_i)_m phi_k(y_j)_m, is
-summed in logs of its own, so nothing underflows or overflows whatever the other entries are; the rows are normalised as
-a softmax is. Everything is computed in float64, whatever comes in.
+Notation: L queries x, S keys y, d, values v (..., S, dv), M features. x = d^(-1/4) q and y = d^(-1/4) k are scaled, so
+that x.y is the logit.
 """
 
 from typing import NamedTuple
@@ -18,19 +18,22 @@ from crt_exp.attention.checks import check_inputs
 from crt_exp.features.base import FeatureMap, Features
 from crt_exp.samplers.noise import precise
 
-CLAMP = 1e-6       # the floor of a clamped denominator, as a part of the sum of its terms' absolute values
-ELEMENTS = 2**22   # numbers of a block of the (L, S, M) terms
+CLAMP = 1e-6       # floor of a clamped denominator, relative to the sum of absolute terms
+ELEMENTS = 2**22   # elements of a block of the (L, S, M) terms
 
 
 class Kernel(NamedTuple):
-    """The kernel matrix value * exp(log) and that of absolute values modulus * exp(log), (B,H,L,S), 0 where unseen."""
+    """Kernel matrix value * exp(log), with sums of absolute terms modulus * exp(log).
+
+    All are (B,H,L,S), and 0 for keys that a query does not see.
+    """
 
     value: Tensor
     modulus: Tensor
     log: Tensor
 
     def at(self, top: Tensor) -> tuple[Tensor, Tensor]:
-        """Both matrices over exp(top)."""
+        """Return both matrices divided by exp(top)."""
         scale = torch.exp(self.log - top)
         return self.value * scale, self.modulus * scale
 
@@ -38,9 +41,9 @@ class Kernel(NamedTuple):
 def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
                         key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
                         scale: float = 1.0) -> Tensor:
-    """`attention` by its definition: the whole kernel matrix of the whole features, differentiable by autograd.
+    """Compute `attention` by its definition, from the full kernel matrix.
 
-    Arguments, result and errors are those of `attention`.
+    Arguments, result and errors are those of `attention`. Differentiable by autograd.
     """
     if denominator not in ("none", "clamp", "abs"):
         raise ValueError(f"denominator = {denominator!r}: choose one of none, clamp, abs")
@@ -58,7 +61,7 @@ def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise,
 
 
 def _seen(x: Tensor, y: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
-    """Which keys each query sees, (B or 1, 1, L, S)."""
+    """Return which keys each query sees, (B or 1, 1, L, S)."""
     L, S = x.shape[2], y.shape[2]
     position = torch.arange(S, device=x.device)
     seen = torch.ones(1, 1, L, S, dtype=torch.bool, device=x.device)
@@ -68,12 +71,12 @@ def _seen(x: Tensor, y: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor
 
 
 def _unpadded(t: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Zeros in place of what lies at padded positions, which may be NaN."""
+    """Replace padded positions, which may hold NaN, by zeros."""
     return t if key_mask is None else t.masked_fill(~key_mask[:, None, :, None], 0)
 
 
 def _kernel(fq: Features, fk: Features, seen: Tensor) -> Kernel:
-    """In blocks of queries: at once, the terms (B,H,L,S,M) would be M matrices."""
+    """Compute the kernel matrix in blocks of queries, to save memory."""
     fq, fk = (Features(*torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)) for f in (fq, fk))
     size = max(1, ELEMENTS // max(1, fk.log_scale.numel()))
     blocks = zip(*(t.split(size, -2) for t in (*fq, seen.expand(-1, -1, fq.log_scale.shape[-2], -1))))
@@ -90,7 +93,7 @@ def _block(value: Tensor, log: Tensor, fk: Features, seen: Tensor) -> Kernel:
 
 
 def _guarded(total: Tensor, modulus: Tensor, denominator: str) -> Tensor:
-    """The denominators as the policy has them: with sign(0) = 1, at least CLAMP of the modulus, or positive."""
+    """Apply the denominator policy, with sign(0) = 1 and the floor CLAMP * modulus."""
     if denominator == "abs":
         return total.abs()
     floor = CLAMP * modulus.detach() if denominator == "clamp" else torch.zeros_like(modulus)
@@ -99,11 +102,15 @@ def _guarded(total: Tensor, modulus: Tensor, denominator: str) -> Tensor:
 
 def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=None, params=(), *,
                      causal: bool = False, rows: Tensor | None = None) -> Tensor:
-    """The attention matrix (B,H,L,S) itself, float64, rows of sum 1: of a feature map, or exact softmax without one.
+    """Return the attention matrix (B,H,L,S) in float64, with rows of sum 1.
 
-    rows: numbers of the queries that are wanted; default all. x, y, noise and params as for `attention`. One product of
-    whole features, O(L S M) without the reference's care: a row whose kernels all underflow compared with those of
-    another key of the sequence (causal, beyond e^700) is 0.
+    It belongs to a feature map, or to exact softmax without one. One product of full features takes O(L S M), without
+    the log scales of the reference: a causal row is 0 if all its kernels underflow relative to another key of the
+    sequence (beyond e^700).
+    x, y, noise and params are those of `attention`.
+
+    Args:
+        rows: indices of the queries to return, by default all.
     """
     L, S = x.shape[2], y.shape[2]
     index = torch.arange(L, device=x.device) if rows is None else rows
@@ -111,21 +118,23 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
     future = causal & (torch.arange(S, device=x.device) > index[:, None] + S - L)
     if phi is None:
         return (x.double() @ y.double().mT).masked_fill(future, -torch.inf).softmax(-1)
-    if causal:  # the maxima are those of the whole sequence, which may lie far above those of the past
+    if causal:  # maxima over the whole sequence may lie far above those of the past
         x, y = x.double(), y.double()
     fq, fk = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
     top = fk.log_scale.amax(-2, keepdim=True)
     log = fq.log_scale + top
     queries, keys = fq.value * torch.exp(log - log.amax(-1, keepdim=True)), fk.value * torch.exp(fk.log_scale - top)
-    kernel = (queries @ keys.mT).masked_fill(future, 0)  # row by row over the largest of its terms
+    kernel = (queries @ keys.mT).masked_fill(future, 0)  # each row relative to its largest term
     total = kernel.sum(-1, keepdim=True)
     return (kernel / torch.where(total == 0, 1, total)).double()
 
 
 def softmax_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
                       key_mask: Tensor | None = None) -> Tensor:
-    """Exact softmax attention with logits x.y, the limit of every softmax estimator as m grows;
-    0 for a row without keys."""
+    """Compute exact softmax attention with logits x.y; 0 in rows without keys.
+
+    It is the limit of every softmax estimator as m grows.
+    """
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = (_unpadded(t, key_mask).repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (y, v))
     allowed = _seen(x, y, causal, key_mask)

@@ -1,12 +1,14 @@
-"""What layers of random features learn from what they see: running statistics, and parameters fitted once.
+"""State that random-feature layers learn from their inputs.
 
-Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d. `Running` averages statistics of the batches
-that the layer saw: means over all tokens of a batch and over ranks, but for the minimum; those of the last pass are
-`pending` until the next one begins, and then folded into those that are `running`. `FittedOnce` fits a map to the
-vectors themselves once: each of the first passes in training leaves a sample of its queries and keys, and when there
-are enough the map is fitted to all, between two passes. Calibration fits again after each pass. `FittedToSequences`
-takes whole sequences, one of the first training pass or some of a calibration. Samples are of all processes, and the
-parameters those of the first: the same on all ranks.
+`Running` averages the statistics of training batches: means over all tokens and ranks, and minima. Statistics of the
+last pass are `pending` until the next pass begins, and are then folded into those that are `running`.
+
+`FittedOnce` fits a map to vectors once. Each of the first training passes leaves a sample of its queries and keys, and
+the fit happens between two passes. A calibration fits after each of its passes.
+`FittedToSequences` uses whole sequences, of the first training pass or of a calibration.
+Samples come from all processes, and parameters from the first, so that all ranks agree.
+
+Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 """
 
 import torch
@@ -20,28 +22,34 @@ from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Nested, leaves, mapped
 
-MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is kept apart
-SAMPLE = 512  # vectors of each head that the map is fitted to, queries and keys each
-SHORTEST, MORE = 16, 8  # tokens that stand for a sequence, at least; samples of sequences in a calibration
+MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is stored separately
+SAMPLE = 512  # vectors of each head for a fit, for queries and keys each
+SHORTEST, MORE = 16, 8  # minimal tokens of a sequence; factor of the sample in a calibration
 SIDES = ("queries", "keys")
 
 
 class Running(LinearAttention):
-    """Needs `phi`, the map of the layer. See `RandomFeatureAttention` for what the statistics are used for."""
+    """Base class of layers with running statistics of queries and keys.
+
+    It needs `phi`, the map of the layer. `RandomFeatureAttention` describes the use of the statistics.
+    """
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Those that running statistics are averages of."""
+        """Names of the averaged statistics."""
         return (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether there are running statistics: some layers are causal in one call and not in the next."""
+        """Whether the layer has running statistics.
+
+        Some layers are causal in one call and not in the next.
+        """
         return "running_weight" in self._buffers
 
     @property
     def running(self) -> bool:
-        """Whether calls as the layer now stands use and fill the running statistics."""
+        """Whether calls use and update the running statistics."""
         return self.keeps_statistics and (self.causal or self.cross)
 
     def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
@@ -55,12 +63,15 @@ class Running(LinearAttention):
                     self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square))
                 self.register_buffer(f"{stage}_{side}_minimum", torch.zeros(self.kv_heads, self.d))
             self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: 0 or 1
-        for side in "xy":  # tokens that the pending ones are the means of; a checkpoint lies between steps
+        for side in "xy":  # tokens in the pending means; not saved, as checkpoints lie between steps
             self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
 
     def running_statistics(self) -> Statistics:
-        """The running averages of queries and keys, (key heads, d) each; of zero vectors before anything is seen."""
+        """Return the running averages of queries and keys, (Hkv, d) each.
+
+        Before the first batch they are those of zero vectors.
+        """
         return Statistics(*(self._running_moments(side) for side in "xy"))
 
     def _running_moments(self, side: str) -> Moments:
@@ -71,7 +82,7 @@ class Running(LinearAttention):
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        """Keeps the statistics of this batch for `_fold`, pooled over batch entries, ranks and what is kept already."""
+        """Pool the statistics of this batch, over all ranks, with the pending ones."""
         stats = self._statistics(q, k, key_mask)
         for side, moments in (("x", stats.x), ("y", stats.y)):
             count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
@@ -82,7 +93,7 @@ class Running(LinearAttention):
             sums, low = _over_ranks(sums, moments.minimum.amin(0) if len(q) else torch.full_like(minimum, torch.inf))
             kept, count = getattr(self, f"pending_{side}_count"), sums[0, -1]
             total = kept + count
-            share = (count / total.clamp(min=1)).to(sums)          # an empty batch has none
+            share = (count / total.clamp(min=1)).to(sums)          # 0 for an empty batch
             for t, new in zip(pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)):
                 t.copy_(torch.lerp(t.to(sums), (new / count.clamp(min=1)).view_as(t), share))
             minimum.copy_(_lower(minimum, kept > 0, low, count > 0))
@@ -94,7 +105,10 @@ class Running(LinearAttention):
 
     @torch.no_grad()
     def _fold(self, rate: Tensor) -> None:
-        """running <- (1 - rate) running + rate pending; the weight is the share of data in running."""
+        """Update running <- (1 - rate) running + rate pending.
+
+        The weight is the share of data in the running averages.
+        """
         for side in "xy":
             for name in self.moments:
                 getattr(self, f"running_{side}_{name}").lerp_(getattr(self, f"pending_{side}_{name}"), rate)
@@ -105,20 +119,23 @@ class Running(LinearAttention):
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing is pending."""
+        """Reset the pending statistics."""
         for side in "xy":
             getattr(self, f"pending_{side}_count").zero_()
         self.pending_weight.zero_()
 
 
 def _lower(low: Tensor, counts: Tensor, other: Tensor, other_counts: Tensor) -> Tensor:
-    """The minimum of those that count; 0 where none does, as an average of states with inf would be inf or NaN."""
+    """Return the minimum of the values that count, or 0 if none counts.
+
+    Averages of states with inf would be inf or NaN.
+    """
     low, other = torch.where(counts, low, torch.inf), torch.where(other_counts, other, torch.inf)
     return torch.where(counts | other_counts, torch.minimum(low, other), 0.0)
 
 
 def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and minima over all processes of a distributed run."""
+    """Reduce sums and minima over all processes."""
     if several_ranks():
         sums, low = sums.contiguous(), low.contiguous()
         torch.distributed.all_reduce(sums)
@@ -128,8 +145,10 @@ def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
 
 def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0,
                        same: bool = True) -> Statistics:
-    """Of scale x and scale y of each (batch, key head), the query heads of a group together; a query at a padded place
-    does not count where queries and keys are of the same sequence."""
+    """Return the statistics of scale x and scale y for each (batch, key head).
+
+    Query heads of a group are pooled. Padded queries are left out if queries and keys are of one sequence (`same`).
+    """
     groups = x.shape[1] // y.shape[1]
     y_mask = None if key_mask is None else key_mask[:, None]
     x_mask = y_mask if same and x.shape[2] == y.shape[2] else None
@@ -140,24 +159,28 @@ def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, sca
 
 
 def for_query_heads(params: Nested, groups: int) -> Nested:
-    """Parameters of key heads, repeated for the query heads of their groups."""
+    """Repeat parameters of key heads for the query heads of their groups."""
     if groups == 1:
         return params
     return mapped(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
 class FittedOnce(nn.Module):
-    """State of a map whose `fit` looks at vectors (`phi.on_vectors`), or whose parameters are `trained` once they are
-    fitted: those are parameters of this module, which no later calibration replaces.
+    """State of a map that is fitted to vectors once (`phi.on_vectors`).
 
-    Buffers: fitted_0, ...: the parameters, (Hkv, ., d), those of `phi.unfitted` at first; fits: how often they were
-    fitted; passes: how many left a sample in queries and keys (Hkv, P, d). P is constant: averages of states need
-    tensors of constant shapes.
+    Buffers: fitted_0, ...: parameters of the map (Hkv, ., d), initially those of `phi.unfitted`; fits: number of fits;
+    passes: number of passes with a sample in `queries` and `keys` (Hkv, P, d). P is constant, because averages of
+    states need constant shapes.
+
+    Args:
+        steps: training passes that are sampled before a fit.
+        trained: make the fitted values parameters of this module, which later calibrations do not replace.
+        vectors: vectors of each head for a fit.
     """
 
     def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int, trained: bool = False, vectors: int = SAMPLE):
         super().__init__()
-        self.vectors, self.sampled = vectors, -(-vectors // steps)    # of each head: that a fit takes, a pass leaves
+        self.vectors, self.sampled = vectors, -(-vectors // steps)    # of each head: for a fit, and from a pass
         self.phi, self.heads, self.d, self.steps, self.trained = phi, heads, d, steps, trained
         self.kept: list[str] = []
         self.names = mapped(self._keep, phi.unfitted(d))
@@ -165,8 +188,8 @@ class FittedOnce(nn.Module):
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         for side in SIDES:
             self.register_buffer(side, torch.zeros(heads, self.sampled * steps, d))
-        self.done = False                                    # whether fits > 0, known without asking a device
-        self.seen: dict[str, list[Tensor]] | None = None     # samples of a calibration
+        self.done = False                                    # whether fits > 0, without waiting for a device
+        self.seen: dict[str, list[Tensor]] | None = None     # samples of the current calibration
 
     def _keep(self, t: Tensor) -> str:
         name, value = f"fitted_{len(self.kept)}", t.float().expand(self.heads, *t.shape).clone()
@@ -178,14 +201,17 @@ class FittedOnce(nn.Module):
         return name
 
     def params(self) -> Params:
-        """In float64: the inverses of M are made of what the buffers hold, whatever their precision."""
+        """Return the parameters of the map in float64.
+
+        Matrix inverses then belong to the stored values, whatever the precision of the buffers.
+        """
         params = mapped(lambda name: getattr(self, name).double(), self.names)
         return self.phi.admitted(params) if isinstance(self.phi, FeatureMap) else params
 
     @outside_graphs
-    @torch.inference_mode(False)   # a buffer of inference mode could not be trained or loaded later
+    @torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
     def advance(self) -> None:
-        """Between two training passes: fits to the samples of `steps` passes, which it then forgets."""
+        """Fit to the samples once `steps` passes have left them, then reset the samples."""
         if int(self.passes) >= self.steps:
             self._fit({side: getattr(self, side) for side in SIDES})
             self._forget()
@@ -194,7 +220,10 @@ class FittedOnce(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
-        """Takes a sample of the scaled queries x (B,H,L,d) and keys y (B,Hkv,S,d) of a pass; masks (B,L) and (B,S)."""
+        """Store a sample of the scaled queries and keys of a pass.
+
+        x (B,H,L,d), y (B,Hkv,S,d), masks (B,L) and (B,S).
+        """
         at = int(self.passes)
         if self.seen is None and (self.settled or at >= self.steps):
             return
@@ -211,19 +240,25 @@ class FittedOnce(nn.Module):
         self.passes.add_(1)
 
     def calibrate(self, begin: bool) -> None:
-        """Until it is called again with False, every pass that is noted fits to all that came since."""
+        """Begin or end a calibration.
+
+        During a calibration every noted pass fits the map to all samples so far.
+        """
         self.seen = {side: [] for side in SIDES} if begin and not self.settled else None
         if not begin and self.done:
             self._forget()
 
     @property
     def settled(self) -> bool:
-        """Whether what it holds may have been trained."""
+        """Whether the stored values may have been trained."""
         return self.trained and self.done
 
     @torch.no_grad()
     def _fit(self, samples: dict[str, Tensor]) -> None:
-        """To the rows that are vectors: those of processes without any are NaN. Raises ValueError as `phi.fit` does."""
+        """Fit the map to the finite rows of the samples.
+
+        Rows of processes without vectors are NaN. Raises ValueError as `phi.fit` does.
+        """
         params = self._params_of(*(samples[side].float() for side in SIDES))
         for name, t in zip(leaves(self.names), leaves(params), strict=True):
             fitted = t.to(getattr(self, name)).contiguous()
@@ -256,8 +291,10 @@ class FittedOnce(nn.Module):
         self.done = int(self.fits) > 0
 
     def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
-        """Gives the samples of a state that is about to be loaded as many rows as there are here. The rows that hold
-        vectors count as passes of this layer, since `steps` may have been another number."""
+        """Pad the samples in a state dict to the number of rows of this layer.
+
+        `passes` is recomputed from the rows that hold vectors, because `steps` may differ from that of the saved layer.
+        """
         for side in SIDES:
             saved, rows = state.get(prefix + side), self.sampled * self.steps
             if saved is not None and saved.ndim == 3:
@@ -266,11 +303,12 @@ class FittedOnce(nn.Module):
 
 
 class FittedToSequences(FittedOnce):
-    """State of a map that is fitted to sequences (`phi.on_sequences`), for each query head.
+    """State of a map that is fitted to sequences (`phi.on_sequences`), by query head.
 
-    It takes SAMPLE tokens of the first training pass, whole sequences or some tokens of a longer one, in order; or MORE
-    times as many of a calibration, at its end. passes: how many tokens of a sequence are noted. Calibration passes are
-    exact attention: deeper layers see what they saw before the swap.
+    It samples SAMPLE tokens of the first training pass, as whole sequences or as ordered subsets of longer ones. A
+    calibration samples MORE times as many and fits at its end.
+    Calibration passes use exact attention, so that deeper layers see the inputs of the original model. passes: number
+    of tokens stored for each sequence.
     """
 
     def __init__(self, phi: FeatureMap, heads: int, d: int, trained: bool, causal: bool):
@@ -285,7 +323,7 @@ class FittedToSequences(FittedOnce):
             return
         known = [rows.shape[1] for rows in (self.seen or {}).get("keys", ())]
         tokens = known[0] if known else min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
-        if several_ranks():   # whose batches are of other sizes: each gives one long sequence
+        if several_ranks():   # batch sizes may differ: each rank gives one long sequence
             x, y, tokens = x[:1], y[:1], self.vectors
         most = self.vectors // tokens * (1 if self.seen is None else MORE)
         found = [_of_all_ranks(sequences(t[:most], mask, tokens))
@@ -306,7 +344,7 @@ class FittedToSequences(FittedOnce):
         super().calibrate(begin)
 
     def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
-        """There is always the same."""
+        """Do nothing: the number of rows is constant."""
 
     def _params_of(self, x: Tensor, y: Tensor) -> Params:
         if x.ndim == 3:
@@ -316,20 +354,23 @@ class FittedToSequences(FittedOnce):
 
 
 def _whole(x: Tensor, y: Tensor) -> Tensor:
-    """(B,) of sequences (H, B, P, d) and (H, B, P, d): those without NaN."""
+    """Return which sequences (B,) of x and y (H, B, P, d) contain no NaN."""
     return (x.isfinite() & y.isfinite()).all(-1).all(-1).all(0)
 
 
 def make_room(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """The same in all of a model, before shapes are compared name by name."""
+    """Prepare a state dict for all such layers, before shapes are compared by name."""
     for path, module in model.named_modules():
         if isinstance(module, FittedOnce):
             module.make_room(state, f"{path}.")
 
 
 def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
-    """`many` vectors of each key head (heads, many, d), evenly spread over x (B,H,L,d) where mask (B,L) is True;
-    where there are fewer, some of them twice, and NaN where there is none."""
+    """Return `many` vectors of each key head, evenly spread: (heads, many, d).
+
+    They come from x (B,H,L,d) where mask (B,L) is True. Vectors repeat if there are fewer; without any the result is
+    NaN.
+    """
     groups = x.shape[1] // heads
     pooled = x.detach().float().unflatten(1, (heads, groups)).permute(1, 2, 0, 3, 4).flatten(1, 3)
     if mask is None:
@@ -342,20 +383,22 @@ def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
 
 
 def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
-    """`many` vectors of each sequence in order (H, B, many, d), evenly spread over x (B, H, L, d) where mask, (B or
-    more, L), is True; NaN for a sequence where it is not."""
+    """Return `many` vectors of each sequence in order: (H, B, many, d).
+
+    They are evenly spread over x (B, H, L, d) where mask, (B or more, L), is True; NaN for a sequence without any.
+    """
     if mask is None:
         mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     mask = mask[:len(x)]
     count = mask.sum(-1, keepdim=True)
-    kept = mask.long().argsort(dim=-1, descending=True, stable=True)   # places of kept tokens first
+    kept = mask.long().argsort(dim=-1, descending=True, stable=True)   # positions of unmasked tokens first
     at = kept.gather(1, torch.arange(many, device=x.device) * count // many)
     rows = x.detach().float().gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
     return torch.where(count.view(-1, 1, 1, 1) > 0, rows, torch.nan).transpose(0, 1)
 
 
 def _thinned(rows: Tensor, most: int) -> Tensor:
-    """At most `most` of them, evenly spread."""
+    """Return at most `most` rows, evenly spread."""
     count = rows.shape[1]
     return rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]
 

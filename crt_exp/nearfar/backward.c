@@ -1,13 +1,13 @@
-/* The gradients of forward.c, by the same blocks.
+/* Backward pass of forward.c, block by block.
 
-   With G = [g, -g.out] the gradient to a logit of the window is e^logit G.[v, 1], of a set e^logit G.[V, N]; with
-   values to first order, out = o + share C (x - tilt), G of the clusters has g.C (x - tilt) more in its last column. */
+   With G = [g, -g.out], the gradient of a logit is e^logit G.[v, 1] in the window and e^logit G.[V, N] for a set.
+   First-order values, out = o + share C (x - tilt), add g.C (x - tilt) to the last column of G for clusters. */
 
 #include "near_far.h"
 
 /* ---- Queries ---- */
 
-/* G, transposed too; and with values to first order Gs = share g, P = C^T g and in `scale` g.C (x - tilt). */
+/* Loads G and its transpose. First-order values also need Gs = share g, P = C^T g and g.C (x - tilt) in `scale`. */
 static void load_gradients(Head *e, int R) {
     const int ld = up(R), lv = e->lv, dv = e->dv;
     for (int r = 0; r < R; r++) {
@@ -23,7 +23,7 @@ static void load_gradients(Head *e, int R) {
     for (int r = 0; r < R; r++) e->scale[r] = dot(e->P + r * e->dp, e->X + r * e->dp, e->d);
 }
 
-/* The last column of G for the clusters. */
+/* Adds the first-order term to the last column of G for clusters. */
 static void add_slope_gradient(Head *e, int R) {
     const int ld = up(R);
     for (int r = 0; r < R && e->c->first_order; r++) {
@@ -32,7 +32,7 @@ static void add_slope_gradient(Head *e, int R) {
     }
 }
 
-/* Gradients B to logits: those to the terms times these. */
+/* Multiplies B, the gradients of the terms, by the terms: the gradients of logits. */
 static void logits_backward(Head *e, const Block *at, int ld) {
     const int rows = at->near + e->M;
     for (int64_t i = 0; i < (int64_t)rows * ld; i += LANES) AT(e->B + i) *= AT(e->A + i);
@@ -76,8 +76,8 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
 
 /* ---- States ---- */
 
-/* What a gradient to the states of queries that are far from block s gives to its keys: to their values, and in `gain`
-   to the logs of their weights. */
+/* Passes a gradient of the states of queries far from block s on to its keys: to values, and to log weights in
+   `gain`. */
 static void give_block(Head *e, int64_t s, const float *dstate) {
     for (int64_t j = s * e->b, stop = j + in_block(e, s); j < stop; j++) {
         if (!(e->u[j] > 0)) continue;
@@ -87,8 +87,9 @@ static void give_block(Head *e, int64_t s, const float *dstate) {
     }
 }
 
-/* The gradients to the states of block t. Later keys get them at once, by a running sum, earlier ones behind the last
-   block of the segment; all keys before the segment but its neighbour get one sum, dwhole, in backward_head. */
+/* Passes on the gradients of the states of block t. Later keys receive them at once by a running sum, earlier keys
+   after the last block of the segment. All keys before the segment except its neighbour share one sum, dwhole, in
+   backward_head. */
 static void states_backward(Head *e, int64_t t) {
     const int64_t state = e->K * e->lv, first = t / e->T * e->T;
     add_row(e->dbefore, 1, e->dstates + (t - first) * state, state);
@@ -102,7 +103,7 @@ static void states_backward(Head *e, int64_t t) {
     }
 }
 
-/* Adds the gradients to the near keys of block s, which leaves the window. */
+/* Adds the gradients of the near keys of block s, which leaves the window. */
 static void unload_block(Head *e, int64_t s) {
     const NearFar *c = e->c;
     float *dY = e->dY + s % 3 * e->b * e->dp, *dV = e->dV + s % 3 * e->b * e->lv;
@@ -116,7 +117,7 @@ static void unload_block(Head *e, int64_t s) {
 
 /* ---- Keys ---- */
 
-/* From the gradient to C (dv, d), over the mass, to that to the means; and what the gradients to keys need of it. */
+/* Turns the gradient of C (dv, d), over the mass, into that of the means, and prepares what keys need of it. */
 static void slope_backward(Head *e, float *dmu) {
     const float mass = weighted_values(e);
     float inner = 0;
@@ -132,7 +133,7 @@ static void slope_backward(Head *e, float *dmu) {
     product(ALL, e->K, e->d, e->dv, e->work, e->lv, 1, e->dslope, e->dp, dmu, e->dp, 1);
 }
 
-/* Turns the gradients to means, biases and slope into those to sums. */
+/* Turns the gradients of means, biases and slope into those of the sums. */
 static void sums_backward(Head *e) {
     const int d = e->d, dp = e->dp, width = dp + PAD;
     float *mu = e->keys + e->n * dp, *dmu = e->dkeys + e->n * dp;
@@ -152,7 +153,8 @@ static void sums_backward(Head *e) {
     }
 }
 
-/* What the log weight of key j, the i-th of a chunk, gains; and what its value does by the values to first order. */
+/* Returns the gradient of the log weight of key j, the i-th of a chunk, and adds the first-order gradient of its
+   value. */
 static float weight_backward(Head *e, int64_t j, int i) {
     const int64_t k = e->cluster[j];
     const float *sums = e->dsums + k * (e->dp + PAD), *slope = e->to_v + i * e->lv, g = e->weight[k], u = e->u[j];
@@ -163,8 +165,8 @@ static float weight_backward(Head *e, int64_t j, int i) {
     return u * gain;
 }
 
-/* Adds to the gradients to n keys of one block what their weights and the sums over clusters give. z - centre = (y -
-   mu) root + off; with values to first order to_v = (y - mu) D^T for the gradient D to C. */
+/* Adds gradients through weights and cluster sums to n keys of one block. z - centre = (y - mu) root + off. For
+   first-order values to_v = (y - mu) D^T, where D is the gradient of C. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const int dp = e->dp, lv = e->lv, slope = e->c->first_order;
     const float *mu = e->keys + e->n * dp;

@@ -1,12 +1,12 @@
-"""Near-far attention in both directions, or to another sequence, in PyTorch.
+"""Bidirectional near-far attention and cross-attention, in PyTorch.
 
-Notation as in call.py; the C version is forward.c, which is faster in float32 on CPUs. With logits q.k + bias, a set
-of weighted keys adds N e^logit to the weights of a query and V e^logit to what it gathers: a plain key has N = 1 and
-V = v, a cluster sums over its keys. So
+forward.c is the C version, which is faster for float32 on CPUs. A set of weighted keys with logits q.k + bias adds N
+e^logit to the denominator and V e^logit to the numerator. A single key has N = 1 and V = v; a cluster sums over its
+keys. So
 
     out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
 
-Derived here.
+The method was derived for this project. Notation as in call.py.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from crt_exp.nearfar.choice import (
 )
 from crt_exp.nearfar import native
 
-LAG = 2    # blocks from one on that are far
+LAG = 2    # distance in blocks from which keys are far
 
 
 class ChosenSets(NamedTuple):
@@ -30,17 +30,20 @@ class ChosenSets(NamedTuple):
 
 @dataclass(frozen=True)
 class Both:
-    """Attention of a sequence to itself in both directions, or to another one."""
+    """Bidirectional self-attention or cross-attention."""
 
     sizes: Sizes
     cross: bool
-    metric: KeyMetric | None        # of earlier queries, where `cross`
-    factor: float = 1.0             # in the C engine: of queries and keys as they are given
-    native: bool = False            # whether the C engine does it, all heads in one call
+    metric: KeyMetric | None        # of earlier queries, if `cross`
+    factor: float = 1.0             # of queries and keys, applied by the C engine
+    native: bool = False            # whether the C engine computes all heads in one call
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenSets:
-        """Of queries (Z, G, L, d) and keys (Z, S, d) of these rows of all."""
+        """Choose metric, heavy hitters and clusters.
+
+        x (Z, G, L, d) and y (Z, S, d) are the given rows of all.
+        """
         metric = self._across(y, keep, rows) if self.cross else None
         if self.native:
             return ChosenSets(*native.choose(x, y, self.sizes, keep, self.factor, metric))
@@ -49,15 +52,18 @@ class Both:
         return ChosenSets(metric, Choice.of(y - metric.shift, metric, self.sizes.heavy, self.sizes.cells, keep))
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
-        """Of keys factor y (Z, S, d) of another sequence than the queries, which earlier ones stand for. Without these
-        queries are taken to be as large as keys: those at hand may lie in the future of each other."""
+        """Return the metric for keys of another sequence, factor y (Z, S, d).
+
+        It uses the moments of earlier queries, because queries of the call may lie in the future of each other. Without
+        them queries are assumed to be as large as keys.
+        """
         metric = KeyMetric.of(None, y if self.factor == 1 else y * self.factor, None, keep)
         if self.metric is not None:
             metric = KeyMetric(metric.shift, *(t[rows].to(y.dtype) for t in self.metric[1:]))
         return metric
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets) -> Tensor:
-        """(Z, G, L, dv)."""
+        """Return the outputs (Z, G, L, dv)."""
         (metric, choice), dtype = chosen, x.dtype
         if self.native:
             return native.attend(x, y, v, *chosen, self.sizes, self.factor, self.cross)
@@ -96,40 +102,50 @@ class Both:
 
 
 def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cluster: Tensor, level: Tensor) -> Tensor:
-    """u_j = exp(w_j - level of its cluster) (Z, S), 0 outside the pool. level (Z, K)."""
+    """Return u_j = exp(w_j - level of its cluster) (Z, S), 0 outside the pool.
+
+    level (Z, K).
+    """
     return (metric.log_weights(y) - level.gather(1, cluster)).masked_fill(~pool, -torch.inf).exp()
 
 
 @torch.no_grad()
 def levels(y: Tensor, metric: KeyMetric, choice: Choice) -> Tensor:
-    """The largest w of the keys of each cluster (Z, K); 0 where it is empty."""
+    """Return the largest w of each cluster's keys (Z, K); 0 if it is empty."""
     w = metric.log_weights(y).masked_fill(~choice.pool, -torch.inf)
     highest = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(1, choice.cluster, w, "amax")
     return torch.where(highest.isinf(), 0.0, highest)
 
 
 def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tensor:
-    """C (Z, dv, d), the mean of v_j (y_j - mu of its cluster)^T with weights g (Z, S): what values gain from a query to
-    first order is C (x - b). mu (Z, K, d)."""
+    """Return C (Z, dv, d), the mean of v_j (y_j - mu of its cluster)^T.
+
+    The first-order term of values is C (x - b). Weights are g (Z, S); mu (Z, K, d).
+    """
     v = v * g.unsqueeze(-1)
     return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=LEAST)[:, None, None]
 
 
 def _of_all_blocks(t: Tensor, shared: Tensor) -> Tensor:
-    """t (Z, N, r, k) times shared (Z, k, l), which is of all blocks, in one product."""
+    """Multiply t (Z, N, r, k) by shared (Z, k, l), common to all blocks."""
     return (t.flatten(1, 2) @ shared).unflatten(1, t.shape[1:3])
 
 
 def _windows(t: Tensor, beyond: float = 0.0) -> Tensor:
-    """Each of the blocks (Z, N, b, .) with the one before and the next, (Z, N, 3 b, .); `beyond` the ends."""
+    """Concatenate each block (Z, N, b, .) with its neighbours: (Z, N, 3 b, .).
+
+    `beyond` fills positions beyond the ends.
+    """
     padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 1), value=beyond)
     return torch.cat([padded[:, i:i + t.shape[1]] for i in range(3)], 2)
 
 
 def far_sums(own: Tensor) -> Tensor:
-    """Of sums (Z, N, K, k) of each block those over the blocks that are far from it.
+    """Add the sums (Z, N, K, k) of single blocks over the blocks far from each block.
 
-    Sums of what is there, never a total less what is not: positive columns stay exactly 0 where no row is left."""
+    Only far blocks are added; nothing is subtracted from a total. Positive columns therefore stay exactly 0 without far
+    keys.
+    """
     none, n = torch.zeros_like(own[:, :LAG]), max(0, own.shape[1] - LAG)
     before = torch.cat([none, own[:, :n].cumsum(1)], 1)
     return before + torch.cat([own[:, LAG:].flip(1).cumsum(1).flip(1), none], 1)

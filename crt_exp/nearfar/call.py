@@ -1,15 +1,18 @@
-"""The call of near-far attention: checks, preparation and the method behind it.
+"""Entry point of near-far attention: checks, preparation and choice of the engine.
+
+A query of block t sees
+
+- near: exactly, the keys of blocks t - 1, t and t + 1 (causal: of t - 1, and of t up to itself);
+- heavy hitters: exactly, the keys with the largest scores (causal: among the blocks up to t - 2);
+- retrieved (causal): exactly, `sizes.open` more keys, those with the query's largest logits;
+- clusters: all other keys of a cluster as one key, their mean, with the weight and value of those that are far from t.
+
+Each unmasked key is in exactly one of these sets of each query.
+The choice of the sets and the metric of keys (choice.py) carry no gradient; all sums do. The method was derived for
+this project.
 
 Notation: B batch, H query heads, Hkv key heads, G = H / Hkv, Z = B Hkv, L queries x, S keys y, d, values v (., S, dv);
-N blocks of b tokens, n heavy hitters, K clusters. A query of block t sees
-
-- the keys of blocks t - 1, t and t + 1 (causal: those of t - 1, and of its own up to itself) exactly: near;
-- the heavy hitters, whose score is largest, exactly: causal, those among the blocks up to t - 2;
-- causal, `sizes.open` others exactly, those of the largest logits, each query its own: retrieved;
-- a cluster's other keys as one key, their mean, whose weight and value are sums over those that are far from t.
-
-Each unmasked key is in exactly one of these sets of each query. The choice of the sets, and what keys are measured
-by (choice.py), carry no gradient, all sums do. Derived here.
+N blocks of b tokens, n heavy hitters, K clusters.
 """
 
 from collections.abc import Callable
@@ -28,28 +31,42 @@ from crt_exp.nearfar import native
 from crt_exp.nearfar.causal import Causal, renewals
 from crt_exp.samplers.noise import as_given, transforming
 
-PART = 2**15     # keys of the heads that are computed together: larger temporaries are slower, memory being fresh
-KEPT = 2**17     # keys of all heads of which a call keeps what its backward pass needs; of more, only the sets
+PART = 2**15     # keys of heads computed together: larger temporaries need fresh memory, which is slower
+KEPT = 2**17     # keys of all heads up to which a call stores its intermediates; beyond, only the sets
 
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
                        cross: bool = False, metric: KeyMetric | None = None, key_mask: Tensor | None = None,
                        factor: float = 1.0) -> Tensor:
-    """Softmax attention of queries x (B,H,L,d) to keys y (B,Hkv,S,d), v (B,Hkv,S,dv) with logits x.y, approximated; of
-    factor x and factor y, where a factor is given. Returns (B,H,L,dv).
+    """Approximate softmax attention with logits factor^2 x.y by near-far attention.
 
-    Exact where no more than `sizes.exact_until` keys count. Else, in both directions: measure, heavy hitters and
-    clusters of the sequence itself. `cross`: queries are of another sequence, so that none is near: heavy hitters and
-    clusters alone, with the moments of earlier queries in `metric` (B Hkv, ...), or without one as if queries were as
-    large as the keys. causal: query i stands at i + S - L; what is known comes from the sequence's own past
-    (causal.py), of which each query retrieves `sizes.open` keys. key_mask (B, S), True = keep; a query that sees no key
-    gets 0. No more heavy hitters and clusters than keys are taken, and a length that the block does not divide is
-    padded; blocks are counted from the first real token of each row. Also exact where block >= S, heavy >= S, or every
-    key is the only one of its cluster. Differentiable in x, y and v, sets and measure constant.
+    It is exact if at most `sizes.exact_until` keys count, if block >= S or heavy >= S, or if every key has its own
+    cluster.
+    Otherwise a bidirectional call chooses metric, heavy hitters and clusters from its own sequence, and a causal call
+    from the sequence's past (causal.py).
+    Blocks are counted from the first real token of each row. A length that the block does not divide is padded. There
+    are at most as many heavy hitters and clusters as keys.
 
-    Time O(L (b + n + K) (d + dv)), causal also O(L S d) in products of 8 bits; memory
-    O(L (b + n + K + d + dv) + L / b K dv) of a part of the heads at a time: nothing of size L x S. Raises
-    ValueError where shapes or mask do not fit, and where queries or keys are not finite (CPU).
+    Time is O(L (b + n + K) (d + dv)), causal also O(L S d) in 8-bit products. Memory is O(L (b + n + K + d + dv) + L /
+    b K dv) for a part of the heads at a time, nothing of size L x S.
+
+    Args:
+        x: queries (B,H,L,d).
+        y: keys (B,Hkv,S,d).
+        v: values (B,Hkv,S,dv).
+        sizes: sizes of the sets; `sizes.open` keys are retrieved by each causal query.
+        causal: query i has position i + S - L and sees no later key.
+        cross: queries belong to another sequence. No key is near; only heavy hitters and clusters are used.
+        metric: moments of earlier queries (B Hkv, ...) if `cross`; without it queries are assumed to be as large as the
+            keys.
+        key_mask: (B, S), True for keys to keep.
+        factor: factor of x and y.
+
+    Returns:
+        Outputs (B,H,L,dv), 0 for queries that see no key. Differentiable in x, y and v with the sets held constant.
+
+    Raises:
+        ValueError: shapes, sizes or mask do not fit, or queries or keys are not finite (CPU).
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     _check(x, y, sizes, causal, cross)
@@ -62,7 +79,7 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     exact = partial(_exactly, causal=causal, factor=factor)
     if y.shape[2] <= until:
         return exact(x, y, v, key_mask)
-    if causal and left_open(x, y):      # blocks and renewals are unrolled: a graph takes minutes for each length
+    if causal and left_open(x, y):      # unrolled blocks and renewals take minutes to compile for each length
         end_graph("attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True")
         return _outside(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
     method = Causal(sizes, factor, in_c) if causal else Both(sizes, cross, metric, factor, in_c)
@@ -93,8 +110,10 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) -> Non
 
 
 def by_rows(which: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Outputs of `first` for the rows of a batch where `which` (B,), of `second` for the others: no row's outputs
-    depend on the others."""
+    """Apply `first` to rows where `which` (B,) is True, and `second` to the others.
+
+    No row's outputs depend on other rows.
+    """
     if torch.compiler.is_compiling() or transforming():
         return torch.where(which[:, None, None, None], first(*inputs), second(*inputs))
     if which.all() or not which.any():
@@ -104,13 +123,13 @@ def by_rows(which: Tensor, first: Callable[..., Tensor], second: Callable[..., T
 
 
 def _together(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The outputs of some rows each, in the order of the batch."""
+    """Put the outputs of some rows each into the order of the batch."""
     rows, outputs = zip(*parts)
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
 def _from_first_block(method: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
-    """Blocks are counted from the first real token of each row."""
+    """Apply the method with blocks counted from each row's first real token."""
     shift = None if method.cross else Shift.of(key_mask, method.sizes.block)
     if shift is None:
         return _by_heads(method, x, y, v, key_mask)
@@ -118,7 +137,10 @@ def _from_first_block(method: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: T
 
 
 def _from_first_renewal(method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
-    """Rows of a batch by the position of their first real token, from which renewals are counted."""
+    """Apply the method to groups of rows with equal first real tokens.
+
+    Renewals are counted from there.
+    """
     if torch.compiler.is_compiling() or transforming():
         raise ValueError("key_mask: causal near-far attention starts at the first real token of each row, which "
                          "torch.compile, torch.export and torch.func cannot follow: leave the mask out, or take "
@@ -137,7 +159,7 @@ def _from_first_renewal(method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mas
 
 
 def _heads(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries (Z, G, L, d), keys and values (Z, S, .), and the mask (Z, S)."""
+    """Return queries (Z, G, L, d), keys and values (Z, S, .), and the mask (Z, S)."""
     Hkv = y.shape[1]
     tensors = (t.flatten(0, 1) for t in (x.unflatten(1, (Hkv, x.shape[1] // Hkv)), y, v))
     return *tensors, None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
@@ -156,8 +178,10 @@ def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: b
 
 
 def _by_heads(method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The method in the precision that it needs, a part of the heads at a time; of many keys, each part is computed
-    again in the backward pass."""
+    """Apply the method to a part of the heads at a time, in its precision.
+
+    With many keys the backward pass recomputes each part.
+    """
     *tensors, keep = _heads(x, y, v, key_mask)
     (Z, S), dtype = tensors[1].shape[:2], compute_dtype(x, y, v)
     whole = method.native or torch.compiler.is_compiling() or transformed(x, y, v)
@@ -173,6 +197,6 @@ def _by_heads(method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: 
         out = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(v.dtype).unflatten(0, y.shape[:2]).flatten(1, 2)
     if key_mask is None:
         return out
-    causal = isinstance(method, Causal)  # a query without keys gathered nothing that has a meaning
+    causal = isinstance(method, Causal)  # outputs of queries without keys are arbitrary
     seen = key_mask.cumsum(-1)[:, None, S - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
     return torch.where((seen > 0).unsqueeze(-1), out, 0.0)

@@ -1,17 +1,20 @@
-"""Causal near-far attention: retrieved keys exactly, the others by clusters.
+"""Causal near-far attention: some keys exactly, the others by clusters.
+
+Queries before the position `exact_until` see all earlier keys exactly. Later queries of block t see block t - 1 and
+block t up to themselves exactly. Of the keys up to block t - 2, some are heavy hitters and the others lie in clusters.
+Each query scores the clustered keys in 8 bits (retrieval.py), retrieves those with the largest scores and sees them
+exactly. It retrieves `open` keys; beyond GROWS tokens the number grows with the square root of the position of the last
+renewal.
+Retrieved keys leave their clusters, so that each key counts once. The logits of the remaining keys lie below theirs
+(`left_in_clusters`).
+
+The metric comes from the keys before the first renewal, relative to the means of their blocks. Heavy hitters and
+centres come from the keys before the last renewal. Keys that follow join the nearest clusters.
+A renewal happens whenever the sequence has grown by about a half, at positions that do not depend on its contents.
+Outputs therefore depend only on positions and the past. The method was derived for this project.
 
 Notation: Z = batch x key heads, G query heads of a group, L queries, S keys y, d, dv; blocks of b tokens, n heavy
-hitters, K clusters. Queries before the position `exact_until` see all earlier keys exactly. After that, queries of
-block t see their own block up to themselves and block t - 1; of the keys up to block t - 2 some are heavy, and the
-others lie in clusters. A query scores all of these in 8 bits (retrieval.py) and retrieves those of the largest scores:
-`open` of them, from GROWS tokens on as the root of the last renewal's position more. It sees these exactly. They leave
-their clusters, and what is left there lies below them (`left_in_clusters`). So each key counts once, and nothing is
-subtracted.
-
-What keys are measured by is of those before the first renewal, about the means of their blocks; heavy hitters and
-centres of clusters are of the keys before the last one. Renewals lie where the sequence has grown by a half or so, at
-positions that no sequence decides: outputs depend on positions and past alone. Keys that come between two of them go to
-the nearest clusters. Derived here.
+hitters, K clusters.
 """
 
 from collections.abc import Sequence
@@ -33,12 +36,14 @@ from crt_exp.nearfar.choice import (
 from crt_exp.nearfar import native
 from crt_exp.nearfar.retrieval import left_in_clusters, retrieved
 
-NUMBERS = 2**24            # of the keys that the queries of a chunk retrieve
+NUMBERS = 2**24            # elements of the keys that the queries of a chunk retrieve
 
 
 def renewals(sizes: Sizes, length: int) -> list[int]:
-    """The positions of the renewals, multiples of the block, up to the first that is not below `length`: attention is
-    exact before the first of them."""
+    """Return the positions of renewals, up to the first one that is at least `length`.
+
+    They are multiples of the block. Attention is exact before the first one.
+    """
     positions = [max(_whole(sizes.exact_until, sizes.block), 2 * sizes.block)]
     while positions[-1] < length:
         positions.append(positions[-1] + _whole(max(RENEWED, positions[-1] // PART), sizes.block))
@@ -46,23 +51,25 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
 
 
 def _whole(tokens: int, block: int) -> int:
-    """Rounded up to whole blocks."""
+    """Round up to whole blocks."""
     return -(-tokens // block) * block
 
 
 def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
-    """What the C engine is given for at most so many keys, which are more than a block."""
+    """Return the sizes for the C engine with at most `keys` keys (more than a block)."""
     most = {"heavy": sizes.heavy, "clusters": sizes.cells, "open": sizes.opens(keys), "least": sizes.open}
     return {name: min(number, keys) for name, number in most.items()} | {
         "block": sizes.block, "until": renewals(sizes, 0)[0]}
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
-    """Of keys factor y (Z, S, d): of those that are far at the first renewal, each about the mean of its block. What is
-    common to a block is its position, by which rotary positions turn all keys alike: about one mean of all keys it
-    would be the most of their moments, and clusters would tell positions apart. The norm of root root^T, these second
-    moments, is made 1: |x root|^2 tau is the variance of the logits of a query x over a cluster shaped like the keys of
-    a block."""
+    """Return the metric of the keys that are far at the first renewal.
+
+    The keys are factor y (Z, S, d), each relative to the mean of its block, because rotary embeddings rotate the keys
+    of a block alike. Relative to one mean of all keys, positions would dominate the moments and define the clusters.
+    The norm of the second moments root root^T is set to 1. |x root|^2 tau is then the variance of the logits of a query
+    x over a cluster that is shaped like the keys of a block.
+    """
     far = renewals(sizes, 0)[0] - sizes.block
     y, keep = y[:, :far] * factor, None if keep is None else keep[:, :far]
     metric = KeyMetric.of(about_means(y, keep, sizes.block), y, keep, keep)
@@ -71,39 +78,45 @@ def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0)
 
 
 def about_means(y: Tensor, keep: Tensor | None, block: int) -> Tensor:
-    """Of keys (Z, S, d) in whole blocks, what each is more than the mean of its block; keep (Z, S)."""
+    """Subtract from keys (Z, S, d) the mean of their block; S is in whole blocks."""
     rows, kept = (None if t is None else blocks(t, block).flatten(0, 1) for t in (y, keep))
     return without(rows - mean_of(rows, kept)[0], kept).view(y.shape)
 
 
 class ChosenEpochs(NamedTuple):
-    """Nothing where all queries see all earlier keys; the metric alone where the C engine does the rest."""
+    """Metric and epochs of the queries.
+
+    Empty if all queries see all earlier keys. The C engine needs only the metric.
+    """
 
     metric: KeyMetric | None = None
     epochs: tuple["Epoch", ...] | list["Epoch"] = ()
 
 
 class Epoch(NamedTuple):
-    """The state of the past from one renewal to the next: what queries know of the keys that are far from them.
+    """State of the past between two renewals: what queries know of their far keys.
 
-    Heavy hitters and centres stay; keys that become far join the clusters (`advanced`). No choice has a gradient."""
+    Heavy hitters and centres stay, and keys that become far join clusters (`advanced`). Choices carry no gradient.
+    """
 
-    start: int        # the position of the renewal
-    stop: int         # of the next one
+    start: int        # position of the renewal
+    stop: int         # position of the next renewal
     metric: KeyMetric
     heavy: Tensor     # (Z, n): positions
-    there: Tensor     # (Z, n): whether there are as many
-    centres: Tensor   # (Z, K, d), as z
-    member: Tensor    # (Z, far): which keys lie in clusters
-    cluster: Tensor   # (Z, far): in which
-    sums: Tensor      # (Z, K, dv + d + 2): of `rows_of` the first `summed` keys; or 0
+    there: Tensor     # (Z, n): False for missing ones
+    centres: Tensor   # (Z, K, d), in the space of z
+    member: Tensor    # (Z, far): which keys are in clusters
+    cluster: Tensor   # (Z, far): cluster of each key
+    sums: Tensor      # (Z, K, dv + d + 2): of `rows_of` over the first `summed` keys; or 0
     summed: int = 0
 
     @classmethod
     @torch.no_grad()
     def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: KeyMetric) -> "Epoch":
-        """Of keys y (Z, .., d), those before the window of the first block from `start` on; keep (Z, ..). Centres are
-        of some of them, DRAWN to 2 DRAWN for each cluster."""
+        """Build the state at position `start` from the keys before its near window.
+
+        y (Z, .., d), keep (Z, ..). Centres come from a sample of DRAWN to 2 DRAWN keys for each cluster.
+        """
         far = start - sizes.block
         keep = keep[:, :far]
         z = metric.measured(y[:, :far], keep)
@@ -117,8 +130,11 @@ class Epoch(NamedTuple):
                    z.new_zeros(()))
 
     def advanced(self, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int, last: int) -> tuple["Epoch", Tensor]:
-        """The state where the keys before block `last - 1` are far, and the sums (Z, N, K, dv + d + 2) of those that
-        are far from blocks `first` to `last` of queries."""
+        """Return the state for block `last` and the sums for blocks `first` to `last`.
+
+        In the new state the keys before block `last - 1` are far. The sums (Z, N, K, dv + d + 2) are over the keys that
+        are far from each block.
+        """
         known, start, stop = self.member.shape[1], (first - 1) * b, (last - 1) * b
         with torch.no_grad():
             new, there = y[:, known:stop], keep[:, known:stop]
@@ -134,13 +150,16 @@ class Epoch(NamedTuple):
         return self._replace(member=member, cluster=cluster, sums=sums[:, -1], summed=stop), sums
 
     def select(self, heads: Tensor) -> "Epoch":
-        """That of some heads (of the batch and of keys)."""
+        """Return the state of some heads (of batch x key heads)."""
         return tree_map(lambda t: t[heads] if isinstance(t, Tensor) else t, self)
 
 
 def epochs_of(y: Tensor, keep: Tensor | None, sizes: Sizes, first: int, metric: KeyMetric,
               known: Epoch | None = None) -> list[Epoch]:
-    """Those of queries from position `first` on, the last ones of keys (Z, S, d); `known`: one of them."""
+    """Return the epochs of queries from position `first` on.
+
+    The queries are the last ones of keys y (Z, S, d). `known` is reused if it is one of the epochs.
+    """
     edges, keep = renewals(sizes, y.shape[1]), kept_of(y, keep)
     return [known if known is not None and known.start == start else Epoch.of(y, keep, sizes, start, stop, metric)
             for start, stop in zip(edges, edges[1:]) if stop > first]
@@ -151,12 +170,12 @@ class Causal:
     """Attention of the last tokens of a sequence to their past."""
 
     sizes: Sizes
-    factor: float = 1.0             # in the C engine: of queries and keys as they are given
-    native: bool = False            # whether the C engine does it, all heads in one call
+    factor: float = 1.0             # of queries and keys, applied by the C engine
+    native: bool = False            # whether the C engine computes all heads in one call
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenEpochs:
-        """For queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
+        """Return the epochs for queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
         check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2)))
         if renewals(self.sizes, 0)[0] >= y.shape[1]:
             return ChosenEpochs()
@@ -165,7 +184,7 @@ class Causal:
         return ChosenEpochs(metric, [] if self.native else epochs_of(y, keep, self.sizes, first, metric))
 
     def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenEpochs) -> Tensor:
-        """(Z, G, L, dv) of the last queries."""
+        """Return the outputs (Z, G, L, dv) of the last queries."""
         if not self.native:
             return attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)[0]
         shift, root = (None, None) if chosen.metric is None else (chosen.metric.shift, chosen.metric.root)
@@ -173,7 +192,10 @@ class Causal:
 
 
 def attend_in_c(x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: native.State | None = None) -> Tensor:
-    """Outputs (Z, G, L, dv) of queries, the last ones of keys (Z, S, d); `state`: of decoding, which goes on."""
+    """Return the outputs (Z, G, L, dv) of the C engine.
+
+    Queries are the last ones of keys (Z, S, d). `state` is a decoding state, which is updated.
+    """
     L, S, until = x.shape[2], y.shape[1], given.sizes["until"]
     alone, parts = min(max(0, until - S + L), L), []
     if alone:
@@ -186,7 +208,7 @@ def attend_in_c(x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: nat
 
 def attend_epochs(epochs: Sequence[Epoch], x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
                   sizes: Sizes) -> tuple[Tensor, Epoch | None]:
-    """The same in PyTorch; and the state behind the last query."""
+    """Return the outputs in PyTorch, and the state after the last query."""
     S, until, state = y.shape[1], min(renewals(sizes, 0)[0], y.shape[1]), None
     first, parts = S - x.shape[2], []
     if first < until:
@@ -200,7 +222,10 @@ def attend_epochs(epochs: Sequence[Epoch], x: Tensor, y: Tensor, v: Tensor, keep
 
 def attend_epoch(epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
                  sizes: Sizes) -> tuple[Tensor, Epoch]:
-    """Of queries (Z, G, l, d), the last ones of keys (Z, S, d), all in one epoch."""
+    """Return the outputs of queries of one epoch, and its state after them.
+
+    x (Z, G, l, d) are the last ones of keys (Z, S, d).
+    """
     (_, G, L, _), S, b, keep = x.shape, y.shape[1], sizes.block, kept_of(y, keep)
     first, last = (S - L) // b, (S - 1) // b                  # the blocks of queries
     epoch, sums = epoch.advanced(y, v, keep, b, first, last)
@@ -218,48 +243,58 @@ def joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
-    """Which of the keys (Z, S, d) are there, (Z, S)."""
+    """Return which of the keys (Z, S, d) are unmasked, (Z, S)."""
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
 
 
 def rows_of(y: Tensor, v: Tensor, member: Tensor, cluster: Tensor, epoch: Epoch) -> Tensor:
-    """[v] and the moments of keys (Z, m, d) with values (Z, m, dv), 0 for those that are no `member` (Z, m)."""
+    """Return values and moments of keys (Z, m, d), (Z, m, dv + d + 2).
+
+    Rows are 0 for keys that are not in `member` (Z, m).
+    """
     y = torch.where(member.unsqueeze(-1), y - epoch.metric.shift, 0.0)
-    u = member.to(y.dtype)                                        # keys count alike: the mean query is not known
+    u = member.to(y.dtype)                                        # equal weights: the mean query is not known
     return torch.cat([v * u.unsqueeze(-1), moments(y, u, epoch.metric, cluster, epoch.centres)], -1)
 
 
 def clusters_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
-    """[V, N] and the clusters of sums (Z, N, K, dv + d + 2) of `rows_of` the keys."""
+    """Return [V, N] and the clusters.
+
+    sums (Z, N, K, dv + d + 2) are those of `rows_of` over the keys.
+    """
     far, metric = torch.cat([sums[..., :dv], sums[..., -1:]], -1), epoch.metric
     clusters = summed(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1), mass=False)
     return far, clusters._replace(mu=clusters.mu + metric.shift.unsqueeze(1))
 
 
 class Seen(NamedTuple):
-    """What the queries of some blocks see, besides the heavy hitters."""
+    """What the queries of some blocks see, besides heavy hitters."""
 
     y: Tensor         # (Z, S, d)
     v: Tensor         # (Z, S, dv)
     keep: Tensor      # (Z, S)
-    member: Tensor    # (Z, far): whether a key lies in a cluster,
-    cluster: Tensor   # (Z, far): and in which
+    member: Tensor    # (Z, far): which keys are in clusters
+    cluster: Tensor   # (Z, far): cluster of each key
     far: Tensor       # (Z, N, K, dv + 1)
     clusters: Clusters  # (Z, N, K, .)
     first: int        # the first block
 
 
 def sample(keys: int, wanted: int, device: torch.device) -> Tensor:
-    """Positions of a sample of keys, `wanted` to twice as many: one of each run of keys, at a position that varies."""
+    """Return positions of a sample of `wanted` to twice as many keys.
+
+    Each run of consecutive keys contributes one, at a varying offset.
+    """
     step = max(1, keys // wanted)
     run = torch.arange(keys // step, device=device)
     return run * step + run * MIXED % step
 
 
 def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor) -> Tensor:
-    """What queries (Z, N, r, d) gather (Z, N, r, dv): some blocks at a time, and again in the backward pass.
+    """Return the outputs (Z, N, r, dv) of queries (Z, N, r, d), some blocks at a time.
 
-    own (r,): their positions within a block."""
+    The backward pass recomputes them. own (r,): positions of the queries within a block.
+    """
     open, of_blocks = sizes.opens(epoch.start), (q, seen.far, *seen.clusters)
     read = min(open, seen.v.shape[1])
     size = max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + seen.v.shape[-1])))
@@ -275,7 +310,10 @@ def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor) ->
 
 @torch.no_grad()
 def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
-    """Places (Z, m, r, o) of the keys that queries (Z, m, r, d) of blocks from seen.first + at on read, -1 for none."""
+    """Return the positions (Z, m, r, o) of retrieved keys, -1 for none.
+
+    q (Z, m, r, d) belongs to the blocks from seen.first + at on.
+    """
     far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * b                 # keys of each block
     position = torch.arange(seen.member.shape[1], device=q.device)
     member = seen.member[:, None, None] & (position < far[:, None, None])
@@ -284,8 +322,10 @@ def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
 
 def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, positions: Tensor, q: Tensor, far: Tensor,
              *clusters: Tensor) -> Tensor:
-    """What queries (Z, m, r, d) of the blocks from seen.first + at on gather: a softmax over near, heavy and retrieved
-    keys and what is left in the clusters, (Z, m, K, .), of these blocks."""
+    """Return the outputs of queries (Z, m, r, d) of blocks from seen.first + at on.
+
+    It is a softmax over near keys, heavy hitters, retrieved keys and the rest of the clusters (Z, m, K, .).
+    """
     clusters, m = Clusters(*clusters), q.shape[1]
     here = seen.first + at + torch.arange(m, device=q.device).unsqueeze(1)
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
@@ -300,14 +340,14 @@ def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, positions: 
     there, positions = positions >= 0, positions.clamp(min=0)
     exact = (rows_at(seen.y, positions) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, HIDDEN)  # (Z, m, r, o)
     cluster = seen.cluster.gather(1, positions.flatten(1)).view(positions.shape)
-    with torch.no_grad():    # a cluster is shaped like all keys
+    with torch.no_grad():    # assumes that a cluster is shaped like all keys
         variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * clusters.spread.unsqueeze(-2)
     left, each = left_in_clusters(q @ clusters.mu.mT, variance.sqrt(), far[..., -1].unsqueeze(-2),
                                exact.masked_fill(~there, torch.inf), cluster)
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
     shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)
     total = sum(t.sum(-1, keepdim=True) for t in (*shares, read, each * left))
-    more = read - each.gather(-1, cluster).masked_fill(~there, 0.0)      # than as one of those that are left
+    more = read - each.gather(-1, cluster).masked_fill(~there, 0.0)      # excess over the weight of a remaining key
     out = sum(share @ value for share, value in zip(shares, values))
     out = out + each @ far[..., :-1] + (more.unsqueeze(-2) @ rows_at(seen.v, positions)).squeeze(-2)
     return out / total

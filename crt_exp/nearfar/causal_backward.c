@@ -1,27 +1,28 @@
-/* The gradients of causal_forward.c, for keys that were retrieved and log-sums that are known.
+/* Backward pass of causal_forward.c, with stored retrieved keys and log-sums.
 
-   First the past goes by once more. The clusters at the end of each renewal are kept, and tau at each block, which
-   would lose its digits in a subtraction. Then blocks are taken from the last to the first: keys leave their clusters
-   again, and get the gradients to means and sums of these, dy_j = dmu / N and dv_j = dV, of all later blocks. With G =
-   [g, -g.out] the gradient to a logit is its weight times G.[v, 1]. */
+   A first sweep repeats the past. It stores the clusters at the end of each epoch, and tau of each block, which
+   would lose precision by subtraction. A second sweep visits the blocks in reverse order. Keys leave their clusters
+   again, and receive the gradients of means and sums, dy_j = dmu / N and dv_j = dV, of all later blocks. With G =
+   [g, -g.out], the gradient of a logit is its weight times G.[v, 1]. */
 
 #include "near_far.h"
 
-enum { SUMS = 3 };                                     /* of the clusters */
+enum { SUMS = 3 };                                     /* of clusters */
 
-/* What is known at the end of a renewal. */
+/* State at the end of an epoch. */
 typedef struct {
-    int32_t *cluster, *heavy;                            /* (S), (n): of each key its cluster; positions, -1 for none */
+    int32_t *cluster, *heavy;                            /* (S), (n): cluster of each key; positions, -1 for missing
+                                                            ones */
     float *sums;                                       /* ysum, values, mass of the clusters */
-    int64_t start;                                     /* its position */
+    int64_t start;                                     /* position of its renewal */
     int K;
 } End;
 
 /* A head in the backward pass. */
 typedef struct {
     Past h;
-    End *ends;                                         /* of each renewal */
-    int64_t first, count, renewals;                    /* the first block, how many there are, renewals */
+    End *ends;                                         /* of each epoch */
+    int64_t first, count, renewals;                    /* first block, numbers of blocks and of renewals */
     float *memory, *tau, *dY, *dV;                     /* (blocks, K); (S, dp), (S, lv) */
     float *sum, *dvalue, *dmu, *dfar;                  /* (K, dp), (K, lv): over blocks; (M, dp), (M, lv) */
     float *A, *B, *Q, *Qt, *G, *Gt, *O;                /* (2 b + M, PIECE) twice, of a piece */
@@ -30,7 +31,7 @@ typedef struct {
 
 static void *all_of(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + 64); }
 
-/* The sums of the clusters, each with its numbers. */
+/* Returns the sums of clusters and their sizes. */
 static void sums_of(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
     const size_t dp = h->dp, lv = h->lv, n = h->n;
     float *each[SUMS] = {h->ysum, h->values + n * lv, h->mass + n};
@@ -55,7 +56,7 @@ static int keep_end(Back *e) {
     return 1;
 }
 
-/* As it was there. */
+/* Restores the sums at an end. */
 static void load_end(Back *e, const End *end) {
     Past *h = &e->h;
     const float *from = end->sums;
@@ -65,7 +66,7 @@ static void load_end(Back *e, const End *end) {
     for (int i = 0; i < SUMS; from += sizes[i++]) memcpy(sums[i], from, sizeof(float) * sizes[i]);
 }
 
-/* Takes the keys of block t off the clusters that they joined. */
+/* Removes the keys of block t from their clusters. */
 static void take_off(Back *e, const int32_t *cluster, int64_t t) {
     Past *h = &e->h;
     const int dp = h->dp, lv = h->lv, n = h->n;
@@ -78,7 +79,7 @@ static void take_off(Back *e, const int32_t *cluster, int64_t t) {
     }
 }
 
-/* The past of all blocks. */
+/* First sweep: repeats the past of all blocks. */
 static int go_by(Back *e) {
     Past *h = &e->h;
     const NearFar *c = h->c;
@@ -92,7 +93,7 @@ static int go_by(Back *e) {
     return 1;
 }
 
-/* Gradients to the keys [j, stop) of clusters from those to the sums. */
+/* Adds the gradients of the sums to the clustered keys [j, stop). */
 static void give_keys(Back *e, const int32_t *cluster, int64_t j, int64_t stop) {
     const int d = e->h.d, dp = e->h.dp, lv = e->h.lv;
     for (; j < stop; j++) {
@@ -103,8 +104,8 @@ static void give_keys(Back *e, const int32_t *cluster, int64_t j, int64_t stop) 
     }
 }
 
-/* What R queries have retrieved, their logits in h.k.retrieved, and what is left in the clusters, in base 2 and
-   relative to top (ld), from the logits of these (K, ld). */
+/* Recomputes the logits of the keys that R queries have retrieved, in h.k.retrieved, and replaces the logits of
+   clusters (K, ld) by weights of remaining keys relative to top (ld), in base 2. */
 static void retrieve_again(Back *e, const int32_t *cluster, const int32_t *positions, int R, int ld, float *logits) {
     Past *h = &e->h;
     const NearFar *c = h->c;
@@ -120,7 +121,7 @@ static void retrieve_again(Back *e, const int32_t *cluster, const int32_t *posit
     weigh_left(h, e->top, ld, logits);
 }
 
-/* The gradients of queries [i, i + R) of block t; cluster (S): of retrieved keys. */
+/* Backward pass of queries [i, i + R) of block t; cluster (S) gives the clusters of retrieved keys. */
 static void piece_backward(Back *e, const int32_t *cluster, int64_t t, int64_t i, int R) {
     Past *h = &e->h;
     const NearFar *c = h->c;
@@ -195,7 +196,7 @@ static void piece_backward(Back *e, const int32_t *cluster, int64_t t, int64_t i
     }
 }
 
-/* From the gradients of a block to means and values of clusters: those to their sums. */
+/* Adds the gradients of a block's cluster means and values to those of the sums. */
 static void add_sums(Back *e) {
     Past *h = &e->h;
     const int d = h->d, dp = h->dp, lv = h->lv, n = h->n;
@@ -252,7 +253,7 @@ static void write_gradients(const Back *e) {
     }
 }
 
-/* What this takes is given back by close_back, also where it returns 0. */
+/* close_back frees the memory, also after a return of 0. */
 static int open_back(Back *e, const NearFar *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->S, K = c->clusters, M = c->heavy + K;
     const size_t wide = (2 * c->block + M) * PIECE;

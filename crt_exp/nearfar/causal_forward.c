@@ -1,22 +1,24 @@
-/* Causal near-far attention of the queries of one call: the C version of attend_epoch in nearfar/causal.py.
+/* Causal near-far attention of the queries of one call: attend_epoch of nearfar/causal.py in C.
 
-   One thread takes one head of keys, block by block. Logits are in base 2; dense ones have keys as rows and the queries
-   of a piece as columns, as in forward.c, those of retrieved keys (scores.c) lie side by side. */
+   One thread processes one key head, block by block. Logits are in base 2. Dense logits have keys as rows and the
+   queries of a piece as columns, as in forward.c; logits of retrieved keys (scores.c) are contiguous for each query. */
 
 #include "near_far.h"
 
-/* ---- What is left in clusters after retrieval ----
+/* ---- Rest of the clusters after retrieval ----
 
-   Logits of a cluster are normal with the mean's logit mu and deviation sd; what is left lies below `threshold`. With
-   t = (threshold - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of these keys weighs
+   Logits of a cluster are modelled as normal, with the logit mu of its mean and standard deviation sd. Remaining keys
+   lie below `threshold`. With t = (threshold - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of them
+   has the weight
 
        e^threshold mills(-a) / mills(-t)               where t <= 0,
        e^(threshold - t^2 / 2) mills(-a) / Phi(t)      where a < 0 < t,
-       e^(mu + sd^2 / 2) Phi(a) / Phi(t)               else,
+       e^(mu + sd^2 / 2) Phi(a) / Phi(t)               else.
 
-   in which no large numbers cancel and none exceeds e^threshold but for rounding. */
+   No large numbers cancel, and no weight exceeds e^threshold, up to rounding. */
 
-/* For u >= 0, to 3e-7 of it: Numerical Recipes' Chebyshev fit of erfc (6.2), without its e^(-u^2 / 2). */
+/* For u >= 0, with relative error 3e-7: the Chebyshev fit of erfc in Numerical Recipes (6.2), without its factor
+   e^(-u^2 / 2). */
 INLINE vec mills(vec u) {
     const vec t = 1.0f / (1.0f + 0.353553391f * u);
     vec p = 0.17087277f * t - 0.82215223f;
@@ -33,7 +35,7 @@ INLINE vec mills(vec u) {
 
 INLINE vec magnitude(vec u) { return choose(u < 0.0f, -u, u); }
 
-/* Phi(u), and for u < 0 without its e^(-u^2 / 2); half: u^2 / 2 in base 2. */
+/* Phi(u), for u < 0 without its factor e^(-u^2 / 2); half is u^2 / 2 in base 2. */
 INLINE vec phi_of(vec u, vec half) {
     const vec below = mills(magnitude(u));
     return choose(u < 0.0f, below, 1.0f - exp2_of(-half) * below);
@@ -77,12 +79,12 @@ void weigh_left(const Past *h, const float *top, int ld, float *logits) {
     }
 }
 
-/* ---- Rows at some positions ---- */
+/* ---- Rows at given positions ---- */
 
 #if defined(__AVX512F__)
 enum { TOTALS = 8 };
 
-/* The sums of TOTALS vectors. */
+/* Sums each of TOTALS vectors. */
 INLINE void totals(const vec *sum, float *to) {
     __m512 two[4], four[2];
     UNROLL for (int i = 0; i < 4; i++) {
@@ -104,7 +106,7 @@ INLINE void totals(const vec *sum, float *to) {
 }
 #endif
 
-/* to (n, and room for 8 more): the products of a vector (dp) with the rows at n positions, which rise. */
+/* Computes the products of a vector (dp) with the rows at n ascending positions, in `to` (n, with room for 8 more). */
 static void dots(const float *Y, const int32_t *positions, int n, const float *with, int dp, float *to) {
     for (int i = 0; i < n; i += TOTALS) {
         const float *rows[TOTALS];
@@ -127,7 +129,7 @@ static void dots(const float *Y, const int32_t *positions, int n, const float *w
 
 enum { TOGETHER = 4 };  /* vectors */
 
-/* out (ld) += the sum by weights of the rows at n positions, which rise. */
+/* Adds the weighted sum of the rows at n ascending positions to out (ld). */
 static void add_rows(const float *rows, int ld, const float *weight, const int32_t *positions, int n, float *out) {
     for (int p = 0; p < ld; p += TOGETHER * LANES) {
         const int wide = ld - p >= TOGETHER * LANES;
@@ -149,8 +151,8 @@ static void add_rows(const float *rows, int ld, const float *weight, const int32
     }
 }
 
-/* From the logits of clusters (K, ld) what each key that is left weighs; the largest logits of the next R queries get
-   those of the keys that they retrieve. */
+/* Replaces the logits of clusters (K, ld) by the weight of each remaining key. Raises `top` of the next R queries to
+   the logits of their retrieved keys. */
 static void leave_clusters(Past *h, int R, float *top, float *logits) {
     Work *k = &h->k;
     const int ld = up(R);
@@ -164,8 +166,8 @@ static void leave_clusters(Past *h, int R, float *top, float *logits) {
     weigh_left(h, top, ld, logits);
 }
 
-/* The weights of the keys that the next R queries retrieve: more than as one of those that are left in their clusters,
-   which weigh `left` (K, ld). */
+/* Computes the weights of the keys that the next R queries retrieve, minus the weight `left` (K, ld) of a remaining
+   key of the same cluster. */
 static void weigh_retrieved(Past *h, int R, const float *left) {
     Work *k = &h->k;
     const int ld = up(R);
@@ -182,8 +184,8 @@ static void weigh_retrieved(Past *h, int R, const float *left) {
     }
 }
 
-/* Of each query that is ahead the retrieved keys [from, to) of keys before a position, for all positions in steps: keys
-   come from memory once for all queries. */
+/* Calls `each` for the retrieved keys [from, to) of every query, range of positions by range, so that keys are read
+   from memory once for all queries. */
 INLINE void in_memory_order(Past *h, void (*each)(Past *h, int r, int from, int to), int row) {
     Work *k = &h->k;
     const int64_t step = NEARBY / row, last = k->query[k->ahead - 1].far;
@@ -209,8 +211,8 @@ static void retrieve_values(Past *h, int r, int from, int to) {
     add_rows(h->V, h->lv, h->k.retrieved + r * room_for_retrieved(h) + from, positions, to - from, h->k.O + r * h->lv);
 }
 
-/* The next R queries: in O what they gather but for the values of the keys that they retrieve, whose weights are then
-   in `retrieved`; total weights in `scale` and logs of them in `top`. */
+/* Computes the outputs of the next R queries in O, without the values of retrieved keys, whose weights are then in
+   `retrieved`. Total weights are in `scale`, and the logs of their reference in `top`. */
 static void attend_piece(Past *h, int R) {
     Work *k = &h->k;
     const Query *query = k->query + k->taken;
@@ -221,7 +223,7 @@ static void attend_piece(Past *h, int R) {
     product(ALL, near, ld, h->d, h->Y + h->near * h->dp, h->dp, 1, k->Qt, ld, k->A, ld, 0);
     float *shared = k->A + near * ld;
     product(ALL, M, ld, h->d, h->shared, h->dp, 1, k->Qt, ld, shared, ld, 0);
-    int64_t all = query[0].j;                                     /* keys up to there are seen by all */
+    int64_t all = query[0].j;                                     /* all queries see keys up to this position */
     for (int r = 1; r < R; r++) all = least_of(all, query[r].j);
     for (int64_t j = h->near; j < h->stop; j++)
         for (int r = 0; r < R && (j > all || !there(h, j)); r++)
@@ -254,7 +256,7 @@ static void attend_piece(Past *h, int R) {
 
 /* ---- All queries ---- */
 
-/* The position of the first query of block t, and how many there are. */
+/* First query of block t, and the number of queries. */
 INLINE int64_t first_query(const NearFar *c, int64_t t) {
     return t * c->block > c->S - c->L ? t * c->block : c->S - c->L;
 }
@@ -262,15 +264,14 @@ INLINE int64_t queries_of(const NearFar *c, int64_t t) {
     return least_of((t + 1) * c->block, c->S) - first_query(c, t);
 }
 
-/* Keys that are far from block t: those before its window. */
+/* Number of keys far from block t: those before its window. */
 INLINE int64_t far_of(const NearFar *c, int64_t t) { return t > 0 ? (t - 1) * c->block : 0; }
 
 static float *out_of(const Past *h, const Query *query) {
     return of(h->c->out, h->z, query->g) + (query->j - h->c->S + h->c->L) * h->c->out.token;
 }
 
-/* AHEAD queries from the i-th of block t on, or as many as there are, also of the next blocks, for which the same
-   keys are heavy. */
+/* Prepares up to AHEAD queries from the i-th of block t on, also of the next blocks with the same heavy hitters. */
 static void load_ahead(Past *h, int64_t t, int64_t i) {
     const NearFar *c = h->c;
     const int dp = h->dp;
@@ -299,7 +300,7 @@ static void load_ahead(Past *h, int64_t t, int64_t i) {
     in_memory_order(h, retrieve_logits, dp);
 }
 
-/* The outputs of all that were ahead. */
+/* Writes the outputs of all queries prepared ahead. */
 static void give_out(Past *h) {
     const NearFar *c = h->c;
     Work *k = &h->k;
@@ -316,7 +317,7 @@ static void give_out(Past *h) {
     }
 }
 
-/* The queries of block t among the last L, with the past of that block. */
+/* Processes the queries of block t among the last L, with the past of that block. */
 static void attend_block(Past *h, int64_t t) {
     const NearFar *c = h->c;
     Work *k = &h->k;

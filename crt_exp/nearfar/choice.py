@@ -1,9 +1,11 @@
-"""Heavy hitters, clusters of the other keys, and what a cluster amounts to.
+"""Metric of keys, choice of heavy hitters and clusters, and summary of clusters.
 
-Notation: Z = batch x key heads, S keys y, d, dv, K clusters. Queries have mean b and second moments Sigma_x about it;
-keys are taken as y - c. z = (y - c) root with root root^T = Sigma_x, so that |z_j - z_l|^2 is the mean over queries of
-the squared difference of the logits of two keys, and w_j = b.(y_j - c) what the mean query gives a key. Everything that
-is chosen here carries no gradient; all sums do. Derived here.
+Queries have the mean b and second moments Sigma_x about it; keys are taken as y - c. z = (y - c) root with root root^T
+= Sigma_x, so that |z_j - z_l|^2 is the mean over queries of the squared difference of two keys' logits. w_j = b.(y_j -
+c) is the logit of the mean query.
+Choices carry no gradient; all sums do. The method was derived for this project.
+
+Notation: Z = batch x key heads, S keys y, d, dv, K clusters.
 """
 
 import math
@@ -18,7 +20,7 @@ from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.engines import numbers
 
-_NUMBERS = numbers(Path(__file__).with_name("near_far.h"))        # which the C sources share
+_NUMBERS = numbers(Path(__file__).with_name("near_far.h"))        # shared with the C sources
 PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS, WIDEST = (
     int(_NUMBERS[name])
     for name in ("PICKS", "RENEWED", "PART", "GROWS", "DRAWN", "MIXED", "TURNED", "SIGNS", "WIDEST"))
@@ -27,10 +29,14 @@ RIDGE, LEAST, HIDDEN, AWAY, SAME, SHARPEST = (
 
 
 class Sizes(NamedTuple):
-    """block: b, tokens; heavy: n, keys; cells: K, clusters; first_order: values of a cluster to first order in the
-    query, if not causal; open: keys of clusters that each causal query retrieves, and `opens` of a long past, at least
-    1; exact_until: the position up to which causal queries see all keys exactly, and the number of keys up to which
-    other ones do."""
+    """Sizes of the sets of near-far attention.
+
+    block: tokens b of a block. heavy: heavy hitters n. cells: clusters K.
+    first_order: add to cluster values a first-order term in the query (not causal).
+    open: keys that each causal query retrieves, at least 1; a long past needs more (`opens`).
+    exact_until: position up to which causal queries see all keys exactly; for other attention, number of keys up to
+    which it is exact.
+    """
 
     block: int = 32
     heavy: int = 16
@@ -40,13 +46,16 @@ class Sizes(NamedTuple):
     exact_until: int = 0
 
     def opens(self, position: int) -> int:
-        """Keys that causal queries behind a renewal at this position retrieve: what a fixed number of them leaves out
-        grows with the past, and as the root of it they keep up at a cost that does not double with it."""
+        """Return how many keys causal queries retrieve after a renewal at this position.
+
+        The error of a fixed number grows with the past. Growth with the square root of the position compensates at a
+        moderate cost.
+        """
         return math.isqrt(self.open**2 * max(position, GROWS) // GROWS)
 
 
 class KeyMetric(NamedTuple):
-    """What keys are measured by: constants of (Z or 1, ...)."""
+    """Constants (Z or 1, ...) that define the metric of keys."""
 
     shift: Tensor   # c (., 1, d)
     tilt: Tensor    # b (., 1, d)
@@ -55,8 +64,11 @@ class KeyMetric(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None) -> "KeyMetric":
-        """Of queries x (Z, n, d) and keys y (Z, S, d), those kept by masks (Z, n) and (Z, S); None: of no queries but
-        as many as the keys, of either sign. Raises NotFinite where they are not finite (CPU)."""
+        """Compute the metric from queries x (Z, n, d) and keys y (Z, S, d).
+
+        Masks x_keep (Z, n) and y_keep (Z, S). Without x, queries are assumed to have the second moments of the keys and
+        mean 0. Raises NotFinite if the moments are not finite (CPU).
+        """
         shift, keys = mean_of(y, y_keep)
         if x is None:
             tilt, moments = torch.zeros_like(shift), _second_moments(y - shift, y_keep, keys)
@@ -69,16 +81,16 @@ class KeyMetric(NamedTuple):
         return cls(shift, tilt, _root(moments, ridge, size))
 
     def measured(self, y: Tensor, keep: Tensor) -> Tensor:
-        """z (Z, S, d) of keys as they come; 0 for those that are not kept."""
+        """Return z (Z, S, d) of unshifted keys; 0 for masked keys."""
         return torch.where(keep.unsqueeze(-1), y - self.shift, 0.0) @ self.root
 
     def log_weights(self, y: Tensor) -> Tensor:
-        """w (Z, S) of keys less the shift."""
+        """Return w (Z, S) of shifted keys."""
         return (y * self.tilt).sum(-1)
 
 
 def mean_of(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The mean (Z, 1, d) of those of (Z, n, d) that are kept, and how many they are, at least 1."""
+    """Return the mean (Z, 1, d) of the unmasked rows and their number, at least 1."""
     if keep is None:
         return x.mean(1, keepdim=True), x.new_full((1, 1, 1), x.shape[1])
     count = keep.sum(1).clamp(min=1).to(x.dtype)[:, None, None]
@@ -86,8 +98,10 @@ def mean_of(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _root(moments: Tensor, ridge: Tensor, size: Tensor) -> Tensor:
-    """The Cholesky factor of (., d, d) with the ridge (., 1, 1) on its diagonal. Where rounding left more below zero
-    than the ridge lifts, all directions are as long as `size`: such a factor, half computed, would be no metric."""
+    """Return the Cholesky factor of moments (., d, d) plus a ridge (., 1, 1).
+
+    If the factorization fails because of rounding, a multiple of the identity of the same `size` replaces it.
+    """
     eye = torch.eye(moments.shape[-1]).to(moments)
     root, failed = torch.linalg.cholesky_ex(moments + ridge * eye)
     return torch.where((failed != 0)[:, None, None], (size + ridge).sqrt() * eye, root)
@@ -98,12 +112,14 @@ def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
     return x.mT @ x / count
 
 
-# ---- which keys ------------------------------------------------------------------------------------------------------
+# ---- choice of keys
 
 
 def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of (..., n), k <= n, from the largest on, and their positions: of equal ones the first, whatever
-    stands behind them, which topk does not promise."""
+    """Return the k largest of (..., n) in descending order, and their positions.
+
+    k <= n. Of equal values the first positions are taken, which topk does not guarantee.
+    """
     values, positions = t.topk(k)
     if not k:
         return values, positions
@@ -115,25 +131,32 @@ def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
-    """|z|^2 / 2 + w (Z, S) of keys less the shift, the log of the mean of e^(x.y) under Gaussian queries; -inf for
-    masked keys. Computed in float64 and rounded to float32: a matrix product may round equal rows differently."""
+    """Return |z|^2 / 2 + w (Z, S) of shifted keys, -inf for masked keys.
+
+    It is the log of the mean of e^(x.y) over Gaussian queries. It is computed in float64 and rounded to float32,
+    because a matrix product may round equal rows differently.
+    """
     score = (_squares(y.double() @ root.double()) / 2 + w).float()
     return score if keep is None else score.masked_fill(~keep, -torch.inf)
 
 
 def centres_of(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
-    """Centres (Z, K, d) of clusters of the vectors z (Z, S, d) with weights e^log_u (Z, S), -inf for those that do not
-    count; clusters <= S. PICKS at a time those of the largest u_j D_j, D_j the squared distance to the nearest centre
-    so far or at first to the mean, of equal vectors one alone; and one pass of Lloyd's algorithm. Where fewer vectors
-    differ than there are clusters, the last centres are AWAY."""
+    """Return the centres (Z, K, d) of clusters of z (Z, S, d), K <= S.
+
+    Vectors have the weights e^log_u (Z, S); -inf excludes a vector. Let D_j be the squared distance to the nearest
+    centre, at first to the mean.
+    Repeatedly the PICKS vectors with the largest u_j D_j become centres, only one of equal vectors. One step of Lloyd's
+    algorithm follows.
+    If there are fewer different vectors than clusters, the last centres are AWAY.
+    """
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
-    D, picked = _to_nearest(z, squares, mean).clamp(min=LEAST), []     # a key that is the mean comes last
+    D, picked = _to_nearest(z, squares, mean).clamp(min=LEAST), []     # a key equal to the mean comes last
     log_u = log_u.masked_fill(_seen_before(z, squares, log_u > -torch.inf), -torch.inf)
     while (left := clusters - PICKS * len(picked)) > 0:
         values, chosen = largest(log_u + D.log(), min(PICKS, left))                             # (Z, PICKS)
-        new = values > -torch.inf                   # fewer different keys than clusters: no key is near to the rest
+        new = values > -torch.inf                   # False if there are fewer different keys than clusters
         here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
         picked.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
         if len(picked) == 1:
@@ -150,20 +173,26 @@ def _squares(z: Tensor) -> Tensor:
 
 
 def nearest(z: Tensor, centres: Tensor) -> Tensor:
-    """Which of the centres (Z, K, d) is nearest to each of z (Z, S, d): (Z, S)."""
+    """Return the index (Z, S) of the centre (Z, K, d) nearest to each z (Z, S, d)."""
     return (z @ centres.mT - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1)
 
 
 def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
-    """Squared distances (Z, S) to the nearest of the centres (Z, k, d), 0 to one that is the same; squares |z|^2."""
+    """Return the squared distances (Z, S) to the nearest of the centres (Z, k, d).
+
+    The distance is 0 to an equal centre. squares: |z|^2.
+    """
     offsets = centres.square().sum(-1).unsqueeze(-2)
     near = torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares)
     return torch.where(near > SAME * squares, near, 0.0)
 
 
 def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
-    """Which of z (Z, S, d) are the same as one of those that are `counted` (Z, S); squares |z|^2. Along a line that
-    tells vectors apart equal ones are neighbours."""
+    """Return which vectors z (Z, S, d) equal an earlier `counted` (Z, S) vector.
+
+    Vectors are sorted along a direction on which different vectors differ, so that equal vectors are neighbours.
+    squares: |z|^2.
+    """
     slope = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype).sqrt().cos()
     order = (z * slope).sum(-1).masked_fill(~counted, torch.inf).sort(dim=1, stable=True).indices
     along = z.gather(1, order.unsqueeze(-1).expand_as(z))
@@ -174,19 +203,21 @@ def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
 
 
 class Choice(NamedTuple):
-    """The sets of the keys of a sequence, besides those near to each query."""
+    """Heavy hitters and clusters of a sequence."""
 
-    heavy: Tensor     # (Z, n): their positions
-    there: Tensor     # (Z, n): whether there are as many
+    heavy: Tensor     # (Z, n): positions
+    there: Tensor     # (Z, n): False for missing ones
     pool: Tensor      # (Z, S): which keys are in clusters
-    cluster: Tensor      # (Z, S): in which
-    centres: Tensor   # (Z, K, d), as z
+    cluster: Tensor      # (Z, S): cluster of each key
+    centres: Tensor   # (Z, K, d), in the space of z
 
     @classmethod
     @torch.no_grad()
     def of(cls, y: Tensor, metric: KeyMetric, heavy: int, clusters: int, keep: Tensor | None) -> "Choice":
-        """Of keys y (Z, S, d) less their shift; keep (Z, S). No more heavy hitters and clusters than keys are taken.
-        Raises NotFinite where squared norms overflow (CPU)."""
+        """Choose heavy hitters and clusters of shifted keys y (Z, S, d); keep (Z, S).
+
+        There are at most as many of either as keys. Raises NotFinite if squared norms overflow (CPU).
+        """
         z, w = y @ metric.root, metric.log_weights(y)
         check_result(z.square().sum((1, 2)) + w.square().sum(1))
         score, positions = largest(scores(y, metric.root, w, keep), min(heavy, y.shape[1]))
@@ -195,12 +226,14 @@ class Choice(NamedTuple):
         return cls(positions, score > -torch.inf, pool, nearest(z, centres), centres)
 
 
-# ---- what they amount to ---------------------------------------------------------------------------------------------
+# ---- summaries of clusters
 
 
 class Clusters(NamedTuple):
-    """Keys that stand for clusters: mean mu (Z, ., K, d), logit x.mu + bias (Z, ., K), to be weighted by the u of the
-    keys that are summed; spread = tau (Z, ., K)."""
+    """Keys that represent clusters.
+
+    mu (Z, ., K, d): means. The logit is x.mu + bias (Z, ., K), with the sum of u as weight. spread (Z, ., K): tau.
+    """
 
     mu: Tensor
     bias: Tensor
@@ -208,15 +241,18 @@ class Clusters(NamedTuple):
 
 
 def moments(y: Tensor, u: Tensor, metric: KeyMetric, cluster: Tensor, centres: Tensor) -> Tensor:
-    """Of each key [u y, u |z - centre|^2, u] (Z, S, d + 2): what the sums over a cluster are taken of."""
+    """Return [u y, u |z - centre|^2, u] (Z, S, d + 2) of each key, to be summed."""
     apart = y @ metric.root - centres.gather(1, cluster.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
     u = u.unsqueeze(-1)
     return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
 
 
 def summed(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True) -> Clusters:
-    """Clusters of sums (Z, n, K, d + 2) of `moments`. `mass`: with the factor 1 + tau / 2, which makes up to second
-    order for e^(x.mu) being less than the mean of e^(x.y)."""
+    """Return the clusters of summed `moments` (Z, n, K, d + 2).
+
+    `mass` adds the factor 1 + tau / 2: e^(x.mu) is below the mean of e^(x.y), and the factor corrects that to second
+    order.
+    """
     N = sums[..., -1]
     mean = sums[..., :-1] / N.clamp(min=LEAST).unsqueeze(-1)
     mu = mean[..., :-1]
@@ -226,11 +262,11 @@ def summed(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass
     return Clusters(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------------------
+# ---- blocks
 
 
 def blocks(t: Tensor, b: int) -> Tensor:
-    """(Z, S, ...) -> (Z, N, b, ...), zeros after the last."""
+    """Split (Z, S, ...) into blocks (Z, N, b, ...), padded with zeros."""
     padding = -t.shape[1] % b
     if padding:
         t = torch.cat([t, t.new_zeros(len(t), padding, *t.shape[2:])], 1)
@@ -238,17 +274,20 @@ def blocks(t: Tensor, b: int) -> Tensor:
 
 
 def without(t: Tensor, keep: Tensor | None) -> Tensor:
-    """Zeros in place of what lies at padded positions (Z, S, .), which may be NaN."""
+    """Replace padded positions (Z, S, .), which may hold NaN, by zeros."""
     return t if keep is None else torch.where(keep.unsqueeze(-1), t, 0.0)
 
 
 def grouped(x: Tensor, b: int) -> Tensor:
-    """Queries (Z, G, L, d) in blocks (Z, N, G b, d), the heads of a group one after the other."""
+    """Split queries (Z, G, L, d) into blocks (Z, N, G b, d).
+
+    The heads of a group follow each other.
+    """
     return blocks(x.transpose(1, 2), b).transpose(2, 3).flatten(2, 3)
 
 
 def ungrouped(t: Tensor, heads: int, length: int) -> Tensor:
-    """(Z, N, G b, k) -> (Z, G, L, k)."""
+    """Undo `grouped`: (Z, N, G b, k) -> (Z, G, L, k)."""
     return t.unflatten(2, (heads, t.shape[2] // heads)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
@@ -256,13 +295,13 @@ def ungrouped(t: Tensor, heads: int, length: int) -> Tensor:
 
 
 def one_hot(cluster: Tensor, clusters: int, dtype: torch.dtype) -> Tensor:
-    """(..., clusters): 1 at the cluster of each row."""
+    """Return (..., clusters) with 1 at the cluster of each row."""
     zeros = torch.zeros(*cluster.shape, clusters, dtype=dtype, device=cluster.device)
     return zeros.scatter(-1, cluster.unsqueeze(-1), 1.0)
 
 
 def rows_at(t: Tensor, index: Tensor) -> Tensor:
-    """Rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
+    """Return the rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
     gathered = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
     return gathered.view(*index.shape, t.shape[-1])
 
@@ -271,11 +310,13 @@ def rows_at(t: Tensor, index: Tensor) -> Tensor:
 
 
 def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True) -> Tensor:
-    """Queries (Z, G, l, d) see all keys (Z, S, d), of which causal ones are the last: those that are not later; logits
-    are scale x.y."""
+    """Compute exact attention of queries (Z, G, l, d) to all keys (Z, S, d).
+
+    The logits are scale x.y. Causal queries are the last of the sequence and see no later key.
+    """
     mask = None if keep is None else keep[:, :y.shape[1]]
-    if not transformed(x, y, v):      # the fused kernel knows the backward pass alone
-        if x.shape[2] == 1 and mask is None:    # the last query sees all keys: those of a group are as of one head
+    if not transformed(x, y, v):      # the fused kernel supports only reverse mode
+        if x.shape[2] == 1 and mask is None:    # the last query sees all keys: heads of a group become queries
             x, y, v = x.transpose(1, 2), y.unsqueeze(1), v.unsqueeze(1)
             return F.scaled_dot_product_attention(x, y, v, scale=scale).transpose(1, 2)
         return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale)

@@ -1,6 +1,6 @@
-/* What keys are measured by, and clusters of all but heavy hitters: KeyMetric.of, Choice.of of nearfar/choice.py in C.
+/* Metric of keys, heavy hitters and clusters: KeyMetric.of and Choice.of of nearfar/choice.py in C.
 
-   Measured keys z are kept by chunks of 64 tokens, transposed: distances to centres are products of few rows. */
+   Keys in z are stored in transposed chunks of 64 tokens, so that distances to centres are products with few rows. */
 
 #include "near_far.h"
 
@@ -33,9 +33,9 @@ static int open_pick(Pick *e, const NearFar *c, int64_t z) {
 
 INLINE int in_chunk(const Pick *e, int64_t t) { return e->c->S - t < CHUNK ? e->c->S - t : CHUNK; }
 
-/* ---- What keys are measured by ---- */
+/* ---- Metric of keys ---- */
 
-/* Their mean over the heads g of a tensor, in `to` (d). */
+/* Computes the mean over the heads g of a tensor, in `to` (d). */
 static void mean_of(Pick *e, View t, int64_t heads, float *to) {
     double total_of[e->dp];
     int64_t count = 0;
@@ -55,9 +55,9 @@ static void mean_of(Pick *e, View t, int64_t heads, float *to) {
     for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total_of[p] / (count ? count : 1));
 }
 
-/* The lower triangular root of a matrix (d, dp) of which the lower part is given; L (d, d) is scratch. A pivot below
-   half of the ridge is rounding alone: a small number to divide by, and what is divided is rounding too. It is the
-   ridge then, and nothing else lies along it. */
+/* Cholesky factor of a matrix (d, dp) whose lower part is given; L (d, d) is scratch. A pivot below half of the
+   ridge is only rounding error, and so is its column. The pivot then becomes the ridge, and the rest of the column
+   0. */
 static void cholesky(int d, int dp, const float *from, double ridge, double *L, float *to) {
     for (int j = 0; j < d; j++) {
         double pivot = from[j * dp + j] + ridge;
@@ -109,7 +109,7 @@ static void fit_measure(Pick *e) {
     load_root(e);
 }
 
-/* z of all keys, with |z|^2, w and the scores |z|^2 / 2 + w. */
+/* Computes z of all keys, |z|^2, w and the scores |z|^2 / 2 + w. */
 static void measure_keys(Pick *e) {
     const NearFar *c = e->c;
     const float *shift = c->shift + e->z * e->d, *tilt = c->tilt + e->z * e->d;
@@ -137,7 +137,7 @@ static void measure_keys(Pick *e) {
 
 /* ---- Clusters ---- */
 
-/* Weights u of the keys of the pool, the largest 1, and their logs. */
+/* Computes the weights u of the pool's keys, relative to the largest, and their logs. */
 static void weigh_keys(Pick *e) {
     const uint8_t *pool = e->c->pool + e->z * e->c->S;
     const int64_t tokens = e->chunks * CHUNK;
@@ -150,7 +150,7 @@ static void weigh_keys(Pick *e) {
     for (int64_t j = 0; j < tokens; j += LANES) AT(e->u + j) = exp2_of(AT(e->log_u + j) - top);
 }
 
-/* The weighted mean of z, as the first centre. */
+/* Makes the weighted mean of z the first centre. */
 static void take_mean(Pick *e) {
     vec sums[e->d], all = {0};
     memset(sums, 0, sizeof sums);
@@ -164,7 +164,7 @@ static void take_mean(Pick *e) {
     for (int p = 0; p < e->d; p++) e->centres[p] = total(sums[p]) / (mass > LEAST ? mass : LEAST);
 }
 
-/* Offsets |c|^2 of centres [first, first + m). */
+/* Computes the offsets |c|^2 of centres [first, first + m). */
 static void offsets(Pick *e, int first, int m) {
     for (int k = first; k < first + m; k++) {
         float square = 0;
@@ -179,7 +179,7 @@ typedef struct {
     int64_t key[PICKS];
 } Farthest;
 
-/* Whether two keys are the same. */
+/* Returns whether two keys are equal. */
 static int alike(const Pick *e, int64_t i, int64_t j) {
     const float *a = e->Z + i / CHUNK * CHUNK * e->dp + i % CHUNK, *b = e->Z + j / CHUNK * CHUNK * e->dp + j % CHUNK;
     float apart = 0;
@@ -200,8 +200,8 @@ static void consider(const Pick *e, Farthest *best, int most, float value, int64
     best->key[i] = key;
 }
 
-/* Lowers the squared distances D to those from centres [first, first + m), or begins them, and finds the keys with the
-   largest u D, of equal ones the first. */
+/* Lowers the squared distances D by those to centres [first, first + m), or initializes them. Returns the keys with
+   the largest u D, the first of equal keys. */
 static Farthest farthest(Pick *e, int first, int m, int begin, int most) {
     Farthest best = {0};
     offsets(e, first, m);
@@ -210,7 +210,7 @@ static Farthest farthest(Pick *e, int first, int m, int begin, int most) {
         for (int j = 0; j < CHUNK; j += LANES) {
             vec near = e->offset[first] - 2.0f * AT(e->dots + j), zero = {0};
             for (int k = 1; k < m; k++) near = minimum(near, e->offset[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
-            /* at first a key that is the mean comes last */
+            /* at first a key equal to the mean comes last */
             const vec square = AT(e->square + t + j), none = zero + (begin ? LEAST : 0);
             near = choose(near + square > SAME * square, near + square, none);
             vec D = AT(e->D + t + j) = begin ? near : minimum(near, AT(e->D + t + j));
@@ -227,10 +227,10 @@ static void find_picks(Pick *e) {
     for (int count = 0, first = 0, m = 1; count < e->K;) {
         const int most = e->K - count < PICKS ? e->K - count : PICKS;
         Farthest best = farthest(e, first, m, count == 0, most);
-        for (int i = 0; i < most; i++) {  /* fewer different keys than clusters: no key is near to the rest */
+        for (int i = 0; i < most; i++) {  /* missing if there are fewer different keys than clusters */
             float *centre = e->centres + (count + i) * e->dp;
             if (i >= best.count) {
-                for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = AWAY;  /* the first one is the mean */
+                for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = AWAY;  /* the first centre is the mean */
                 continue;
             }
             const int64_t j = best.key[i];
@@ -258,7 +258,7 @@ void find_nearest(int K, int d, const float *centres, const float *squares, cons
     }
 }
 
-/* The nearest centre of each key. */
+/* Finds the nearest centre of each key. */
 static void nearest_centres(Pick *e) {
     int64_t *cluster = e->c->cluster + e->z * e->c->S;
     offsets(e, 0, e->K);
@@ -269,7 +269,7 @@ static void nearest_centres(Pick *e) {
     }
 }
 
-/* One pass of Lloyd's algorithm: centres become the weighted means of their keys. */
+/* One step of Lloyd's algorithm: moves centres to the weighted means of their keys. */
 static void move_centres(Pick *e) {
     const NearFar *c = e->c;
     const int64_t *cluster = c->cluster + e->z * c->S;
@@ -293,7 +293,7 @@ static void move_centres(Pick *e) {
 
 static void choose_head(Pick *e) {
     const NearFar *c = e->c;
-    if (c->cross) load_root(e);          /* what keys are measured by is given */
+    if (c->cross) load_root(e);          /* the metric is given */
     else fit_measure(e);
     if (e->bad) return;
     measure_keys(e);

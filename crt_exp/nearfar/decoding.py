@@ -1,7 +1,10 @@
-"""Causal near-far attention token by token: all keys and the state of the past.
+"""Causal near-far attention token by token.
 
-Each row of a batch counts its tokens from its first real one. Notation: B batch, Hkv key heads, G query heads of a
-group, Z = B Hkv, T new tokens, S tokens so far, b tokens of a block, d, dv.
+The state holds all keys and values, and the state of the past. Each row of a batch counts its tokens from its first
+real one.
+
+Notation: B batch, Hkv key heads, G query heads of a group, Z = B Hkv, T new tokens, S tokens so far, b tokens of a
+block, d, dv.
 """
 
 import copy
@@ -21,12 +24,15 @@ from crt_exp.nearfar.causal import (
     Epoch, attend_epochs, attend_in_c, epochs_of, joined, metric_of, options_of, renewals,
 )
 
-WHOLE = 16             # columns of buffers are filled up with zeros to a multiple of it, as the C engine reads them
+WHOLE = 16             # the C engine reads columns of buffers padded with zeros to a multiple of this
 LEAST_ROOM = 1024      # tokens
 
 
 class KeptKeys(NamedTuple):
-    """All tokens so far, of buffers that may be longer: never changed where another state looks at them."""
+    """All tokens so far, as views of buffers.
+
+    Positions that another state can see are never changed.
+    """
 
     keys: Tensor      # (B, Hkv, S, d)
     values: Tensor    # (B, Hkv, S, dv)
@@ -34,12 +40,12 @@ class KeptKeys(NamedTuple):
 
     @property
     def sums(self) -> Tensor:
-        """What tells how many sequences there are."""
+        """Tensor whose first dimension is the number of sequences."""
         return self.keys
 
 
 class KnownInC(NamedTuple):
-    """`Epoch` in the C engine."""
+    """`Epoch` of the C engine."""
 
     metric: KeyMetric
     state: native.State
@@ -49,18 +55,18 @@ class KnownInC(NamedTuple):
 
 
 class RecallState:
-    """What causal near-far attention with recall remembers of the tokens so far: their keys and values.
+    """Decoding state of causal near-far attention: all keys and values so far.
 
-    A copy is a point to come back to.
+    A copy can be continued independently.
     """
 
     def __init__(self, sizes: Sizes, heads: int):
         self.sizes, self.heads = sizes, heads
-        self.length, self.buffers = 0, ()         # of the parts of `KeptKeys`,
-        self.columns = ()                         # and how many of them
-        self.firsts: list[int | None] = []        # of each row: the position of its first real token
-        self.known: dict[int, Epoch | KnownInC] = {}         # by that position
-        self.until = renewals(sizes, 0)[0]        # tokens that see all keys
+        self.length, self.buffers = 0, ()         # of the parts of `KeptKeys`
+        self.columns = ()                         # number of columns of each part
+        self.firsts: list[int | None] = []        # position of the first real token of each row
+        self.known: dict[int, Epoch | KnownInC] = {}         # by position of the first real token
+        self.until = renewals(sizes, 0)[0]        # number of first tokens that see all keys
 
     @property
     def kept(self) -> KeptKeys | None:
@@ -69,9 +75,11 @@ class RecallState:
 
     @torch.no_grad()
     def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
-        """Takes T >= 1 new tokens x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv) and returns their outputs (B,H,T,dv), no
-        gradient. key_mask (B, T), True = keep; version: nothing of the layer changes. Raises ValueError as
-        `near_far_attention` does."""
+        """Append T >= 1 tokens and return their outputs (B,H,T,dv), without gradient.
+
+        x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv); key_mask (B, T), True for tokens to keep. `version` is ignored,
+        because the layer has no changing state. Raises ValueError as `near_far_attention` does.
+        """
         check_inputs(x, y, v, None, (), True, key_mask)
         if x.shape[2] != y.shape[2]:
             raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
@@ -80,7 +88,7 @@ class RecallState:
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
         check_entries(x)
         groups = {position for position in self.firsts if position is not None}
-        if len(groups) == 1 and None not in self.firsts and max(groups) <= start:         # most often
+        if len(groups) == 1 and None not in self.firsts and max(groups) <= start:         # the usual case
             first, = groups
             alone = x.shape[2] == 1 and len(self.buffers) == 2 and self.length - first <= self.until
             return (self._all_keys(first, x) if alone else self._read(first, self._rows(first), x)).to(v.dtype)
@@ -93,7 +101,10 @@ class RecallState:
 
     @torch.no_grad()
     def take(self, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> None:
-        """Takes T >= 1 tokens whose outputs are known or not wanted: y (B,Hkv,T,d), v (B,Hkv,T,dv)."""
+        """Append T >= 1 tokens without computing outputs.
+
+        y (B,Hkv,T,d), v (B,Hkv,T,dv).
+        """
         check_inputs(y, y, v, None, (), True, key_mask)
         self._take(y, v, key_mask)
 
@@ -124,7 +135,7 @@ class RecallState:
         self.length += T
 
     def copy(self) -> "RecallState":
-        """The same state, to go on from here in two ways."""
+        """Return a copy that can be continued independently."""
         other = copy.copy(self)
         own = lambda known: known._replace(state=known.state._replace(kept=known.state.kept.clone()))
         other.known = {first: own(known) if isinstance(known, KnownInC) else known
@@ -132,7 +143,10 @@ class RecallState:
         return other
 
     def select(self, rows: Tensor) -> None:
-        """Keeps these batch entries, in this order: what a beam search needs. rows: as tensors are indexed."""
+        """Keep these batch entries in this order, for beam search.
+
+        rows: any index of the batch dimension.
+        """
         if not self.buffers:
             return
         rows = entries(rows, len(self.firsts))
@@ -150,11 +164,14 @@ class RecallState:
         self.firsts = chosen
 
     def _rows(self, first: int) -> list[int]:
-        """Those whose first real token is there."""
+        """Return the rows whose first real token is at position `first`."""
         return [row for row, position in enumerate(self.firsts) if position == first]
 
     def _tokens(self, rows: list[int], first: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys (Z, S, d), values and mask of these rows from there on, where they lie if the rows are neighbours."""
+        """Return keys (Z, S, d), values and mask of these rows from position `first` on.
+
+        Neighbouring rows are not copied.
+        """
         y, v, *masks = (t[_places(rows), :, first:] for t in self.kept if t is not None)
         keep = None
         if masks and not bool(masks[0].all()):
@@ -162,19 +179,24 @@ class RecallState:
         return y.flatten(0, 1), v.flatten(0, 1), keep
 
     def _all_keys(self, first: int, x: Tensor) -> Tensor:
-        """`_read` of one token of each row, x (B, H, 1, d), where all keys are exact and none is left out: as short as
-        the work is."""
+        """Compute `_read` for one token of each row if all keys are exact.
+
+        x (B, H, 1, d). This path has the least overhead and takes no mask.
+        """
         y, v = (t[:, :, first:].flatten(0, 1) for t in self.kept[:2])
         out = exactly(x.to(y.dtype).reshape(len(y), -1, 1, x.shape[3]), y, v, None)
         return out.reshape(*x.shape[:3], v.shape[2])
 
     def _read(self, first: int, rows: list[int], x: Tensor) -> Tensor:
-        """Outputs of the last tokens of the rows whose first real token is at `first`: x (B', H, t, d)."""
+        """Return outputs of the last tokens of rows whose first real token is at `first`.
+
+        x (B', H, t, d).
+        """
         T, S, until = x.shape[2], self.length - first, self.until
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
         if until >= S:
             out = joined([exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)], 0)
-        elif native.applies(x, self.kept.keys):     # whatever the threads: a state goes on as it began
+        elif native.applies(x, self.kept.keys):     # for any number of threads: a state keeps its engine
             out = self._by_c(first, rows, x)
         else:
             (y, v, keep), known = self._tokens(rows, first), self.known.get(first)
@@ -188,13 +210,16 @@ class RecallState:
         return torch.where((keep.cumsum(1)[:, S - T:] > 0)[:, None, :, None], out, 0.0)
 
     def _runs(self, rows: list[int]) -> Iterator[tuple[list[int], slice]]:
-        """Neighbours among these rows, and the positions of their heads among those of all."""
+        """Yield runs of neighbouring rows and the range of their heads among all."""
         starts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
         for start, stop in zip(starts, starts[1:]):
             yield rows[start:stop], slice(start * self.heads, stop * self.heads)
 
     def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
-        """The C engine takes a prompt at once, and goes on from what it knows after it."""
+        """Compute `_read` with the C engine.
+
+        The engine takes a prompt at once and continues from its state.
+        """
         S, known = self.length - first, self.known.get(first)
         if known is None or known.state.room < S:
             y, _, keep = self._tokens(rows, first)
@@ -211,5 +236,5 @@ class RecallState:
 
 
 def _places(rows: list[int]) -> slice | list[int]:
-    """A slice where they are neighbours."""
+    """Return a slice if the rows are neighbours, else the list."""
     return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else rows

@@ -1,11 +1,11 @@
-/* Near-far attention in both directions, or to another sequence: Both.attend of nearfar/both_directions.py in C.
+/* Bidirectional and cross near-far attention: Both.attend of nearfar/both_directions.py in C.
 
-   Logits have keys as rows and the queries of a block as columns, so that keys and values are read as they lie and a
-   softmax goes down the columns. In the sets N e^logit is the weight of a key and V e^logit what it adds. */
+   Logits have keys as rows and the queries of a block as columns, so that keys and values need no transposition and
+   a softmax runs down the columns. For the sets, a key has the weight N e^logit and adds V e^logit. */
 
 #include "near_far.h"
 
-/* Scratch memory, constants and keys of head z. Returns 0 where memory ended. */
+/* Allocates scratch memory and loads constants and heavy hitters of head z. Returns 0 if out of memory. */
 static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
     *e = (Head){.c = c, .z = z, .b = c->cross ? c->S : c->block, .K = c->clusters};
     e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->lv = up(c->dv + 1);
@@ -64,8 +64,8 @@ static void add_block(const Head *e, int64_t s, float *state) {
     }
 }
 
-/* States behind the last block of each segment, and of all blocks. What is there is added up, never a total less what
-   is not: positive sums stay exactly 0 where no key is left, and large terms of near blocks leave no trace. */
+/* Computes the states behind the last block of each segment, and that of all blocks. Sums are only added, never
+   subtracted from a total: they stay exactly 0 without keys, and large terms of near blocks leave no rounding error. */
 static void mark_states(Head *e) {
     const size_t state = e->K * e->lv, size = sizeof(float) * state;
     memset(e->before, 0, size);
@@ -76,7 +76,7 @@ static void mark_states(Head *e) {
     }
 }
 
-/* States behind each block of segment g. */
+/* Computes the states behind each block of segment g. */
 static void states_of_segment(Head *e, int64_t g) {
     const int64_t state = e->K * e->lv, first = g * e->T, last = least_of(first + e->T, e->N) - 1;
     float *after = e->after + (last - first) * state;
@@ -87,8 +87,7 @@ static void states_of_segment(Head *e, int64_t g) {
     }
 }
 
-/* What the clusters weigh for block t, from the keys that are far from it: the masses N and the powers of two above
-   them. */
+/* Computes the cluster weights of block t from its far keys: masses N and powers of two above them. */
 static void load_states(Head *e, int64_t t) {
     const int64_t state = e->K * e->lv;
     float *to = e->values + e->n * e->lv;
@@ -104,7 +103,7 @@ static void load_states(Head *e, int64_t t) {
 
 /* ---- Sums over the keys of a cluster ---- */
 
-/* Keys [start, start + n) as y, 0 outside the pool, and as z less the centres of their clusters. */
+/* Loads keys [start, start + n) as y (0 outside the pool) and as z minus the centres of their clusters. */
 static void measure_keys(Head *e, int64_t start, int n) {
     load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
     product(ALL, n, e->d, e->d, e->y, e->dp, 1, e->root, e->dp, e->zs, e->dp, 0);
@@ -130,7 +129,7 @@ static void find_levels(Head *e, float *level) {
         if (level[k] == -INFINITY) level[k] = 0;
 }
 
-/* e^(level - the highest of a cluster that has keys), by which the weights u of clusters compare. */
+/* Computes e^(level - highest level of nonempty clusters), which makes weights u of different clusters comparable. */
 static void find_weights(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float highest = -INFINITY;
@@ -231,7 +230,7 @@ static void find_slope(Head *e) {
 
 /* ---- Queries ---- */
 
-/* Puts block s, where there is one, into its position of the window, in position of block s - 3. */
+/* Loads block s, if it exists, into the window in place of block s - 3. */
 static void load_block(Head *e, int64_t s) {
     const NearFar *c = e->c;
     const int64_t row = (s + 3) % 3 * e->b, start = s * e->b;
@@ -292,7 +291,7 @@ void exponentiate(Head *e, const Block *at, int ld) {
 static void attend(Head *e, const Block *at, int i, int R) {
     const int ld = up(R), lv = e->lv, dv = e->dv;
     load_queries(e, at, i, R);
-    for (int j = 0; j < ld; j += LANES) {        /* no term of a sum of exponentials is larger than e^top */
+    for (int j = 0; j < ld; j += LANES) {        /* no exponential term exceeds e^top */
         const float *A = e->A + j;
         vec top = (vec){0} + HIDDEN;
         for (int k = 0; k < at->near; k++, A += ld) top = maximum(top, AT(A) + e->hidden[k]);
@@ -304,7 +303,7 @@ static void attend(Head *e, const Block *at, int i, int R) {
     product(ALL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, at->near > 0);
     for (int j = 0; j < ld; j += LANES) {
         const vec all = AT(e->scale + j);
-        AT(e->scale + j) = choose(all > 0.0f, 1.0f / all, (vec){0});    /* across, a query may see no key */
+        AT(e->scale + j) = choose(all > 0.0f, 1.0f / all, (vec){0});    /* in cross-attention a query may see no key */
         AT(e->part + j) *= AT(e->scale + j);
     }
     if (e->c->first_order) product(ALL, R, dv, e->d, e->X, e->dp, 1, e->slopeT, lv, e->P, lv, 0);
@@ -341,7 +340,7 @@ int each_near_far_head(const NearFar *c, int backward, void (*body)(Head *e)) {
             else bad = NO_MEMORY;
         }
         with_mode(mode);
-        trim_scratch();      /* behind the last head: fresh memory for each one takes longer */
+        trim_scratch();      /* after the last head: fresh memory for each head is slower */
     }
     return bad;
 }

@@ -1,8 +1,9 @@
 """`NearFar`: near-far attention with its state, as a module.
 
-Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, K clusters. q, k, v are unscaled; x = scale q and
-y = scale k. The state changes in one place and at one moment, as that of `RandomFeatureAttention`: at the start of a
-forward pass in training.
+The state changes only at the start of a forward pass in training, as that of `RandomFeatureAttention`.
+
+Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, K clusters. q, k and v are unscaled; x = scale q
+and y = scale k.
 """
 
 import math
@@ -28,36 +29,47 @@ from crt_exp.samplers.noise import transforming
 PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1536),
            "default": Sizes(32, 16, 64, open=96, exact_until=1536),
            "quality": Sizes(32, 64, 128, True, open=256, exact_until=1536)}
-SAMPLE = 2048        # vectors of each head that moments of queries are taken of
-SHORT = 512          # keys up to which attention in both directions and cross-attention is exact, which is as fast
-LONG = 1000          # keys from which on values are taken to first order, where it is not said
+SAMPLE = 2048        # vectors of each head for the moments of queries
+SHORT = 512          # keys up to which attention that is not causal is exact, which is as fast
+LONG = 1000          # keys from which first-order values are the default
 
 
 @checked("attention")
 class NearFar(LinearAttention):
-    """Exact attention to near keys and heavy hitters, clusters for the rest, for any pretrained model.
+    """Near-far attention: exact near keys and heavy hitters, clusters for all others.
 
-    preset: sizes; block (tokens), heavy (keys), cells (clusters) and first_order (values of a cluster to first order in
-    the query; by default from 1000 keys on, if not causal, and with preset quality always) take the place of its own. A
-    query sees the keys of its own block and of those before and, if not causal, after it exactly, and as many heavy
-    hitters; all others by clusters. open: keys of clusters that each causal query retrieves, those of the largest
-    logits of its past, and more from 2304 tokens on, as the root of it (`Sizes.opens`); other queries retrieve none.
-    exact_until: the position up to which causal queries see all keys exactly (1536), and the number of keys up to which
-    attention that is not causal is exact (512).
+    It can replace the attention of any pretrained model. A query sees exactly the keys of its own block, of the block
+    before and, if not causal, of the block after, and the heavy hitters. Clusters represent all other keys.
 
-    What the sets are chosen by, so that a query never sees a later one:
-    - bidirectional attention of a sequence to itself: its own queries and keys;
-    - causal: the keys before it, at renewals (causal.py): nothing is fitted or calibrated;
-    - cross-attention (`cross`, and every call that is not causal with other numbers of queries and keys): no key is
-      near; the keys of the call, and where `cross` the moments of earlier queries: those of each `fit_steps` training
-      passes or of a calibration.
+    The choice of heavy hitters and clusters never lets a query use later queries:
 
-    Buffers: those of `FittedOnce` in `clusters`, where the layer is cross.
+    - Bidirectional self-attention: queries and keys of the call.
+    - Causal attention: earlier keys, at renewals (causal.py); nothing is fitted or calibrated.
+    - Cross-attention (`cross`, and bidirectional calls with different numbers of queries and keys): keys of the call,
+      none of them near. With `cross`, moments of earlier queries from each `fit_steps` training passes or from a
+      calibration.
+
+    Buffers: those of `FittedOnce` in `clusters`, if the layer is cross.
+
+    Args:
+        preset: sizes, which the following arguments override.
+        block: tokens of a block.
+        heavy: number of heavy hitters.
+        cells: number of clusters.
+        first_order: cluster values to first order in the query, if not causal. By default from 1000 keys on, and always
+            with preset "quality".
+        open: keys of clusters that each causal query retrieves, those with its largest logits. From 2304 tokens on the
+            number grows with the square root of the length (`Sizes.opens`).
+        exact_until: position up to which causal queries see all keys exactly (default 1536); number of keys up to which
+            other attention is exact (default 512).
+        scaling: factor of q.k in the logits, by default d^(-1/2).
+        normalize_qk: scale queries and keys to norm d^(1/4).
+        fit_steps: training passes that are sampled for a fit of query moments.
     """
 
 
     serves_causal = True
-    version = None           # no decoding state depends on what changes
+    version = None           # no decoding state becomes invalid
 
     def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality"] = "default",
                  block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
@@ -69,19 +81,22 @@ class NearFar(LinearAttention):
         given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order, "open": open,
                  "exact_until": exact_until}
         self.sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
-        self.exact_until = SHORT if exact_until is None else exact_until        # of calls that are not causal
+        self.exact_until = SHORT if exact_until is None else exact_until        # for calls that are not causal
         self.clusters = FittedOnce(MetricMaker(), self.kv_heads, d, fit_steps, vectors=SAMPLE) if cross else None
 
     @property
     def exact_to(self) -> int:
-        """Tokens of a sequence up to which this is exact attention."""
+        """Sequence length up to which the layer is exact attention."""
         return self.sizes.exact_until if self.causal else self.exact_until
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """q (B,H,L,d), k (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S) True = keep -> (B,H,L,dv)."""
+        """Return the attention outputs (B,H,L,dv).
+
+        q (B,H,L,d), k (B,Hkv,S,d) and v (B,Hkv,S,dv) are unscaled; key_mask (B,S) is True for keys to keep.
+        """
         if key_mask is None and self._is_one_kernel(q, k, v):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scaling)
-            if not out.is_cpu or math.isfinite(out.sum(dtype=torch.float32).item()):    # else the other way says why
+            if not out.is_cpu or math.isfinite(out.sum(dtype=torch.float32).item()):    # else the other path raises
                 return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
@@ -93,9 +108,12 @@ class NearFar(LinearAttention):
         return out
 
     def _is_one_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether this call, without a mask, is one of torch's kernel, as is seen at a glance: each query sees all its
-        keys, and nothing is learned or noted. What is not so, wrong arguments too, goes the other way. Each function
-        that is called here costs a short call."""
+        """Return whether one call of torch's fused kernel does this call without a mask.
+
+        Each query then sees all its keys, and nothing is learned or recorded. Invalid arguments return False and are
+        reported later.
+        The test is short, because each function call costs time in a short call.
+        """
         until = self.sizes.exact_until if self.causal else self.exact_until
         return (q.shape == k.shape and q.ndim == 4 and VECTOR <= q.shape[2] <= until and q.shape[3] == self.d
                 and q.shape[1] == self.heads == self.kv_heads and q.shape[:3] == v.shape[:3] and v.numel() > 0
@@ -119,7 +137,7 @@ class NearFar(LinearAttention):
                                  for own in (sizes, long))
         return by_rows(key_mask.sum(1) >= LONG, to_first_order, plain, x, y, v, key_mask)
 
-    # ---- what is learned, and decoding
+    # ---- learned state and decoding
 
     @property
     def recurrent_heads(self) -> int:
@@ -127,7 +145,7 @@ class NearFar(LinearAttention):
 
     @property
     def learns(self) -> bool:
-        """Whether calls as the layer now stands use what earlier calls or a calibration left here."""
+        """Whether calls use the state of earlier calls or of a calibration."""
         return self.clusters is not None and self.cross
 
     def decoding(self) -> RecallState:
@@ -165,15 +183,15 @@ class NearFar(LinearAttention):
 
 
 class MetricMaker:
-    """Makes metrics of samples, as `FittedOnce` asks for it."""
+    """Computes metrics from samples, with the interface that `FittedOnce` needs."""
 
     def unfitted(self, d: int) -> KeyMetric:
         return KeyMetric(torch.zeros(1, d), torch.zeros(1, d), torch.zeros(d, d))
 
     def fit(self, stats: Statistics) -> KeyMetric:
-        """Of each head's vectors that are there."""
+        """Compute the metric from the finite vectors of each head."""
         (_, queries), (_, keys) = stats.x.sets(), stats.y.sets()
-        x, y = torch.stack(queries), torch.stack(keys)      # as many of each head
+        x, y = torch.stack(queries), torch.stack(keys)      # equal numbers for all heads
         if not x.shape[1] or not y.shape[1]:
             return KeyMetric(*(t.expand(len(x), -1, -1).to(x) for t in self.unfitted(x.shape[-1])))
         return KeyMetric.of(x, y, None, None)

@@ -1,10 +1,10 @@
-"""Near-far attention on CPUs in float32, in C.
+"""Near-far attention in C, for float32 on CPUs.
 
-In both directions and to another sequence: clusters.c, forward.c and backward.c; causal: scores.c, past.c,
-causal_forward.c and causal_backward.c. The same as choice.py, both_directions.py, causal.py and retrieval.py.
+Bidirectional and cross-attention: clusters.c, forward.c and backward.c. Causal: scores.c, past.c, causal_forward.c and
+causal_backward.c. They compute the same as choice.py, both_directions.py, causal.py and retrieval.py.
 
-Notation as in nearfar/call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy hitters,
-K clusters.
+Notation as in call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy hitters, K
+clusters.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
 from crt_exp.nearfar.choice import WIDEST, Choice, KeyMetric, Sizes
 
-FEW = 16       # queries of a step that one thread takes: some 50 us each
-THREADS = 4    # a head, which one thread takes: of more, PyTorch's products make better use
+FEW = 16       # queries of a step that one thread computes: about 50 us each
+THREADS = 4    # for each head, which one thread computes: PyTorch uses more threads better
 SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "clusters", "first_order", "cross", "open", "least", "until",
          "room", "bytes", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
@@ -33,8 +33,12 @@ class Call(ctypes.Structure):
 
 
 class Given(NamedTuple):
-    """keep (Z, S) or None; the metric; block, heavy, clusters, open (of the last queries), least (of the first ones)
-    and until, the first renewal; queries are factor x and keys factor y."""
+    """Inputs of a causal call besides the vectors.
+
+    keep: (Z, S) or None. shift, root: the metric. factor: factor of queries and keys.
+    sizes: block, heavy, clusters, open (of the last queries), least (of the first queries) and until, the first
+    renewal.
+    """
 
     keep: Tensor | None
     shift: Tensor
@@ -44,15 +48,18 @@ class Given(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is known of the past in decoding, for at most `room` tokens."""
+    """State of the past in decoding, for at most `room` tokens."""
 
     room: int
-    kept: Tensor      # (Z, numbers), of one state alone
+    kept: Tensor      # (Z, numbers), not shared between states
 
 
 def applies(*tensors: Tensor) -> bool:
-    """Whether these tensors are for this engine: on the CPU, to be computed with in float32, where the library can be
-    had; not in graphs of torch.compile and transforms of torch.func."""
+    """Return whether this engine can process the tensors.
+
+    They must be on the CPU and not in float64, the library must be available, and neither torch.compile nor torch.func
+    may be tracing.
+    """
     if torch.compiler.is_compiling() or transformed(*tensors) or compute_dtype(*tensors) == torch.float64:
         return False
     return all(t.device.type == "cpu" for t in tensors) and native.library() is not None
@@ -61,8 +68,11 @@ def applies(*tensors: Tensor) -> bool:
 @torch.no_grad()
 def choose(x: Tensor, y: Tensor, sizes: Sizes, keep: Tensor | None, factor: float = 1.0,
            metric: KeyMetric | None = None) -> tuple[KeyMetric, Choice]:
-    """Of queries factor x (Z, G, L, d) and keys factor y (Z, S, d), which are of one sequence; or, where the metric of
-    (Z, ...) is given, of two. Raises NotFinite where queries and keys of one sequence are not finite."""
+    """Choose metric, heavy hitters and clusters for factor x and factor y.
+
+    x (Z, G, L, d), y (Z, S, d). A given metric (Z, ...) means that they belong to two sequences. Raises NotFinite if
+    queries and keys of one sequence are not finite.
+    """
     (Z, S, d), n, K = y.shape, min(sizes.heavy, y.shape[1]), min(sizes.cells, y.shape[1])
     cross, new = metric is not None, y.new_empty
     metric = KeyMetric(*(t.contiguous() for t in metric or (new(Z, 1, d), new(Z, 1, d), new(Z, d, d))))
@@ -75,8 +85,10 @@ def choose(x: Tensor, y: Tensor, sizes: Sizes, keep: Tensor | None, factor: floa
 
 def attend(x: Tensor, y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, sizes: Sizes, factor: float = 1.0,
            cross: bool = False) -> Tensor:
-    """What queries factor x (Z, G, L, d) gather from keys factor y (Z, S, d), v (Z, S, dv), (Z, G, L, dv); `cross`: no
-    key is near. Differentiable in x, y and v."""
+    """Return the outputs (Z, G, L, dv) for factor x and factor y.
+
+    x (Z, G, L, d), y (Z, S, d), v (Z, S, dv). With `cross` no key is near. Differentiable in x, y and v.
+    """
     (Z, G, L, d), S, (n, K), new = x.shape, y.shape[1], (choice.heavy.shape[1], choice.centres.shape[1]), y.new_empty
     kept = {"u": new(Z, S), "square": new(Z, S), "level": new(Z, K), "sums": new(Z, K, d + 2), "spread": new(Z, K),
             "slope": new(Z, v.shape[-1] if sizes.first_order else 0, d), "logsum": new(Z, G, L)}
@@ -86,19 +98,22 @@ def attend(x: Tensor, y: Tensor, v: Tensor, metric: KeyMetric, choice: Choice, s
 
 
 def causal(x: Tensor, y: Tensor, v: Tensor, given: Given, state: State | None = None) -> Tensor:
-    """What causal queries x (Z, G, L, d), the last ones of keys y (Z, S, d), v (Z, S, dv), gather, all behind the first
-    renewal. Differentiable in x, y and v, but for a decoding state, which is overwritten: rows of keys and values are
-    then as far apart as d and dv rounded up to multiples of 16, with zeros between."""
+    """Return the outputs of causal queries, all after the first renewal.
+
+    x (Z, G, L, d) are the last queries of keys y (Z, S, d), v (Z, S, dv). Differentiable in x, y and v without a
+    decoding state.
+    A decoding state is overwritten. Rows of keys and values must then be padded with zeros to multiples of 16.
+    """
     plain, numbers = causal_memory(x, y, v, given)
     if state is not None:
         plain["kept"], numbers["room"] = state.kept, state.room
-        if plain["logsum"].numel() <= FEW:     # threads would wait for each other, and for a core in use elsewhere
+        if plain["logsum"].numel() <= FEW:     # threads would wait for each other and for busy cores
             numbers["threads"] = 1
     return _InC.apply("near_far_causal", plain, numbers, x, y, v)
 
 
 def new_state(y: Tensor, dv: int, options: dict[str, int], room: int) -> State:
-    """That of keys y (Z, S, d), of which nothing is known yet."""
+    """Return the empty decoding state for keys y (Z, S, d)."""
     size = native.library().near_far_causal_size
     size.restype = ctypes.c_int64
     kept = y.new_empty(len(y), size(ctypes.byref(Call(d=y.shape[-1], dv=dv, room=room, **options))))
@@ -107,9 +122,12 @@ def new_state(y: Tensor, dv: int, options: dict[str, int], room: int) -> State:
 
 
 def causal_memory(x: Tensor, y: Tensor, v: Tensor, given: Given) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-    """Tensors and numbers of a causal call. Where gradients may be asked for, `gaps` (Z, bytes) keep those between the
-    keys that queries retrieve (put_gaps in near_far.h), and `gaps_at` (Z, G, L) where those of a query begin. Memory
-    is for the most that there can be: a system gives what is written."""
+    """Return the tensors and numbers of a causal call.
+
+    If gradients may be needed, `gaps` (Z, bytes) stores the distances between retrieved keys (put_gaps in near_far.h),
+    and `gaps_at` (Z, G, L) where those of a query begin. The allocation is for the worst case; the system provides only
+    pages that are written.
+    """
     (Z, G, L, _), S = x.shape, y.shape[1]
     numbers = {"room": S, "factor": given.factor} | given.sizes | {"open": min(given.sizes["open"], S)}
     plain = {"keep": given.keep, "shift": given.shift, "root": given.root, "logsum": y.new_empty(Z, G, L)}
@@ -149,7 +167,7 @@ def _sets(metric: KeyMetric, choice: Choice) -> dict[str, Tensor]:
 
 
 def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
-    """Calls a function of the library. Raises MemoryError and NotFinite."""
+    """Call a function of the library. Raises MemoryError and NotFinite."""
     (Z, G, L, d), S, dv = views["x"].shape, views["y"].shape[2], views.get("v", views["y"]).shape[-1]
     views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()}
     plain = {key: t.contiguous() for key, t in plain.items() if t is not None}

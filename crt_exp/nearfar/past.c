@@ -1,6 +1,6 @@
-/* The state of the past of a head, from block to block and from step to step: Epoch of nearfar/causal.py in C.
+/* State of a head's past, between blocks and decoding steps: Epoch of nearfar/causal.py in C.
 
-   Heavy hitters, masked and near keys have no cluster, -1. */
+   Heavy hitters, masked and near keys have cluster -1. */
 
 #include "near_far.h"
 
@@ -20,7 +20,7 @@ size_t place_pieces(const Piece *pieces, size_t number, float *at) {
     return count;
 }
 
-/* What lasts from block to block, in `memory` where there is some; returns its size. */
+/* Places the data that last between blocks in `memory`, unless it is null. Returns their size. */
 static size_t place_kept(Past *h, const NearFar *c, float *memory) {
     const size_t d = c->d, dp = up(d), lv = up(c->dv), S = c->room, n = c->heavy, K = c->clusters, M = n + K;
     const size_t panels = (S + c->block) / PANEL + FOUR / PANEL, steps = panels * PANEL;
@@ -57,8 +57,8 @@ static size_t place_scratch(Past *h, const NearFar *c, float *memory) {
 
 int64_t near_far_causal_size(const NearFar *c) { return place_kept(&(Past){0}, c, NULL); }
 
-/* Memory for one head at a time, or null. In large pages, where there are such: rows are read here and there, and
-   each of the small ones has to be valid_step up. */
+/* Allocates memory for one head at a time, or returns null. Huge pages, where available, reduce the cost of
+   scattered reads and of first use. */
 static float *past_memory(const NearFar *c) {
     Past h = {0};
     const size_t size = c->kept ? 0 : place_kept(&h, c, NULL), page = 1 << 21;
@@ -102,8 +102,8 @@ static void load_past(Past *h) {
 
 /* ---- Clusters ---- */
 
-/* Adds keys [j, j + m), m <= CHUNK, which are measured, to the sums of their nearest centres. X then holds each key
-   less its centre, whose squares stay precise where keys are alike. */
+/* Adds keys [j, j + m), m <= CHUNK, whose z is in X, to the sums of their nearest centres. X then holds z minus the
+   centre, whose squares stay precise for similar keys. */
 static void join_clusters(Past *h, int64_t j, int m) {
     const int dp = h->dp, lv = h->lv, n = h->n;
     int32_t nearest[CHUNK];
@@ -111,7 +111,7 @@ static void join_clusters(Past *h, int64_t j, int m) {
     find_nearest(h->K, h->d, h->centres, h->offset, h->Xt, m, h->dots, nearest);
     for (int i = 0; i < m; i++) {
         const int64_t at = j + i;
-        if (h->cluster[at] == -2 || !there(h, at)) {                        /* heavy, or masked */
+        if (h->cluster[at] == -2 || !there(h, at)) {                        /* heavy or masked */
             h->cluster[at] = -1;
             h->valid_step[at] = NAN;
             continue;
@@ -127,7 +127,7 @@ static void join_clusters(Past *h, int64_t j, int m) {
     }
 }
 
-/* z of keys [j, j + m), m <= CHUNK, in X; 0 for those that are masked. */
+/* Computes z of keys [j, j + m), m <= CHUNK, in X; 0 for masked keys. */
 static void measure(Past *h, int64_t j, int m) {
     const int d = h->d, dp = h->dp;
     for (int i = 0; i < m; i++)
@@ -150,7 +150,7 @@ void to_panels(Past *h, int64_t stop) {
     h->paneled = stop > h->paneled ? stop : h->paneled;
 }
 
-/* The keys of block t become far: what they are measured by, and where they join clusters, these. */
+/* Makes the keys of block t far: computes |z|^2 and, with `joins`, adds them to clusters. */
 static void measure_block(Past *h, int64_t t, int joins) {
     for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
         const int m = stop - j < CHUNK ? stop - j : CHUNK;
@@ -172,7 +172,7 @@ void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values,
     }
 }
 
-/* heavy hitters, of the keys before the window: those of the largest |z|^2. */
+/* Chooses the heavy hitters among the keys before the window: those with the largest |z|^2. */
 static void find_heavy_before(Past *h, int64_t far) {
     const int n = h->n;
     int32_t *held = h->heavy;
@@ -190,7 +190,8 @@ static void find_heavy_before(Past *h, int64_t far) {
     load_heavy(h, held, h->shared, h->values, h->mass);
 }
 
-/* heavy hitters and clusters of the keys before the window of block t, where a renewal lies. */
+/* Renewal at block t: chooses heavy hitters and clusters from the keys before its window. Returns 0 if out of
+   memory. */
 static int renew(Past *h, int64_t t) {
     const NearFar *c = h->c;
     const int64_t far = (t - 1) * c->block, many = DRAWN * c->clusters, step = far > many ? far / many : 1;

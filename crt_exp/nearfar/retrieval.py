@@ -1,9 +1,10 @@
-"""Which keys each query retrieves, by 8-bit scores, and what its clusters keep.
+"""Retrieval of keys by 8-bit scores, and the weight of the rest of their clusters.
 
-Queries and keys (..., d) are turned alike by random signs and Hadamard matrices, which flattens what sticks out, and
-become integers of at most 127 in magnitude, each vector by a step of its own. Sums of products of integers are exact in
-whatever order they are made, and all that comes before is done element by element, so that C, PyTorch, processors and
-GPUs choose the same keys, bit for bit. The C versions are scores.c and causal_forward.c. Derived here.
+Random signs and Hadamard matrices rotate queries and keys (..., d), which flattens outlying entries. Each vector then
+becomes integers of magnitude at most 127 times a step of its own.
+Sums of integer products are exact in any order, and all earlier steps are elementwise. C, PyTorch, processors and GPUs
+therefore choose the same keys, bit for bit.
+The C versions are scores.c and causal_forward.c. The method was derived for this project.
 """
 
 from typing import NamedTuple
@@ -14,24 +15,27 @@ from torch import Tensor
 
 from crt_exp.nearfar.choice import HIDDEN, LEAST, SHARPEST, SIGNS, TURNED, largest
 
-WHOLE = 127            # the largest integer
-EXACT = 2**24          # float32 holds the integers up to it
+WHOLE = 127            # largest integer
+EXACT = 2**24          # float32 represents all integers up to this
 
 
 class Integers(NamedTuple):
     """Vectors as integers times a step."""
 
-    numbers: Tensor   # (..., d'), whole, d' = d rounded up to a multiple of TURNED
-    step: Tensor      # (...), for the vectors as they are turned; 0 for those of 0
+    numbers: Tensor   # (..., d'), integers; d' = d rounded up to a multiple of TURNED
+    step: Tensor      # (...), of the rotated vectors; 0 for zero vectors
 
     @classmethod
     def of(cls, t: Tensor) -> "Integers":
-        """Of float32 vectors (..., d). Halves are rounded away from 0: a doubled number is cut, and nothing is added to
-        a product, which some processors do without rounding between."""
+        """Quantize float32 vectors (..., d).
+
+        Halves are rounded away from 0, by truncating a doubled number. Nothing is added to a product, because some
+        processors fuse the two without rounding between.
+        """
         t = turned(t.float())
         most = t.abs().amax(-1, keepdim=True)
         there = most > LEAST
-        end = torch.full_like(most, WHOLE)  # a tensor: numbers are divided by way of a reciprocal, rounded twice
+        end = torch.full_like(most, WHOLE)  # a tensor: division by a Python number rounds twice, through a reciprocal
         double = torch.where(there, 2 * end / torch.where(there, most, 1.0), 0.0)
         cut = (t * double).trunc()
         step = torch.where(there, most / end, 0.0)
@@ -39,8 +43,11 @@ class Integers(NamedTuple):
 
 
 def turned(t: Tensor) -> Tensor:
-    """Vectors (..., d), filled up with zeros to d', times random signs and, in runs of 2^i columns, as many as divide
-    d', the Hadamard matrix: sqrt(2^i) times as long."""
+    """Rotate vectors (..., d) by random signs and Hadamard matrices.
+
+    Vectors are padded with zeros to d'. The matrices act on runs of 2^i columns, the largest power that divides d'.
+    They are not normalized: lengths grow by sqrt(2^i).
+    """
     t = F.pad(t, (0, -t.shape[-1] % TURNED))
     d = t.shape[-1]
     run = d & -d
@@ -54,13 +61,19 @@ def turned(t: Tensor) -> Tensor:
 
 
 def signs(d: int, device: torch.device) -> Tensor:
-    """(d,) of -1 and 1: the highest bits of multiples of SIGNS modulo 2^32."""
+    """Return (d,) signs -1 and 1.
+
+    They are the highest bits of multiples of SIGNS modulo 2^32.
+    """
     high = torch.arange(1, d + 1, device=device) * SIGNS >> 31
     return 1.0 - 2.0 * (high & 1)
 
 
 def eight_bit_scores(q: Tensor, y: Tensor) -> Tensor:
-    """Scores of queries (Z, ..., d) and keys (Z, S, d), (Z, ..., S): logits over the query's step."""
+    """Return the 8-bit scores (Z, ..., S): logits over the step of the query.
+
+    q (Z, ..., d), y (Z, S, d).
+    """
     (whole, _), (keys, step) = Integers.of(q), Integers.of(y)
     wide = torch.float32 if whole.shape[-1] * WHOLE**2 < EXACT else torch.float64
     products = whole.flatten(1, -2).to(wide) @ keys.mT.to(wide)
@@ -69,22 +82,25 @@ def eight_bit_scores(q: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def retrieved(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
-    """Places (Z, ..., o) of the keys y (Z, S, d) that each query (Z, ..., d) retrieves, -1 where there are fewer: the
-    `open` of the largest 8-bit scores of those that are `member` (Z, ..., S), of equal ones the first."""
+    """Return the positions (Z, ..., o) of retrieved keys, -1 where there are fewer.
+
+    Each query (Z, ..., d) retrieves the `open` keys of y (Z, S, d) with the largest 8-bit scores among `member` (Z,
+    ..., S); of equal scores the first.
+    """
     highest, positions = largest(eight_bit_scores(q, y).masked_fill(~member, HIDDEN), min(open, y.shape[1]))
     return torch.where(highest > HIDDEN, positions, -1)
 
 
-# ---- what is left in clusters
+# ---- rest of the clusters
 
 
 @torch.no_grad()
 def log_mean_below(mu: Tensor, sd: Tensor, bar: Tensor) -> Tensor:
-    """Log of the mean of e^l over l < bar, where l is normal with that mean and deviation: at most `bar`, and mu where
-    sd is 0 and bar above it. No gradient.
+    """Return the log of the mean of e^l over l < bar for normal l. No gradient.
 
-    With t = (bar - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). Where Phi's arguments are negative the
-    squares, which would cancel, are taken out: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
+    l has mean mu and standard deviation sd. The result is at most `bar`; it is mu if sd is 0 and bar is larger.
+    With t = (bar - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). For negative arguments of Phi the
+    squares, which would cancel, are removed: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
     """
     sd = sd.clamp(min=SHARPEST)
     t = (bar - mu) / sd
@@ -93,19 +109,25 @@ def log_mean_below(mu: Tensor, sd: Tensor, bar: Tensor) -> Tensor:
 
 
 def _log_phi(u: Tensor) -> Tensor:
-    """log Phi(u), without -u^2 / 2 where u is negative."""
+    """Return log Phi(u), without the term -u^2 / 2 for negative u."""
     below = torch.special.erfcx(u.clamp(max=0) / -(2**0.5)).div(2)
     return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
 
 
 def left_in_clusters(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cluster: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the `number` keys of each cluster are left where queries have retrieved those of logits `exact` (...,
-    o), inf for none, in these clusters; and the log of what each of them weighs, -inf where none is left, both (...,
-    K). mu: the logits of the means of clusters; sd: what those of their keys deviate by.
+    """Return how many keys of each cluster remain, and the log weight of each.
 
-    What is left lies below the least logit that is retrieved: each counts as the mean of e^l over those of a normal
-    distribution that do. What that adds to mu carries no gradient: the keys that are left are fixed, and move with the
-    mean."""
+    Both are (..., K); the log weight is -inf in empty clusters. The logits of the remaining keys lie below the least
+    retrieved logit. Each counts as the mean of e^l over a normal distribution below that logit.
+    The correction to mu carries no gradient, because the remaining keys are fixed and move with the mean.
+
+    Args:
+        mu: logits of the cluster means.
+        sd: standard deviations of the logits in each cluster.
+        number: keys of each cluster before retrieval.
+        exact: logits (..., o) of the retrieved keys, inf for none.
+        cluster: clusters of the retrieved keys.
+    """
     with torch.no_grad():
         left = number - torch.zeros_like(mu).scatter_add(-1, cluster, exact.isfinite().to(mu.dtype))
         more = log_mean_below(mu, sd, exact.amin(-1, keepdim=True)) - mu

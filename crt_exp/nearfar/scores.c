@@ -1,17 +1,18 @@
-/* Which keys have the largest scores: heavy hitters of a sequence, and retrieved keys (nearfar/retrieval.py).
+/* Keys with the largest scores: heavy hitters of a sequence, and retrieved keys (nearfar/retrieval.py).
 
-   Many queries score a key at a time, so that it comes from memory once. Each keeps the keys above its threshold, which
-   rises as they get more. A part of the keys sets the first one; a query that keeps too few scores all again. */
+   Many queries score a key together, so that it is read from memory once. Each query keeps the keys above a
+   threshold that rises as keys are added. A part of the keys sets the first threshold; a query that keeps too few
+   keys scores all of them again. */
 
 #include "near_far.h"
 
-/* ---- Heavy hitters, in both directions ---- */
+/* ---- Heavy hitters of bidirectional attention ---- */
 
 INLINE int lower(const float *score, int64_t a, int64_t b) {
     return score[a] < score[b] || (score[a] == score[b] && a > b);
 }
 
-/* Moves position i of a heap whose lowest score, of equal ones the last, is first down to where it belongs. */
+/* Restores the heap property at position i. The root has the lowest score, of equal scores the last. */
 static void sift(const float *score, int64_t *heap, int n, int i) {
     for (int child; (child = 2 * i + 1) < n; i = child) {
         if (child + 1 < n && lower(score, heap[child + 1], heap[child])) child++;
@@ -52,8 +53,8 @@ INLINE ivec lane_numbers(void) {
     return lane;
 }
 
-/* Signs, and within vectors (a + b, a - b) of columns that lie `half` apart; then of vectors that do. Element by
-   element, in an order that retrieval.py keeps. */
+/* Applies signs, then (a + b, a - b) to columns `half` apart, within vectors and between them. All steps are
+   elementwise, in the order of retrieval.py. */
 static void turn(const float *from, int dp, float *x) {
     const int run = dp & -dp;
     const ivec lane = lane_numbers();
@@ -71,8 +72,8 @@ static void turn(const float *from, int dp, float *x) {
             }
 }
 
-/* Halves are rounded away from 0: twice a number is cut, and nothing is added to a product, which some processors do
-   without rounding between. */
+/* Halves are rounded away from 0, by truncating the doubled number. Nothing is added to a product, because some
+   processors fuse the two without rounding between. */
 float integers_of(const float *from, int dp, int8_t *to) {
     float turned[dp];
     turn(from, dp, turned);
@@ -89,10 +90,10 @@ float integers_of(const float *from, int dp, int8_t *to) {
 typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define FOURS(p) (*(const stored_bits *)(p))
 
-/* Pairs of the numbers 0 and 2, or 1 and 3, of a query's four, in 16 bits each. */
+/* Packs numbers 0 and 2, or 1 and 3, of a query's four into 16 bits each. */
 INLINE uint32_t pair_of(int32_t low, int32_t high) { return ((uint32_t)low & 0xffff) | (uint32_t)high << 16; }
 
-/* sum + the products of four numbers of keys with four of a query. */
+/* sum + products of four numbers of keys with four of a query. */
 INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32((int)query));
@@ -114,7 +115,7 @@ INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
 #endif
 }
 
-enum { WIDE = LANES == 16 ? 4 : 2, BESIDE = 4 };        /* vectors of keys and queries at once */
+enum { WIDE = LANES == 16 ? 4 : 2, BESIDE = 4 };        /* vectors of keys and queries processed together */
 
 INLINE void score_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
                             const int32_t *bias, int32_t *to) {
@@ -162,11 +163,10 @@ INLINE int above(const float *value, int n, float threshold) {
     return count;
 }
 
-/* A little less, also where it is 0 and denormal numbers count as that. */
+/* Slightly less than x, even if x is 0 and denormal numbers count as 0. */
 INLINE float below(float x) { return x - fabsf(x) * 1e-6f - 1e-37f; }
 
-/* The least and the largest of n numbers, and a guess at what k of them exceed: what as many of a normal distribution
-   would. */
+/* Finds the least and largest of n numbers, and estimates what k of them exceed from a normal distribution. */
 static float range(const float *value, int n, int k, float *least, float *most) {
     vec sums = {0}, squares = {0}, low = {0}, high = {0};
     int i = 0;
@@ -183,8 +183,8 @@ static float range(const float *value, int n, int k, float *least, float *most) 
     return mean + sqrtf(moment > 0 ? moment : 0) * (part < 0.5f ? quantile : -quantile);
 }
 
-/* Of more than k numbers, all finite: a threshold which k to `most` of them exceed; or where equal ones leave none, the
-   largest that fewer exceed and k reach. */
+/* Returns a threshold that k to `most` of n > k finite numbers exceed. If ties prevent that, returns the largest
+   number that fewer than k exceed and k reach. */
 static float threshold_of(const float *value, int n, int k, int most) {
     float low, high, threshold = range(value, n, k, &low, &high);
     low = below(low);
@@ -200,8 +200,8 @@ static float threshold_of(const float *value, int n, int k, int most) {
     }
 }
 
-/* Keeps those above a threshold, which k of them exceed, or, where they are equal ones, reach: these alone, the first
-   ones. */
+/* Keeps the scores above a threshold that k of them exceed. If ties prevent that, keeps k scores that reach it, the
+   first of equal ones. */
 static void keep_above(Best *best, float threshold, int k) {
     float *value = best->value;
     int32_t *position = best->position;
@@ -225,19 +225,19 @@ static void keep_above(Best *best, float threshold, int k) {
     best->threshold = threshold > best->threshold ? threshold : best->threshold;
 }
 
-/* ---- The keys that each query retrieves ---- */
+/* ---- Retrieved keys of each query ---- */
 
-/* One of SHARE panels sets the first threshold, where they hold as many keys as are retrieved; so many standard
-   deviations more than these are let through. CACHED keys stay in the cache. */
+/* One of SHARE panels sets the first threshold, if these panels hold as many keys as are retrieved. It lets through
+   SURELY standard deviations more than expected. CACHED keys fit the cache. */
 enum { SHARE = 16, SURELY = 3, CACHED = 32 * SCORED };
 
-/* Where more are kept, the threshold is raised. */
+/* Number of scores above which the threshold is raised. */
 INLINE int most_kept(int64_t open) { return (int)(4 * open > SCORED ? 4 * open : SCORED); }
 
 size_t room_for_best(int64_t open) { return most_kept(open) + SCORED + 2 * PAD; }
 
-/* Adds those of n keys that lie in clusters and whose logits, over the step of the query, exceed the threshold. The
-   first is at position j, and panels follow each other `share` panels apart. */
+/* Adds those of n clustered keys whose logits, over the step of the query, exceed the threshold. The first key is at
+   position j, and successive panels are `share` panels apart. */
 INLINE void add_above(const Past *h, const int32_t *scores, int64_t j, int n, int share, Best *best) {
     const float *valid_step = h->valid_step + j;
     float *value = best->value;
@@ -264,8 +264,8 @@ INLINE void add_above(const Past *h, const int32_t *scores, int64_t j, int n, in
     best->n = count;
 }
 
-/* AT_ONCE queries at most, from the i-th on, score n keys from position j, the first of a panel, or of one of `share`
-   panels, as far as they are far from them; they keep their k best, or more. */
+/* Up to AT_ONCE queries from the i-th on score n keys from position j, in every `share`-th panel, if the keys are
+   far from them. Each query keeps at least its k best. */
 static void score_part(Past *h, int i, int R, int64_t j, int64_t n, int share, int k) {
     Work *w = &h->k;
     const int64_t panel = PANEL * h->dp;
@@ -282,14 +282,14 @@ static void score_part(Past *h, int i, int R, int64_t j, int64_t n, int share, i
     }
 }
 
-/* Queries [r, stop): some keys at a time, which stay in the cache, as does what few queries keep. */
+/* Scores queries [r, stop), some keys at a time: these and the scores of few queries stay in the cache. */
 static void score(Past *h, int r, int stop, int64_t j, int64_t n, int share, int k) {
     for (; n > 0; j += CACHED * share, n -= CACHED)
         for (int i = r; i < stop; i += AT_ONCE)
             score_part(h, i, (int)least_of(AT_ONCE, stop - i), j, least_of(CACHED, n), share, k);
 }
 
-/* The first thresholds: many enough of the keys of some panels exceed them, so that most likely `open` of all do. */
+/* Sets the first thresholds from some panels, low enough that most likely `open` keys of all exceed them. */
 static void set_thresholds(Past *h, int64_t open) {
     const float expected = (float)open / SHARE;
     const int k = (int)(expected + SURELY * sqrtf(expected)) + 1;

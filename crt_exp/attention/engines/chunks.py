@@ -1,10 +1,12 @@
-"""Attention with any feature map, chunk by chunk, in plain operations that autograd and the transforms of torch follow.
+"""Attention with any feature map, in chunks of plain torch operations.
 
-Notation: B, H, L queries, S keys, M features, C tokens of a chunk. The code uses `Features` and `Partial` alone. It
-serves every map with phi_q and phi_k: signed, trigonometric, discrete, sums and products. Where autograd would keep the
-features of too many tokens, the backward pass computes them again: what is kept is a state of M (dv + 1) numbers, in
-causal attention one for every STRETCH tokens. Vectors are split once: each gradient to a slice would be as long as the
-whole.
+Autograd and the transforms of torch.func can follow. Every map with phi_q and phi_k is served: signed, trigonometric,
+discrete, sums and products. The code uses only `Features` and `Partial`.
+Where autograd would store the features of too many tokens, the backward pass recomputes them. What is stored is a state
+of M (dv + 1) numbers, in causal attention one for every STRETCH tokens.
+Vectors are split once, because the gradient of each slice would be as long as the whole.
+
+Notation: B, H, L queries, S keys, M features, C tokens of a chunk.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,16 +24,19 @@ from crt_exp.features.base import BoundMap, FeatureMap, holds
 from crt_exp.samplers.noise import Nested, as_given, leaves, mapped
 
 CHUNK = 128                      # tokens of a causal chunk
-WIDE = 512                       # tokens at most of one whose order does not matter: fewer, larger operations
-STRETCH = 512                    # tokens of causal attention that are computed again at once
-PIECES = (CHUNK, 32, 8, 1)       # tokens of the pieces of a causal chunk, shorter where a row underflows
-ELEMENTS = 2**21                 # of one feature tensor, at most, by taking fewer batch entries at a time
-REMEMBERED = 2**18               # numbers of all features, at most, that autograd keeps
+WIDE = 512                       # maximal tokens of a bidirectional chunk: fewer, larger operations
+STRETCH = 512                    # tokens of causal attention that are recomputed at once
+PIECES = (CHUNK, 32, 8, 1)       # tokens of the pieces of a causal chunk, tried in turn while a row underflows
+ELEMENTS = 2**21                 # maximum for one feature tensor: limits the batch entries of one step
+REMEMBERED = 2**18               # elements of all features that autograd may store
 
 
 def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nested, params: Nested, causal: bool,
                     keep: Tensor | None, modulus: bool) -> Partial:
-    """What queries gather, of checked arguments with as many key heads as query heads."""
+    """Return the partial of attention, for checked arguments.
+
+    There are as many key heads as query heads.
+    """
     if torch.jit.is_tracing():
         raise ValueError("torch.jit.trace would keep the masks and statistics of this call: use torch.export.export")
     (B, H, L, d), S = x.shape, y.shape[2]
@@ -39,12 +44,12 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
     width = H * phi.width(mapped(lambda n: n.m, noise, empty=d))
     tokens = CHUNK if causal else max(CHUNK, min(WIDE, ELEMENTS // width))
-    same = all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise))   # for all batch entries
+    same = all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise))   # shared by all batch entries
     at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if same else max(1, B)
     differentiable = learning(noise, params) or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v)))
     again = differentiable and B * max(L, S) * width > REMEMBERED
     for n in leaves(noise) if again else ():
-        n.sq_norm  # noqa: B018 (a property that is kept, so that chunks that are computed again find it)
+        n.sq_norm  # noqa: B018 (a cached property: recomputed chunks find it)
     parts = []
     for rows in chunks(max(1, B), at_once):
         own = mapped(lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
@@ -55,9 +60,13 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
 
 @dataclass(frozen=True)
 class Chunked:
-    """The work on some batch entries. x (b,H,L,d), y (b,H,S,d), v (b,H,S,dv), keep (b,S).
+    """Attention of some batch entries, chunk by chunk.
 
-    tokens: of a chunk whose order does not matter; None: CHUNK. again: the backward pass computes features again.
+    x (b,H,L,d), y (b,H,S,d), v (b,H,S,dv), keep (b,S).
+
+    Args:
+        tokens: tokens of a bidirectional chunk, by default CHUNK.
+        again: recompute features in the backward pass.
     """
 
     bound: BoundMap
@@ -68,14 +77,17 @@ class Chunked:
     again: bool = False
 
     def rows(self, x: Tensor, y: Tensor, v: Tensor) -> Partial:
-        """What the queries gather. Compiled code cannot depend on numbers: there without the check of inputs and
-        without shorter pieces where a row underflows, which stops an exported program."""
+        """Return the partial of all queries.
+
+        Compiled code cannot depend on values: it omits the check of inputs and the shorter pieces for rows that
+        underflow. An exported program stops with an error at such rows.
+        """
         exporting = torch.compiler.is_exporting()
         with as_given(x):
             if self.causal:
                 rows = joined(self.causal_rows(x, y, v), 2)
             elif exporting:
-                rows = self.read(x, self.summary(y, v, slice(None)))  # no loop, so the length may be open
+                rows = self.read(x, self.summary(y, v, slice(None)))  # no loop, so that the length can be dynamic
             else:
                 state = self.state(y, v, y.shape[2])
                 rows = joined([self.work(self.read, part, state) for part in x.split(self.tokens or CHUNK, 2)], 2)
@@ -98,7 +110,7 @@ class Chunked:
         return gathered
 
     def state(self, y: Tensor, v: Tensor, length: int) -> Partial | None:
-        """What the first keys leave in the features."""
+        """Sum up the first `length` keys; None if there are none."""
         state, size = None, self.tokens or CHUNK
         if length:  # torch.export cannot split an empty tensor
             for t, *vectors in zip(chunks(length, size), *(t[:, :, :length].split(size, 2) for t in (y, v))):
@@ -106,16 +118,16 @@ class Chunked:
         return state
 
     def work(self, function: Callable, *given: Any) -> Any:
-        """What a function makes of a chunk, for autograd."""
+        """Apply a function to a chunk, with a checkpoint if `again` is set."""
         if not self.again:
             return function(*given)
         return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
 
     def seen(self, offset: int) -> Tensor | None:
-        """Which queries of causal attention see a key (b,1,L); None: all do."""
+        """Return which causal queries see a key (b,1,L); None means all."""
         return None if self.keep is None else self.keep.cumsum(-1)[:, None, offset:] > 0
 
-    # Chunks, whose `tokens` say which keys they hold.
+    # Chunks; `tokens` is the range of their keys.
 
     def keys(self, y: Tensor, v: Tensor, tokens: slice) -> tuple[ScaledKeys, Tensor]:
         dtype = compute_dtype(y, v)
@@ -137,8 +149,10 @@ class Chunked:
 
     def stretch(self, x: Tensor, y: Tensor, v: Tensor, state: Partial | None, tokens: slice,
                 seen: Tensor | None) -> tuple[Partial, Partial]:
-        """What queries gather from the state and from the keys up to their own, and the state after these: chunk by
-        chunk, in shorter pieces where a row underflows, down to one token, which cannot."""
+        """Return the partial of some causal queries and the state after them.
+
+        It works chunk by chunk, in shorter pieces where a row underflows, down to one token, which cannot underflow.
+        """
         gathered = []
         for chunk, *vectors in zip(chunks(x.shape[2]), *(t.split(CHUNK, 2) for t in (x, y, v))):
             keys = shifted(chunk, tokens.start)
@@ -165,7 +179,7 @@ class Chunked:
 
 
 def joined(parts: list[Partial], dim: int) -> Partial:
-    """Partials of several ranges of rows or batch entries as one."""
+    """Concatenate partials over ranges of rows or batch entries."""
     if len(parts) == 1:
         return parts[0].rows()
     fields = zip(*(part.rows() for part in parts))

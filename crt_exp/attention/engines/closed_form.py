@@ -1,29 +1,35 @@
-"""Attention with positive exponential features, forward and backward in closed form, for every device and precision.
+"""Closed-form attention with positive exponential features, forward and backward.
 
-Notation: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h the
-batch entries and heads of a tile. a, b are the log features of queries and keys.
+It serves every device and precision; native.c is faster for float32 on CPUs. The formulas were derived for this
+project.
 
 Bidirectional. With z_m = sum_j exp(b_jm), U_m = sum_j exp(b_jm) v_j / z_m and l_i = log sum_m exp(a_im + log z_m),
     output_i = sum_m exp(a_im + log z_m - l_i) U_m:
-queries attend to M virtual keys with logits a + log z and values U, each of which attends to the true keys. With
-Q_im = exp(a_im + log z_m - l_i) and K_jm = exp(b_jm - log z_m), whose sums are 1, and G = [g, grad_logsum - g.output],
+queries attend to M virtual keys with logits a + log z and values U, and each virtual key attends to the true keys.
+With Q_im = exp(a_im + log z_m - l_i) and K_jm = exp(b_jm - log z_m), whose sums are 1, and G = [g, grad_logsum -
+g.output],
     dQ = G [U, 1]^T,  d[U, 1] = Q^T G,  dv = K dU,  dK = V d[U, 1]^T.
-Four products forward and eight backward; one log-sum is kept for a row and one for a feature, nothing of size L x M.
-Terms of a that the features of a row share cancel and are left out; the bias of a feature counts once for each side.
-Derived here.
+The forward pass takes four products and the backward pass eight. Only one log-sum for each row and one for each feature
+are stored, nothing of size L x M.
+Terms of a that all features of a row share cancel and are omitted. The bias of a feature counts once for queries and
+once for keys.
 
-Causal. Query i sees keys j <= i + S - L. Keys before the first query are summarised; the rest goes in segments of k
-chunks. With `before` (dv + 1, M) what the keys before a chunk have left, over exp(ref),
-    [numerator; denominator] = Q before^T + (Q K^T, lower triangle) V,
-and the chunks' states are running sums of their own contributions, so that each product of a segment is one batch.
+Causal. Query i sees keys j <= i + S - L. Keys before the first query are summed up; the other tokens form segments of k
+chunks.
+With `before` (dv + 1, M), the sums over the keys before a chunk relative to exp(ref),
+    [numerator; denominator] = Q before^T + (Q K^T, lower triangle) V.
+The states of chunks are cumulative sums of their contributions, so that each product of a segment is one batched
+product.
 
-A segment has one reference, `ref`: the largest logs of its keys and of all before. That is exact, but a late key may be
-so large that the terms of an early row underflow: a denominator below TINY sends the segment through shorter and
-shorter pieces, down to one token, whose denominators are at least 1. Nothing else depends on the future. Kept for the
-backward pass: one log-sum a row, one state and reference a segment. It sweeps the segments in reverse with the gradient
-to the state and recomputes the features.
+A segment has one reference `ref`: the largest logs of its keys and of all earlier keys. A very large late key makes the
+terms of an early row underflow.
+A denominator below TINY therefore repeats the segment in shorter and shorter pieces, down to one token, whose
+denominator is at least 1. Outputs depend on future tokens in no other way.
+The backward pass uses one log-sum for each row and one state and reference for each segment. It visits the segments in
+reverse with the gradient of the state, and recomputes the features.
 
-native.c does the same for float32 on CPUs, faster.
+Notation: B, H, L queries, S keys, d, dv, C tokens of a chunk, k chunks of a segment, M features, V = [v, 1]; b, h batch
+entries and heads of a tile; a, b log features of queries and keys.
 """
 
 import math
@@ -37,16 +43,16 @@ from crt_exp.attention.engines.chunks import chunks, shifted
 from crt_exp.attention.engines import TINY, Form, Gradients, Kept, denominator_gradients
 from crt_exp.attention.partials import Packed, Partial
 
-CPU_ELEMENTS = 2**19     # of one feature tensor: what stays in the caches of two cores
-DEVICE_ELEMENTS = 2**25  # on an accelerator, which wants large launches
-TOKENS, HEADS = 64, 8    # of a chunk at least, and of a tile where there are enough tokens
-CHUNK = 128              # tokens of a causal chunk: more cost more in the triangle, fewer in the states
-SEGMENT = 1024           # tokens of a segment, whose features stay in the caches
-PIECES = (64, 16, 4, 1)  # tokens of the pieces into which a segment that underflows is cut, in turn
+CPU_ELEMENTS = 2**19     # of one feature tensor, which fits the caches of two cores
+DEVICE_ELEMENTS = 2**25  # on an accelerator, which needs large launches
+TOKENS, HEADS = 64, 8    # minimum for a chunk; number for a tile, if there are enough tokens
+CHUNK = 128              # tokens of a causal chunk: more cost more for the triangle, fewer for the states
+SEGMENT = 1024           # tokens of a segment, whose features fit the caches
+PIECES = (64, 16, 4, 1)  # tokens of the pieces of a segment that underflows, tried in turn
 
 
 def tiles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of (batches, heads) that cover all of them, at most `most` heads at a time."""
+    """Yield ranges of (batch entries, heads), at most `most` heads each."""
     per_head = max(1, min(heads, most))
     per_batch = max(1, min(batch, most // heads)) if per_head == heads else 1
     for b in range(0, batch, per_batch):
@@ -55,13 +61,19 @@ def tiles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
 
 
 class Memory:
-    """Products that overwrite each other: fresh pages for every one would cost more than the arithmetic on them."""
+    """Buffers for matrix products that overwrite each other.
+
+    Fresh memory pages for each product would cost more than the arithmetic.
+    """
 
     def __init__(self):
         self.named = {}
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a b of batches of matrices (.., .., T, p) and (.., .., p, M), until the next one of this name."""
+        """Return the batched product a b, valid until the next product of this name.
+
+        a (.., .., T, p), b (.., .., p, M).
+        """
         shape = *a.shape[:-1], b.shape[-1]
         if name not in self.named or self.named[name].numel() < math.prod(shape):
             self.named[name] = a.new_empty(math.prod(shape))
@@ -71,7 +83,10 @@ class Memory:
 
 
 class Tile:
-    """The vectors of some batch entries and heads, and their features chunk by chunk. `size`: tokens of a chunk."""
+    """Vectors of some batch entries and heads, and their features chunk by chunk.
+
+    size: tokens of a chunk.
+    """
 
     def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor,
                  size: int, memory: Memory):
@@ -80,25 +95,28 @@ class Tile:
         self.rows = (rows * scale).expand(*self.x.shape[:2], -1, -1)                                     # (b, h, M, d)
         self.bias, self.norm_weight = bias.unsqueeze(-2), form.norm_weight                               # (., ., 1, M)
         self.hidden = None if form.keep is None else ~form.keep[index[0], None, :, None]                 # (b, 1, S, 1)
-        self.after = y.shape[2] - x.shape[2]  # keys before the first query, where attention is causal
+        self.after = y.shape[2] - x.shape[2]  # keys before the first query, if causal
         self.seen = None if self.hidden is None else ((~self.hidden).cumsum(-2) > 0)[:, :, self.after:]  # (b, 1, L, 1)
         self.size, self.dtype, self.memory = size, form.rows.dtype, memory
         self.of_map = self.rows.new_zeros(*self.rows.shape[:-1], self.rows.shape[-1] + 1) if form.learned else None
 
     def weights(self, offset: Tensor | float = 0.0) -> Tensor:
-        """[W; offset of the feature; 1] (b, h, d + 2, M)."""
+        """Return [W; offset of the feature; 1], (b, h, d + 2, M)."""
         rows = torch.cat([self.rows, self.rows.new_ones(*self.rows.shape[:-1], 2)], -1).mT.contiguous()
         rows[..., -2:-1, :] = offset
         return rows
 
     def logs(self, name: str, t: Tensor, column: Tensor | None, weights: Tensor) -> Tensor:
-        """W t + offset of the feature + `column`, an offset of the token: (b, h, T, M)."""
+        """Return W t + offset of the feature + `column`, (b, h, T, M).
+
+        column: an offset for each token, by default 0.
+        """
         shape = *t.shape[:-1], 1
         last = self.rows.new_zeros(shape) if column is None else column.unsqueeze(-1)
         return self.memory.product(name, torch.cat([t.to(self.dtype), self.rows.new_ones(shape), last], -1), weights)
 
     def known(self, t: Tensor, tokens: slice) -> Tensor:
-        """Keys or values in the precision of the work, 0 where padding may hold NaN."""
+        """Return keys or values in the working precision, with zeros at padding."""
         t = t[:, :, tokens].to(self.dtype)
         return t if self.hidden is None else t.masked_fill(self.hidden[:, :, tokens], 0)
 
@@ -106,7 +124,7 @@ class Tile:
         return self.logs("keys", self.known(self.y, tokens), self.offsets[:, :, tokens], weights)
 
     def values(self, tokens: slice) -> Tensor:
-        """[v, 1] (b, h, T, dv + 1)."""
+        """Return [v, 1], (b, h, T, dv + 1)."""
         v = self.known(self.v, tokens)
         return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
@@ -116,10 +134,10 @@ class Tile:
     def queries(self, tokens: slice, weights: Tensor, column: Tensor | None = None) -> Tensor:
         return self.logs("queries", self.x[:, :, tokens], column, weights)
 
-    # What the keys leave in the features, where all queries see all of them.
+    # Sums over keys that all queries see.
 
     def summary(self, length: int) -> Packed:
-        """Of the first keys."""
+        """Sum up the first `length` keys."""
         (b, h, M, _), dv, weights = self.rows.shape, self.v.shape[-1], self.weights()
         sums, ref = self.rows.new_zeros(b, h, dv + 1, M), self.rows.new_full((b, h, 1, M), -torch.inf)
         for tokens in chunks(length, self.size):
@@ -129,7 +147,10 @@ class Tile:
         return Packed(sums, ref)
 
     def summary_backward(self, length: int, ref: Tensor, dsums: Tensor, dy: Tensor, dv: Tensor) -> None:
-        """Writes the gradients to the first keys and values, given that to their state in a reference."""
+        """Write the gradients of the first `length` keys and values.
+
+        dsums is the gradient of their sums relative to exp(ref).
+        """
         weights = self.weights(-finite(ref))
         for tokens in chunks(length, self.size):
             features = self.keys(tokens, weights).exp_()
@@ -146,7 +167,7 @@ class Tile:
         self.learn(y, dlogs)
 
     def learn(self, t: Tensor, dlogs: Tensor) -> None:
-        """Adds the gradients to the directions and the bias, (b, h, M, d + 1), that come through these tokens."""
+        """Add the gradients of directions and bias through these tokens."""
         if self.of_map is not None:
             add_product(self.of_map, dlogs.mT, torch.cat([t, torch.ones_like(t[..., :1])], -1))
 
@@ -156,13 +177,16 @@ class Tile:
 
 
 def scaled(logs: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
-    """Features over the largest logs of their own or of `ref`, and these; overwrites the logs."""
+    """Return features relative to the new reference, and this reference.
+
+    The reference is the maximum of `ref` and of the logs, which are overwritten.
+    """
     ref = torch.maximum(ref, logs.amax(-2, keepdim=True))
     return logs.sub_(finite(ref)).exp_(), ref
 
 
 def add_product(to: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """to += a b for batches of matrices, without a tensor for the product."""
+    """Compute to += a b for batches of matrices, without a tensor for the product."""
     to.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
     return to
 
@@ -211,7 +235,7 @@ class Bidirectional:
 
 def all_tiles(kind: type["Tile"], form: Form, x: Tensor, y: Tensor, v: Tensor,
               most: int) -> Iterator[tuple[tuple[slice, slice], "Tile"]]:
-    """All batch entries and heads, at most `most` heads at a time."""
+    """Yield the tiles of all batch entries and heads, at most `most` heads each."""
     offsets, memory, size = form.key_offsets(y), Memory(), plan(x, form.width)[1]
     for index in tiles(*x.shape[:2], most):
         yield index, kind(form, index, x, y, v, offsets, size, memory)
@@ -222,14 +246,14 @@ def elements(t: Tensor) -> int:
 
 
 def plan(x: Tensor, width: int) -> tuple[int, int]:
-    """Heads of a tile and tokens of a chunk."""
+    """Return the heads of a tile and the tokens of a chunk."""
     most = elements(x)
     tokens = min(x.shape[2], max(TOKENS, most // (width * max(1, min(HEADS, x.shape[0] * x.shape[1])))))
     return max(1, most // (width * tokens)), tokens
 
 
 def with_last(grad: Tensor, last: Tensor) -> Tensor:
-    """G (b, h, T, dv + 1)."""
+    """Return G (b, h, T, dv + 1)."""
     return torch.cat([grad.to(last.dtype), last.unsqueeze(-1)], -1)
 
 
@@ -237,7 +261,7 @@ class Causal:
     unit = 1.0
 
     def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
-        """The first of the kept states is that of the keys before the first query."""
+        """Return an empty record; its first state is that before the first query."""
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
         parts = len(segments(L)) + 1
         return Kept(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, parts, dv + 1, M),
@@ -262,11 +286,11 @@ class Causal:
         for index, tile in self.tiles(form, x, y, v):
             given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads[:3]]
             _, _, states, logs, levels = (t[index] for t in kept)
-            dsums, ref = torch.zeros_like(states[:, :, 0]), torch.inf  # nothing comes later
+            dsums, ref = torch.zeros_like(states[:, :, 0]), torch.inf  # no token follows
             for i, segment in reversed(list(enumerate(segments(x.shape[2]), 1))):
                 state = Packed(states[:, :, i], logs[:, :, i:i + 1])
                 for piece, before in reversed(tile.entering(segment, int(levels[:, :, i].max()), state)):
-                    # gradients to sums over exp(`before.top`), which are at most as large: references grow
+                    # gradient of sums relative to exp(before.top); references grow, so that the factor is at most 1
                     dsums = dsums * torch.exp(before.top - ref)
                     dsums, ref = tile.piece_backward(piece, before, dsums, given, wanted), finite(before.top)
             first = logs[:, :, :1]
@@ -279,18 +303,24 @@ class Causal:
 
 
 def segments(length: int) -> list[slice]:
-    """Ranges of whole chunks, then one of what is left."""
+    """Return ranges of whole chunks, then one range with the remaining tokens."""
     whole = length // CHUNK * CHUNK
     cuts = sorted({*range(0, whole, SEGMENT), whole, length})
     return [slice(a, b) for a, b in zip(cuts, cuts[1:])]
 
 
 class Segments(Tile):
-    """The segments of a tile. A piece is a segment or a part of one: T tokens in k chunks, (b, h, k, C, .)."""
+    """Segments of a tile.
+
+    A piece is a segment or a part of one: T tokens in k chunks, (b, h, k, C, .).
+    """
 
     def segment(self, segment: slice, state: Partial, out: Tensor, logsum: Tensor) -> tuple[Partial, Partial, int]:
-        """What the backward pass needs (whole: the entering state over the reference of the segment), the state after
-        the segment, and the level of pieces that it took, 0: whole."""
+        """Process a segment; return the entering state, the state after it and the level.
+
+        Level 0 is the whole segment; its entering state is relative to the reference of the segment. Level i uses
+        pieces of PIECES[i - 1] tokens.
+        """
         for level, size in enumerate((segment.stop - segment.start, *PIECES)):
             after = state
             for piece in chunks(segment.stop, size, segment.start):
@@ -302,7 +332,7 @@ class Segments(Tile):
         raise AssertionError("a piece of one token cannot underflow")
 
     def entering(self, segment: slice, level: int, state: Packed) -> list[tuple[slice, Packed]]:
-        """Each piece with its entering state, over the reference of the piece."""
+        """Return each piece with its entering state, relative to the piece's reference."""
         if level == 0:
             return [(segment, state)]
         entered = []
@@ -313,7 +343,10 @@ class Segments(Tile):
         return entered
 
     def piece(self, piece: slice, state: Partial, out: Tensor, logsum: Tensor) -> Partial | None:
-        """The state after a piece, whose rows are written: None where a sum was too small."""
+        """Write the outputs of a piece and return the state after it.
+
+        Returns None if a denominator is too small.
+        """
         K, V, ref = self.chunked_keys(piece, state.log_scale.mT)
         Q = self.queries(piece, self.query_weights(finite(ref)))
         top = Q.amax(-1, keepdim=True)
@@ -332,7 +365,10 @@ class Segments(Tile):
 
     def piece_backward(self, piece: slice, state: Packed, dsums: Tensor, given: list[Tensor],
                        wanted: list[Tensor]) -> Tensor:
-        """Writes the gradients of one piece and returns that to the sums before it, given that to those after it."""
+        """Write the gradients of a piece; return that of the sums before it.
+
+        dsums is the gradient of the sums after the piece.
+        """
         (logsum, grad, last), (dx, dy, dv) = [t[:, :, piece] for t in given], wanted
         tokens = shifted(piece, self.after)
         K = split(self.keys(tokens, self.weights(-finite(state.top))).exp_())
@@ -349,26 +385,29 @@ class Segments(Tile):
         return dbefore
 
     def chunked_keys(self, piece: slice, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """K and V of a piece in chunks, and its reference."""
+        """Return K and V of a piece in chunks, and its reference."""
         tokens = shifted(piece, self.after)
         features, ref = scaled(self.keys(tokens, self.weights()), ref)
         return split(features), split(self.values(tokens)), ref
 
 
 def split(t: Tensor) -> Tensor:
-    """(b, h, T, .) in chunks (b, h, k, C, .)."""
+    """Split (b, h, T, .) into chunks (b, h, k, C, .)."""
     return t.unflatten(2, (-1, min(CHUNK, t.shape[2])))
 
 
 def running(sums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums before each chunk (b, h, k, dv + 1, M), of those before all and what each adds; and after the last."""
+    """Return the sums before each chunk (b, h, k, dv + 1, M) and after the last.
+
+    sums: those before the first chunk; parts: the contribution of each chunk.
+    """
     sums = torch.cat([sums.unsqueeze(2), parts], 2)
     sums = (sums.new_ones(sums.shape[2], sums.shape[2]).tril_() @ sums.flatten(3)).view_as(sums)
     return sums[:, :, :-1], sums[:, :, -1]
 
 
 def running_back(dsums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient to what stands after each chunk, and to what stands before the first."""
+    """Return the gradients of the sums after each chunk and before the first."""
     sums = torch.cat([parts, dsums.unsqueeze(2)], 2)
     sums = (sums.new_ones(sums.shape[2], sums.shape[2]).triu_() @ sums.flatten(3)).view_as(sums)
     return sums[:, :, 1:], sums[:, :, 0]

@@ -1,45 +1,44 @@
-/* One head of attention with positive exponential features on a thread: its memory, its vectors, its features.
+/* One head of attention with positive exponential features, on one thread: memory, vectors and features.
 
-   Logs are in base 2 and have exact maxima taken off: of the queries along a row, of the keys along a feature, as a
-   running maximum, `ref`. A sum taken with an older ref is multiplied by exp2(old - new) <= 1.
+   Logs are in base 2. Maxima are subtracted exactly: for queries the maximum of a row, for keys a running maximum of
+   each feature, `ref`. A sum relative to an older ref is multiplied by exp2(old - new) <= 1.
 
-   Notation: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and
-   G = [g, gradient to the log-sum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, as (dv + 1, M);
-   D gradients to features. Rows of matrices with M columns are `ld` apart, of those with dv + 1 columns `lv`, and what
-   fills them up is 0. */
+   Notation: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and G =
+   [g, grad_logsum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, stored as (dv + 1, M); D
+   gradients of features. Matrices with M columns have row stride `ld`, those with dv + 1 columns `lv`; padding is 0. */
 
 #pragma once
 
 #include "vectors.h"
 
-static const float NONE = -1e30f;   /* the reference of no key */
-static const float FARTHEST = 1e29f;  /* -log of the shortest key: beyond, it would be as good as no key */
-static const float UNSEEN = 1e30f;  /* the log-sum of a row that sees no key: in the backward pass its features are 0 */
+static const float NONE = -1e30f;   /* the reference without keys */
+static const float FARTHEST = 1e29f;  /* bound on squared norms and offsets; beyond it a key would count as absent */
+static const float UNSEEN = 1e30f;  /* log-sum of a row without keys: its features are 0 in the backward pass */
 
 typedef struct {
     int64_t B, H, L, S, d, dv, M, segment, threads;
     double norm_weight;
     View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dlogsum, dx, dy, dvalues,
-        dweights, dbias;  /* null: the map does not learn */
+        dweights, dbias;  /* null unless the map learns */
     const uint8_t *keep;  /* (B, S), or null */
-    uint8_t *levels;      /* (B, H, chunks): 1 where a chunk was taken token by token */
+    uint8_t *levels;      /* (B, H, chunks): 1 if a chunk was processed token by token */
 } Call;
 
 typedef struct {
     const Call *c;
-    int64_t b, h, part, parts;              /* of its tokens, which several threads may share */
+    int64_t b, h, part, parts;              /* part of the head's tokens, if several threads share it */
     float *shared;                          /* sums of all parts of all heads */
     int d, dp, dv, dvp, lv, M, Mp, ld;      /* the p-sizes are multiples of PAD */
-    float *w, *w2, *wt;                     /* rows (M, dp), in natural and binary units; w2 transposed (d, ld) */
-    float *bias;                            /* of queries: twice the bias, -inf for the features that fill up (Mp) */
+    float *w, *w2, *wt;                     /* rows (M, dp) for natural and binary logs; w2 transposed (d, ld) */
+    float *bias;                            /* of queries: twice the bias; -inf for padding features (Mp) */
     float *X, *Y, *V, *G, *dx, *dvalues;    /* (CHUNK, dp or lv) */
     float *Yt, *Vt, *A, *dA;                /* (d, CHUNK), (dv + 1, CHUNK), (CHUNK, CHUNK) twice */
     float *Q, *K, *Kt, *D;                  /* (CHUNK, ld); Kt (Mp, CHUNK) */
-    float *S, *St, *dS;                     /* (dv + 1, ld), (Mp, lv) with the transposed state, (dv + 1, ld) */
+    float *S, *St, *dS;                     /* (dv + 1, ld), transposed state (Mp, lv), (dv + 1, ld) */
     float *ref, *fresh, *factor, *offset;   /* (Mp) */
-    float *row, *top, *sums;                /* (CHUNK) offsets, maxima and sums of the tokens of a chunk */
-    float *dW, *db;                         /* of a map that learns: (d, ld) and (Mp) */
-    float *pieces;                          /* of the chunks of a segment, in the causal backward pass */
+    float *row, *top, *sums;                /* (CHUNK) offsets, maxima and sums of tokens */
+    float *dW, *db;                         /* if the map learns: (d, ld) and (Mp) */
+    float *pieces;                          /* pieces of a segment in the causal backward pass */
     int bad;
 } Head;
 
@@ -47,7 +46,7 @@ typedef struct {
     int64_t start, stop;
 } Range;
 
-/* Those of n tokens that are of this part, in whole chunks. */
+/* Returns the range of n tokens of this part, in whole chunks. */
 static Range part_of(const Head *e, int64_t n) {
     const int64_t chunks = (n + CHUNK - 1) / CHUNK, stop = chunks * (e->part + 1) / e->parts * CHUNK;
     return (Range){chunks * e->part / e->parts * CHUNK, stop < n ? stop : n};
@@ -55,16 +54,16 @@ static Range part_of(const Head *e, int64_t n) {
 
 INLINE float *row_of(const Head *e, View t, int64_t token) { return of(t, e->b, e->h) + token * t.token; }
 
-/* Numbers that the backward sweep holds for a piece of `size` tokens: see Piece. */
+/* Floats that the backward sweep stores for a piece of `size` tokens: see Piece. */
 static size_t piece_size(const Head *e, int size) {
     return ((size_t)(e->dv + 1 + size) * e->ld + 2 * e->Mp + PAD - 1) / PAD * PAD;
 }
 
-/* Scratch memory and the packed directions of head `index` of B x H. Returns 0 where memory ended. */
+/* Allocates scratch memory and packs the directions of head `index` of B x H. Returns 0 if out of memory. */
 static int open_head(Head *e, const Call *c, int64_t index) {
     e->c = c, e->b = index / c->H, e->h = index % c->H, e->bad = OK;
     e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->dvp = up(c->dv), e->lv = up(c->dv + 1);
-    e->M = c->M, e->Mp = up(c->M), e->ld = e->Mp + PAD;  /* powers of two would share cache lines */
+    e->M = c->M, e->Mp = up(c->M), e->ld = e->Mp + PAD;  /* power-of-two strides would share cache lines */
     int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
     const int sweeps = c->levels && c->dx.data, learns = c->dweights.data != NULL;
     const Scratch parts[] = {
@@ -95,7 +94,7 @@ static int open_head(Head *e, const Call *c, int64_t index) {
     return 1;
 }
 
-/* Rows [start, start + n) of a tensor with d columns into `to`, whose rows are ld apart. */
+/* Loads rows [start, start + n) of a tensor with d columns; `to` has row stride ld. */
 static void load(const Head *e, View t, int64_t start, int n, int d, float *to, int ld) {
     for (int i = 0; i < n; i++) memcpy(to + i * ld, row_of(e, t, start + i), sizeof(float) * d);
 }
@@ -106,14 +105,14 @@ static void save(const Head *e, View t, int64_t start, int n, int d, const float
 
 static int masked(const Head *e, int64_t key) { return e->c->keep && !e->c->keep[e->b * e->c->S + key]; }
 
-/* X, and a note where it is not finite. */
+/* Loads X and records whether it is not finite. */
 static void load_queries(Head *e, int64_t start, int n) {
     load(e, e->c->x, start, n, e->d, e->X, e->dp);
     for (int i = 0; i < n; i++)
         if (!(square_sum(e->X + i * e->dp, e->dp) < FARTHEST)) e->bad = NOT_FINITE;
 }
 
-/* Y, V and the offsets -norm_weight |y|^2 of the keys in `row`; masked keys, of any content, are 0 and -inf. */
+/* Loads Y, V and the offsets -norm_weight |y|^2 in `row`. Masked keys are 0 with offset -inf. */
 static void load_keys(Head *e, int64_t start, int n) {
     load(e, e->c->y, start, n, e->d, e->Y, e->dp);
     load(e, e->c->v, start, n, e->dv, e->V, e->lv);
@@ -155,7 +154,7 @@ static void raise_reference(Head *e, int n, const float *ref, float *fresh) {
     }
 }
 
-/* factor = exp2(from - to); returns whether any is not 1. */
+/* factor = exp2(from - to). Returns whether any factor differs from 1. */
 static int factors(int Mp, const float *from, const float *to, float *factor) {
     int changed = 0;
     for (int m = 0; m < Mp; m++) changed |= from[m] != to[m];
@@ -170,19 +169,19 @@ static void scale_columns(const Head *e, const float *from, const float *factor,
         for (int m = 0; m < e->Mp; m += LANES) AT(to + i * e->ld + m) = AT(from + i * e->ld + m) * AT(factor + m);
 }
 
-/* Features exp2(F + row + sign offset) of n tokens, in place. */
+/* F = exp2(F + row + sign offset), the features of n tokens. */
 static void exponentiate(const Head *e, int n, float *F, const float *row, const float *offset, float sign) {
     const vec most = (vec){0} + 127.0f;
     for (int i = 0; i < n; i++) {
         float *f = F + (int64_t)i * e->ld;
         for (int m = 0; m < e->Mp; m += LANES) {
             vec t = AT(f + m) + row[i] + sign * AT(offset + m);
-            AT(f + m) = exp2_of(minimum(t, most));  /* below 84 but for rounding, which grows with the vectors */
+            AT(f + m) = exp2_of(minimum(t, most));  /* t < 84 up to rounding, which grows with the vectors */
         }
     }
 }
 
-/* Q = exp2(logs + offset - top), the maximum of each row in `top`, and sum_m Q_m weight_m (null: Q_m) in `sums`. */
+/* Q = exp2(logs + offset - top), with row maxima in `top` and sum_m Q_m weight_m in `sums` (null: weights 1). */
 static void query_features(Head *e, int n, const float *offset, const float *weight) {
     project(e, n, e->X, e->Q);
     for (int i = 0; i < n; i++) {
@@ -202,7 +201,7 @@ static void query_features(Head *e, int n, const float *offset, const float *wei
     }
 }
 
-/* Adds the gradients to the directions and the bias through n tokens t (n, dp), from D, those to their logs. */
+/* Adds the gradients of directions and bias from n tokens t (n, dp); D is the gradient of their logs. */
 static void learn(Head *e, int n, const float *t) {
     if (!e->c->dweights.data) return;
     product(ALL, e->d, e->Mp, n, t, 1, e->dp, e->D, e->ld, e->dW, e->ld, 1);
@@ -217,7 +216,7 @@ static void save_learned(const Head *e) {
     memcpy(of(c->dbias, e->b, e->h), e->db, sizeof(float) * e->M);
 }
 
-/* Writes the gradients to n keys, from D, those to their features, and those to n values. */
+/* Writes the gradients of n keys and values; D is the gradient of the key features. */
 static void finish_keys(Head *e, int64_t start, int n) {
     const float twice = 2 * (float)e->c->norm_weight;
     for (int j = 0; j < n; j++) {
@@ -235,7 +234,7 @@ static void finish_keys(Head *e, int64_t start, int n) {
     save(e, e->c->dvalues, start, n, e->dv, e->dvalues, e->lv);
 }
 
-/* Writes the gradients to n queries from D, those to their features. */
+/* Writes the gradients of n queries; D is the gradient of their features. */
 static void finish_queries(Head *e, int64_t start, int n) {
     for (int i = 0; i < n; i++)
         for (int m = 0; m < e->Mp; m += LANES) AT(e->D + (int64_t)i * e->ld + m) *= AT(e->Q + (int64_t)i * e->ld + m);
@@ -244,7 +243,7 @@ static void finish_queries(Head *e, int64_t start, int n) {
     save(e, e->c->dx, start, n, e->d, e->dx, e->dp);
 }
 
-/* Writes the gradients to keys [start, stop), which act through the state alone: dS is that to it, over `ref`. */
+/* Writes the gradients of keys [start, stop) that act only through the state; dS is its gradient relative to `ref`. */
 static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS, const float *ref) {
     transpose(e->dv, e->M, dS, e->ld, e->St, e->lv);
     for (int64_t t = start; t < stop; t += CHUNK) {
@@ -258,7 +257,7 @@ static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS,
     }
 }
 
-/* Runs `body` for all parts of all heads on the call's threads. Denormal numbers, which are slow, count as 0 in it. */
+/* Runs `body` for all parts of all heads on the call's threads. */
 static int run(const Call *c, int64_t parts, float *shared, void (*body)(Head *e)) {
     int bad = OK;
 #pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)

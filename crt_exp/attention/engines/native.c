@@ -1,7 +1,7 @@
-/* Attention with positive exponential features on CPUs, in float32: the passes over all tokens of a head (head.h).
+/* Attention with positive exponential features on CPUs, in float32: loops over the tokens of a head (head.h).
 
-   closed_form.py has the formulas and names. A thread takes a head, or a part of it, through chunks of 64 tokens: the
-   features of a chunk stay in the second-level cache from the product that makes them to the last that needs them. */
+   closed_form.py has the formulas and names. A thread processes a head, or a part of it, in chunks of 64 tokens. The
+   features of a chunk stay in the second-level cache during all their products. */
 
 #include "head.h"
 
@@ -14,7 +14,7 @@ static void load_state(const Head *e, const float *from, float *S) {
     }
 }
 
-/* The state S of keys [start, stop), and its reference. */
+/* Computes the state S of keys [start, stop) and its reference. */
 static void summarise(Head *e, int64_t start, int64_t stop) {
     memset(e->S, 0, sizeof(float) * (e->dv + 1) * e->ld);
     for (int m = 0; m < e->Mp; m++) e->ref[m] = NONE;
@@ -32,7 +32,7 @@ static void summarise(Head *e, int64_t start, int64_t stop) {
     }
 }
 
-/* Turns the sums of the state into [U, 1], and log z into `fresh`; the first part of a head writes both. */
+/* Normalizes the state to [U, 1] and puts log z into `fresh`. The first part of a head writes both. */
 static void normalise(Head *e) {
     float *logs = of(e->c->logs, e->b, e->h), *to = of(e->c->states, e->b, e->h), *z = e->S + e->dv * e->ld;
     for (int m = 0; m < e->Mp; m++) e->factor[m] = m < e->M && z[m] > 0 ? 1 / z[m] : 0;
@@ -67,7 +67,7 @@ static void queries_forward(Head *e) {
     }
 }
 
-/* Leaves the gradient to the state in dS, over `ref`. */
+/* Writes the gradients of queries, and that of the state relative to `ref` into dS. */
 static void queries_backward(Head *e) {
     const Range range = part_of(e, e->c->L);
     const float *logs = of(e->c->logs, e->b, e->h);
@@ -100,8 +100,8 @@ static void backward_whole(Head *e) {
     keys_backward(e, 0, e->c->S, e->dS, e->ref);
 }
 
-/* The same where threads share the tokens of a head: each leaves its sums, (dv + 2, Mp) with their reference last, in
-   `shared`, and then adds up those of all. */
+/* Variants for threads that share the tokens of a head. Each thread writes its sums, (dv + 2, Mp) with the reference
+   last, to `shared`. Then each adds up the sums of all. */
 static float *sums_of(const Head *e, int64_t part) {
     return e->shared + ((e->b * e->c->H + e->h) * e->parts + part) * (e->dv + 2) * e->Mp;
 }
@@ -167,7 +167,7 @@ int bidirectional_backward(const Call *c) { return run_shared(c, backward_whole,
 
 /* ---- Causal: query i sees keys up to i + S - L ---- */
 
-/* Zeros above the diagonal of A, as far as products with triangles read it. */
+/* Clears A above the diagonal where triangular products read it. */
 static void clear_upper(float *A, int n) {
     for (int i = 0; i < n; i++) {
         int stop = (i / ROWS + 1) * ROWS;
@@ -175,9 +175,9 @@ static void clear_upper(float *A, int n) {
     }
 }
 
-/* Takes n tokens through the forward pass: St (Mp, lv) with z in column dv is the state, of reference ref. Returns 0,
-   and leaves the state as it was, where a denominator comes out below TINY: a later key of the chunk is so large that
-   the terms of an earlier row were rounded to 0. A single token cannot do that: its largest term is at least 1. */
+/* Forward pass of n tokens. St (Mp, lv), with z in column dv, is the state relative to ref. Returns 0 and leaves the
+   state unchanged if a denominator is below TINY: a later key of the chunk is so large that terms of an earlier row
+   underflow. A single token cannot fail, because its largest term is at least 1. */
 static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *seen) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = up(n);
@@ -186,7 +186,7 @@ static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *seen) 
     for (int j = n; j < columns; j++) e->row[j] = -INFINITY;
     transpose(n, e->d, e->Y, e->dp, e->Yt, CHUNK);
     product(ALL, e->Mp, columns, e->d, e->w2, e->dp, 1, e->Yt, CHUNK, e->Kt, CHUNK, 0);
-    float *z_now = e->dS, *z_new = e->dS + e->Mp;  /* sums of the features of the keys before, and of these keys */
+    float *z_now = e->dS, *z_new = e->dS + e->Mp;  /* feature sums of earlier keys, and of these keys */
     for (int m = 0; m < e->Mp; m++) {
         float *k = e->Kt + m * CHUNK;
         vec top = AT(k) + AT(e->row), sum = {0};
@@ -232,7 +232,7 @@ static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *seen) 
 static int64_t segments(const Call *c) { return (c->L + c->segment - 1) / c->segment; }
 static int64_t chunks_of(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
-/* Where the state before segment i, (dv + 1, M), and its reference are kept. */
+/* Stored state (dv + 1, M) before segment i, and its reference. */
 static float *kept_state(const Head *e, int64_t i) { return of(e->c->states, e->b, e->h) + i * (e->dv + 1) * e->M; }
 static float *kept_ref(const Head *e, int64_t i) { return of(e->c->logs, e->b, e->h) + i * e->M; }
 
@@ -256,8 +256,8 @@ static void forward_head(Head *e) {
     }
 }
 
-/* What the backward sweep holds for each piece of tokens: features K (size, ld), the state S before it (dv + 1, ld) in
-   reference `old`, and its own reference `ref`. */
+/* Data of a piece of tokens in the backward sweep: features K (size, ld), the state S before it (dv + 1, ld)
+   relative to `old`, and its own reference `ref`. */
 typedef struct {
     float *K, *S, *old, *ref;
 } Piece;
@@ -267,7 +267,8 @@ static Piece piece_at(const Head *e, float *memory, int size, int i) {
     return (Piece){K, S, old, old + e->Mp};
 }
 
-/* Writes the gradients to n tokens. Takes dS, the gradient to the state after them, over `ref`; leaves that before. */
+/* Writes the gradients of n tokens. Updates dS, the gradient of the state relative to `ref`, from after to before
+   them. */
 static void backward_tokens(Head *e, int64_t start, int n, Piece *piece) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = up(n);
@@ -309,7 +310,7 @@ static void backward_tokens(Head *e, int64_t start, int n, Piece *piece) {
     e->K = scratch;
 }
 
-/* The pieces of `count` tokens from the state S before them, in reference `old`. */
+/* Computes the pieces of `count` tokens from the state S before them, relative to `old`. */
 static void find_pieces(Head *e, int64_t start, int count, int size, const float *S, const float *old, float *memory) {
     const size_t state = sizeof(float) * (e->dv + 1) * e->ld, references = sizeof(float) * e->Mp;
     float *scratch = e->K;
@@ -334,8 +335,8 @@ static void find_pieces(Head *e, int64_t start, int count, int size, const float
     e->K = scratch;
 }
 
-/* Sweeps back over `count` tokens in pieces of `size`, and over those whose level is 1 token by token. S and old are
-   the state and reference before them. */
+/* Backward sweep over `count` tokens in pieces of `size`; pieces with level 1 go token by token. S and old are the
+   state and reference before them. */
 static void sweep(Head *e, int64_t start, int count, int size, const uint8_t *levels, const float *S, const float *old,
                   float *memory) {
     find_pieces(e, start, count, size, S, old, memory);
@@ -358,12 +359,12 @@ static void backward_head(Head *e) {
     const Call *c = e->c;
     const uint8_t *levels = c->levels + (e->b * c->H + e->h) * chunks_of(c->L);
     memset(e->dS, 0, sizeof(float) * (e->dv + 1) * e->ld);
-    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? -NONE : 0;  /* nothing comes later */
+    for (int m = 0; m < e->Mp; m++) e->ref[m] = m < e->M ? -NONE : 0;  /* no token follows */
     for (int64_t i = segments(c) - 1; i >= 0; i--) {
         int64_t start = i * c->segment, count = c->L - start < c->segment ? c->L - start : c->segment;
         load_state(e, kept_state(e, i), e->S);
         memcpy(e->fresh, kept_ref(e, i), sizeof(float) * e->M);
-        for (int m = e->M; m < e->Mp; m++) e->fresh[m] = 0;  /* what fills up has logs below 0: its reference stays */
+        for (int m = e->M; m < e->Mp; m++) e->fresh[m] = 0;  /* padding has logs below 0, so that its reference stays */
         sweep(e, start, count, CHUNK, levels + start / CHUNK, e->S, e->fresh, e->pieces);
     }
     memset(e->fresh, 0, sizeof(float) * e->Mp);

@@ -1,12 +1,12 @@
-"""The closed-form engines on CPUs in float32, in C, and the library of all C sources of the package.
+"""Closed-form engines in C for float32 on CPUs, and the library of all C sources.
 
-closed_form.py has the formulas; native.c has the loops. A whole chunk of tokens goes through all its products while its
-features are in the cache of one core; the same products one by one take 1.5 (bidirectional) to 2 times (causal) as
-long. The library is compiled for this machine at first use, by its C compiler, and kept for later processes. gcc makes
-the fastest code; that of clang takes about 1.2 times as long.
+closed_form.py has the formulas, and native.c the loops. All products of a chunk run while its features are in the cache
+of one core; separate products take 1.5 (bidirectional) to 2 times (causal) as long.
+The C compiler of this machine compiles the library at first use, and later processes reuse the file. Code of clang
+takes about 1.2 times as long as code of gcc.
 
-Environment: CC names the compiler (default cc), XDG_CACHE_HOME where the library is kept (default ~/.cache), and
-CRT_EXP_NATIVE=0 keeps to PyTorch's matrix products; so does a machine on which the compiler fails, with a warning.
+Environment: CC names the compiler (default cc), and XDG_CACHE_HOME the folder of the library (default ~/.cache).
+CRT_EXP_NATIVE=0 uses PyTorch's matrix products instead. So does a machine on which the compiler fails, with a warning.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from crt_exp.attention.checks import check_result
 from crt_exp.attention.engines import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE, Form, Gradients, Kept
 from crt_exp.features.base import NotFinite
 
-SEGMENT = 512  # tokens between two states that the causal forward pass keeps
+SEGMENT = 512  # tokens between two states that the causal forward pass stores
 ENGINES = Path(__file__).parent
 NEAR_FAR = ENGINES.parents[1] / "nearfar"
 SOURCES = tuple(sorted(file for folder in (ENGINES, NEAR_FAR) for file in folder.glob("*.[ch]")))
@@ -52,7 +52,10 @@ class AttentionCall(ctypes.Structure):
 
 
 def applies(*tensors: Tensor) -> bool:
-    """Whether these tensors are for this engine: float32 on the CPU, where the library can be had."""
+    """Return whether this engine can process the tensors.
+
+    They must be float32 on the CPU, and the library must be available.
+    """
     for t in tensors:
         if t.device.type != "cpu" or t.dtype != torch.float32:
             return False
@@ -63,12 +66,12 @@ def _available() -> bool:
     return library() is not None
 
 
-# what torch.compiler.assume_constant_result sets; that function imports the compiler, which takes longer than torch
+# set by torch.compiler.assume_constant_result, which would import the compiler; that takes longer than torch
 _available._dynamo_marked_constant = True
 
 
 class Engine:
-    """Bidirectional or causal: see the head of this package."""
+    """Bidirectional or causal engine with the interface in `engines/__init__.py`."""
 
     def __init__(self, causal: bool):
         self.causal, self.unit = causal, math.log(2) if causal else 1.0
@@ -117,7 +120,7 @@ class Engine:
 
 
 def _view(t: Tensor) -> View:
-    """Strides of batch, head and token, 0 where a dimension of size 1 stands for all."""
+    """Return the strides of batch, head and token; 0 for broadcast dimensions."""
     steps = [0 if n == 1 else s for n, s in zip(t.shape[:3], t.stride()[:3])]
     return View(t.data_ptr(), *steps, *[0] * (3 - len(steps)))
 
@@ -127,7 +130,7 @@ bidirectional, causal = Engine(False), Engine(True)
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, or None."""
+    """Return the compiled library, or None if it is disabled or failed."""
     if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
         return None
     try:
@@ -143,9 +146,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiled() -> Path:
-    """The library's file: the one that is kept, or a new one, which appears whole or not at all.
+    """Return the file of the library, after compiling it if needed.
 
-    Raises OSError, SubprocessError, ValueError (CC) or RuntimeError (no home) where that fails.
+    A new file is moved to its place atomically. Raises OSError, SubprocessError, ValueError (CC) or RuntimeError (no
+    home folder) on failure.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -166,8 +170,11 @@ def compiled() -> Path:
 
 
 def _kind(compiler: list[str]) -> str:
-    """A name for what decides the library: the sources, the compiler with its version, and the processor, on which
-    -march=native depends: home folders are shared by machines."""
+    """Return a hash of all that determines the library.
+
+    That is the sources, the compiler with its version, and the processor, because -march=native depends on it and
+    machines may share home folders.
+    """
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.platform(), platform.processor()]

@@ -1,4 +1,4 @@
-/* Products of matrices, transposes and scratch memory of the kernels for CPUs: see vectors.h. */
+/* Matrix products, transposes and scratch memory of the CPU kernels: see vectors.h. */
 
 #include "vectors.h"
 
@@ -7,8 +7,8 @@
 #include <sys/mman.h>
 #endif
 
-enum { DEPTH = 96 };  /* terms of a product that are summed before the next columns are taken */
-enum { PAGE = 1 << 21, LARGEST_ARENA = 1 << 25 };  /* bytes: of a large page, and of what a thread keeps */
+enum { DEPTH = 96 };  /* terms that are summed before the next columns */
+enum { PAGE = 1 << 21, LARGEST_ARENA = 1 << 25 };  /* bytes of a huge page, and of memory that a thread keeps */
 
 INLINE void tile(const int rows, const int vectors, int k, const float *a, int64_t ar, int64_t ac, const float *b,
                  int64_t ldb, float *c, int64_t ldc, const int add) {
@@ -68,7 +68,7 @@ void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t
 INLINE void transpose_tile(const float *from, int64_t ldf, float *to, int64_t ldt) {
     vec r[LANES];
     UNROLL for (int i = 0; i < LANES; i++) r[i] = AT(from + i * ldf);
-    UNROLL for (int s = 1; s < LANES; s *= 2) {  /* swaps the off-diagonal quarters of blocks of 2 s */
+    UNROLL for (int s = 1; s < LANES; s *= 2) {  /* swaps the off-diagonal quarters of blocks of size 2 s */
         ivec low, high;
         UNROLL for (int e = 0; e < LANES; e++) {
             low[e] = e & s ? LANES + e - s : e;
@@ -118,7 +118,7 @@ typedef struct {
     char pad[56];
 } Arena;
 
-/* NULL before the first arena of this thread. Without the key, 0 would be read: what another library keeps there. */
+/* NULL before the first arena of this thread. pthread_once makes the key; key 0 may belong to another library. */
 static Arena *kept_arena(void) {
     pthread_once(&arena_once, make_arena_key);
     return pthread_getspecific(arena_key);

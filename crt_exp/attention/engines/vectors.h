@@ -1,6 +1,6 @@
-/* What the kernels for CPUs share: vectors of floats, products of matrices (products.c) and scratch memory of threads.
+/* Shared by the CPU kernels: float vectors, matrix products (products.c) and per-thread scratch memory.
 
-   Rows of matrices in scratch memory are multiples of PAD floats apart. */
+   Rows of matrices in scratch memory have a stride that is a multiple of PAD floats. */
 
 #pragma once
 
@@ -12,15 +12,15 @@
 #include <xmmintrin.h>
 #endif
 
-/* Numbers that Python reads from here. */
-#define CHUNK 64           /* tokens that a thread takes together */
-#define TINY 1e-25f        /* a smaller denominator could miss terms that float32 rounds to 0 */
-#define NOT_FINITE 1       /* what a call returns in place of 0: queries, keys or values are not finite, */
-#define BAD_DIRECTIONS 2   /* noise or parameters are not, */
-#define NO_MEMORY 3        /* memory ended, */
+/* Constants that Python reads from this file. */
+#define CHUNK 64           /* tokens of a chunk */
+#define TINY 1e-25f        /* below it, a denominator may lack terms that float32 rounds to 0 */
+#define NOT_FINITE 1       /* return codes other than 0: queries, keys or values are not finite */
+#define BAD_DIRECTIONS 2   /* projections or parameters are not finite */
+#define NO_MEMORY 3        /* out of memory */
 
 #if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 6, VECTORS = 4 };  /* of the tile of a product that is held in registers */
+enum { LANES = 16, ROWS = 6, VECTORS = 4 };  /* register tile of a product */
 #elif defined(__AVX__)
 enum { LANES = 8, ROWS = 6, VECTORS = 2 };
 #elif defined(__aarch64__)
@@ -50,7 +50,7 @@ typedef struct {
     int64_t batch, head, token;  /* strides; the last dimension has stride 1 */
 } View;
 
-#if defined(__clang__)  /* has no __builtin_shuffle; with the loops around it unrolled, these are single instructions */
+#if defined(__clang__)  /* no __builtin_shuffle; with unrolled loops these are single instructions */
 INLINE vec shuffle(vec a, vec b, ivec from) {
     vec c;
     UNROLL for (int e = 0; e < LANES; e++) c[e] = from[e] < LANES ? a[from[e] % LANES] : b[from[e] % LANES];
@@ -102,9 +102,9 @@ INLINE float dot(const float *a, const float *b, int n) {
     return total(sum) + rest;
 }
 
-/* 2^t for t <= 127, to 2 units in the last place; 0 below -126, -inf among it. */
+/* 2^t for t <= 127, to 2 units in the last place; 0 for t < -126, also for -inf. */
 INLINE vec exp2_of(vec t) {
-    vec shifted = t + 12582912.0f;  /* 1.5 2^23: the sum ends in the nearest integer */
+    vec shifted = t + 12582912.0f;  /* 1.5 2^23: the last bits of the sum are the nearest integer */
     vec f = t - (shifted - 12582912.0f);
     vec p = 1.5469732e-4f * f + 1.3390048e-3f;
     p = p * f + 9.6180016e-3f;
@@ -116,38 +116,38 @@ INLINE vec exp2_of(vec t) {
     return (vec)(((bits)p + ((bits)shifted << 23)) & (bits)normal);
 }
 
-/* Which part of a product is wanted, where one matrix is a triangle. */
+/* Part of a product that is computed if one matrix is triangular. */
 typedef enum {
     ALL,
-    LOWER,    /* the product: columns up to that of the row (and some more) */
-    UP_TO,    /* a: columns up to that of the row */
-    FROM      /* a: columns from that of the row on */
+    LOWER,    /* result: columns up to the row number, and some more */
+    UP_TO,    /* a: columns up to the row number */
+    FROM      /* a: columns from the row number on */
 } Part;
 
 #pragma GCC visibility push(hidden)
 
-/* c (m, n) = or += a (m, k) b (k, n), a with strides (ar, ac). n is rounded up to whole vectors. UP_TO and FROM need
-   k <= 96. */
+/* c (m, n) = or += a (m, k) b (k, n), where a has strides (ar, ac). n is rounded up to whole vectors. UP_TO and FROM
+   need k <= 96. */
 void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
              float *c, int64_t ldc, int add);
 
 /* to (n, m) = from (m, n)'. */
 void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t ldt);
 
-/* Rows [start, start + n) of a tensor with d columns, times `factor` and less `shift` where there is one, with zeros up
-   to column ld, in `to`. Rows that `there` excludes, whose memory may hold anything, are 0. */
+/* Writes rows [start, start + n) of a tensor with d columns, times `factor` and minus `shift` (if not null), to
+   `to`. Columns d to ld are 0, and so are rows that `there` excludes, whose memory may hold any value. */
 void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, float factor, const float *shift,
                const uint8_t *there, float *to, int ld);
 
-/* Gives each of n pieces its place in scratch memory that the thread keeps from call to call: fresh pages cost more
-   than the arithmetic on them. What is there is of earlier calls. Returns 0 where memory ended. */
+/* Assigns scratch memory to n pieces. A thread reuses its memory in later calls, because fresh pages cost more than
+   the arithmetic. Contents are undefined. Returns 0 if out of memory. */
 typedef struct {
     float **to;
     size_t count;
 } Scratch;
 int take_scratch(const Scratch *pieces, size_t n);
 
-/* Gives back what is too much to keep. */
+/* Frees scratch memory that is too large to keep. */
 void trim_scratch(void);
 
 #pragma GCC visibility pop
@@ -155,7 +155,7 @@ void trim_scratch(void);
 INLINE int up(int64_t n) { return (int)((n + PAD - 1) / PAD * PAD); }
 INLINE float *of(View t, int64_t b, int64_t h) { return t.data + b * t.batch + h * t.head; }
 
-/* Denormal numbers, which are slow, count as 0 until the mode that this returns is given back. */
+/* Treats denormal numbers, which are slow, as 0; returns the previous mode for with_mode. */
 INLINE unsigned without_denormals(void) {
 #if defined(__SSE__)
     unsigned mode = _mm_getcsr();
