@@ -9,19 +9,21 @@ from crt_exp.mechanism import Mechanism
 class Measurement:
     """A task that measures: `rows(mechanism, seed)` yields lines of metrics.jsonl.
 
-    The last row contains `metric`. A continued run computes all rows again and logs only missing ones.
+    The last row contains `metric`. A continued run computes all rows again and logs only missing ones. All attributes
+    except `metric` are optional.
 
-    Optional attributes of subclasses:
-
-        uses, inputs(): As in tasks that train.
+    Attributes:
+        metric: Key of the result in the final record, which a sweep optimises.
+        lower_is_better: Direction of the metric.
+        uses, inputs: As in tasks that train.
         measures_whole: Function of a mechanism; true if the task accepts attention without a feature map.
         of_rows: True if the task accepts feature maps with a kernel of their own.
-        keep(records, directory): Writes tables and figures to the run directory at the end.
+        keep: Method (records, directory) that writes tables and figures to the run directory at the end.
         directory: Set to the run directory, for tasks that save a state of their own. Their `records` starts after the
             records in `done`.
     """
 
-    metric: str  # key of the final record; a sweep optimises its value
+    metric: str
     lower_is_better = True
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:

@@ -49,10 +49,10 @@ class Approximation(SwapMeasurement):
 
     conf/task/approximation.yaml explains the options. Splits of the rows:
 
-        heads: One row per layer: mean |x + y|^2, and the log relative MSE of each map by closed forms.
-        layer: One row per layer and m: errors and variances.
-        depth: One row per m: error of the hidden states after each layer.
-        test: The final row, at the largest m.
+    - `heads`, one row per layer: mean |x + y|^2, and the log relative MSE of each map by closed forms.
+    - `layer`, one row per layer and m: errors and variances.
+    - `depth`, one row per m: error of the hidden states after each layer.
+    - `test`, the final row: means at the largest m.
 
     Attention without projections has no `heads` rows, no matrix error and no m.
     """
