@@ -1,16 +1,14 @@
-"""Evolution strategies: policies that learn from the returns of their neighbours (Salimans et al., 2017).
+"""Evolution strategies for policies (Salimans et al., 2017).
 
-Legend: N parameters, theta; n pairs of members, theta + sigma eps_i and theta - sigma eps_i; the rows eps_i are drawn
-by our own sampler, orthogonal in blocks of N (Choromanski et al., 2018). Every member of a generation plays the same
-rollouts. Ranks take the place of returns, and Adam ascends
+Notation: N parameters theta; n antithetic pairs of members, theta + sigma eps_i and theta - sigma eps_i. The directions
+eps_i are orthogonal in blocks of N (Choromanski et al., 2018). All members of a generation play the same rollouts.
+Returns are replaced by ranks, and Adam ascends
 
     g = 1 / (2 n sigma) sum_i (rank(theta + sigma eps_i) - rank(theta - sigma eps_i)) eps_i.
 
-A generation depends on its number, the seed and the state before it alone, so that a run that was stopped goes on bit
-for bit.
-
-What is played together decides the shape of every product and so its rounding: groups are of a fixed size, whatever the
-number of processes, and each process uses one thread. So the returns do not depend on how many processes there are.
+Reproducibility: a generation depends only on its number, the seed and the state before it, so that a continued run
+gives identical results. Groups of rollouts have a fixed size and each process uses one thread, because shapes affect
+rounding. So returns do not depend on the number of processes.
 """
 
 import functools
@@ -35,21 +33,23 @@ from crt_exp.runner.exit_handling import Stopped
 from crt_exp.samplers import orthogonal
 from crt_exp.times import threads, without_interrupts
 
-CHECKPOINTS = "checkpoints"                              # within the run directory
-SPLITS = {"train": 0, "validation": 1, "test": 2}        # no rollout of one is one of another
-BETAS, EPS = (0.9, 0.999), 1e-8                          # of Adam
+CHECKPOINTS = "checkpoints"                              # subfolder of the run directory
+SPLITS = {"train": 0, "validation": 1, "test": 2}        # part of the seed, so that splits have different rollouts
+BETAS, EPS = (0.9, 0.999), 1e-8                          # Adam's constants
 
 
-# ---- rollouts, several at once in step with one another, in this process or in others
+# ---- rollouts, in lockstep groups, in this process or in others
 
 
-DROPPED = float("nan")  # the return of a rollout with an observation or a reward that is not finite
+DROPPED = float("nan")  # return of a rollout with a non-finite observation or reward
 
 
 @dataclass(frozen=True)
 class Player:
-    """Who plays where: a class of environments with its options, a policy, and the attention in it. policy None: each
-    action is drawn, uniformly, from the seed of its rollout."""
+    """An environment class with options, a policy, and the policy's attention.
+
+    policy None: actions are uniformly random, by the seed of the rollout.
+    """
 
     world: type
     options: tuple[tuple[str, Any], ...]
@@ -62,13 +62,19 @@ class Player:
 
 @functools.lru_cache(maxsize=2)
 def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
-    """Environments and the layer that ranks patches, made once in each process: what they play leaves no trace."""
+    """Create `count` environments and the attention layer, once per process.
+
+    Rollouts leave no state in them.
+    """
     layer = player.policy.layer(player.mechanism) if player.policy else None
     return [player.made() for _ in range(count)], layer
 
 
 def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
-    """The return of each row of thetas (B, N) in the rollout of its seed; DROPPED where it met what is not finite."""
+    """Return the returns of rows of thetas (B, N) in rollouts of the seeds.
+
+    The return is DROPPED if an observation or a reward is not finite.
+    """
     with threads(1):
         worlds, layer = prepared(player, len(seeds))
         seen = [world.reset(seed) for world, seed in zip(worlds, seeds)]
@@ -99,9 +105,9 @@ def finite(seen: Observation) -> bool:
 
 
 def play_all(player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int) -> list[list[float]]:
-    """The returns of every row of thetas (P, N) in every seed, by row, `together` rows at a time.
+    """Return the returns of each row of thetas (P, N) in each seed, by row.
 
-    Raises Stopped where a process that plays has died.
+    `together` rows are played at once. Raises Stopped if a worker process died.
     """
     groups = thetas.split(together)
     calls = [(player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)) for group in groups]
@@ -130,8 +136,17 @@ def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Search:
-    """population: members of a generation, an even number. rollouts: of each member. evaluated, tested: rollouts of
-    theta itself every `evaluate_every` generations and at the end. together: members that one process plays at once."""
+    """Options of the evolution strategy.
+
+    Args:
+        population: Members of a generation, an even number.
+        rollouts: Rollouts of each member.
+        evaluate_every: Generations between evaluations of theta.
+        evaluated: Rollouts of an evaluation.
+        tested: Rollouts of the test at the end.
+        together: Members that a process plays at once.
+        workers: Number of processes.
+    """
 
     generations: int
     population: int
@@ -147,8 +162,11 @@ class Search:
 
 @dataclass
 class State:
-    """What a generation begins with. moments: Adam's two, (2, N). generation: how many are done; records: lines of
-    metrics.jsonl so far; rollouts, dropped: so far, in training."""
+    """State at the beginning of a generation.
+
+    moments: Adam's moments (2, N). generation: completed generations. records: lines of metrics.jsonl. rollouts,
+    dropped: totals in training.
+    """
 
     theta: Tensor
     moments: Tensor
@@ -163,29 +181,35 @@ class State:
 
 
 def seeds_of(split: str, seed: int, generation: int, count: int) -> list[int]:
-    """Those of the rollouts of a generation, the same for all its members and with all attention."""
+    """Seeds of the rollouts of a generation, equal for all members and attention."""
     return np.random.SeedSequence([SPLITS[split], seed, generation]).generate_state(count).tolist()
 
 
 def directions(seed: int, generation: int, pairs: int, n: int) -> Tensor:
-    """(pairs, n)."""
+    """Orthogonal directions (pairs, n)."""
     return orthogonal(pairs, n, generator(seed, generation)).rows().float()
 
 
 def members(theta: Tensor, eps: Tensor, sigma: float) -> Tensor:
-    """(2 pairs, N): a member and its antithetic one, in turn."""
+    """Return members (2 pairs, N); antithetic members are adjacent."""
     return (theta + sigma * torch.stack([eps, -eps], 1)).flatten(0, 1)
 
 
 def of_members(returns: Sequence[Sequence[float]]) -> list[float]:
-    """The mean return of each member over its rollouts, each less the mean of all in the same rollout, so that one that
-    was dropped is no gain; not a number where all were."""
+    """Return the mean return of each member, relative to the mean of each rollout.
+
+    The subtraction ensures that a dropped rollout is no advantage. The value is nan if all rollouts of a member were
+    dropped.
+    """
     table = np.ma.masked_invalid(returns)
     return (table - table.mean(0)).mean(1).filled(np.nan).tolist()
 
 
 def shaped(returns: Sequence[float]) -> Tensor:
-    """Ranks from -1/2 to 1/2, equal returns sharing theirs; both of a pair with a dropped one get 0."""
+    """Return ranks from -1/2 to 1/2; ties share a rank.
+
+    Both members of a pair get 0 if one was dropped.
+    """
     pairs = np.asarray(returns, float).reshape(-1, 2)
     whole = np.isfinite(pairs).all(1)
     ranks = np.zeros_like(pairs)
@@ -195,13 +219,13 @@ def shaped(returns: Sequence[float]) -> Tensor:
 
 
 def gradient(ranks: Tensor, eps: Tensor, sigma: float) -> Tensor:
-    """(N,), the direction of larger returns."""
+    """Return the ascent direction (N,)."""
     up, down = ranks.view(-1, 2).unbind(1)
     return (up - down) @ eps / (2 * len(eps) * sigma)
 
 
 def ascend(state: State, g: Tensor, lr: float) -> None:
-    """One step of Adam."""
+    """Take one step of Adam."""
     first, second = state.moments
     first.lerp_(g, 1 - BETAS[0])
     second.lerp_(g.square(), 1 - BETAS[1])
@@ -211,10 +235,10 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
 
 
 def evolve(plan: Search, player: Player, seed: int, done: int, directory: Path | None) -> Iterator[dict[str, Any]]:
-    """The records of a run: of each generation, of evaluations on validation, of the test at the end. The first `done`
-    are in the run directory, which also keeps the state that the run goes on from.
+    """Yield the records of a run: generations, evaluations and the final test.
 
-    Raises ValueError where no rollout of a generation has a finite return.
+    The first `done` records are in the run directory, which also stores the state. Raises ValueError if no rollout of a
+    generation has a finite return.
     """
     state = restored(directory, done) or begun(player, seed)
     if player.policy is not None:
@@ -238,7 +262,7 @@ def begun(player: Player, seed: int) -> State:
 
 
 def trained(plan: Search, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
-    """Takes the step of a generation, and says how it went."""
+    """Take the step of a generation and return its record."""
     eps = directions(seed, number, plan.population // 2, len(state.theta))
     seeds = seeds_of("train", seed, number, plan.rollouts)
     returns = play_all(player, members(state.theta, eps, plan.sigma), seeds, plan.together, plan.workers)
@@ -255,14 +279,14 @@ def trained(plan: Search, player: Player, state: State, seed: int, number: int) 
 
 
 def checked(plan: Search, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
-    """The evaluation on validation that is due after a generation."""
+    """Yield the evaluation on validation, if it is due after a generation."""
     if (number + 1) % plan.evaluate_every == 0:
         yield tested(plan, player, state, seed, "validation", plan.evaluated, number + 1)
 
 
 def tested(plan: Search, player: Player, state: State, seed: int, split: str, count: int,
            step: int | None = None) -> dict[str, Any]:
-    """Rollouts of theta itself, the same ones at every step."""
+    """Evaluate theta on rollouts that are equal at all steps."""
     seeds = seeds_of(split, seed, 0, count)
     groups = [play_all(player, state.theta[None], seeds[i:i + plan.together], 1, 1)[0]
               for i in range(0, count, plan.together)]
@@ -286,7 +310,10 @@ def keep(directory: Path | None, state: State) -> None:
 
 
 def restored(directory: Path | None, done: int) -> State | None:
-    """The newest intact state; None where there is none. Raises CheckpointError where records are missing."""
+    """Return the newest intact state, or None.
+
+    Raises CheckpointError if metrics.jsonl lacks records.
+    """
     path = None if directory is None else checkpoint.newest(directory / CHECKPOINTS)
     if path is None:
         return None

@@ -1,6 +1,6 @@
-"""Worlds for policies: an Ant on stepping stones (task=locomotion), two arms that sweep particles (task=sweep).
+"""Environments: an Ant on stepping stones, two arms that sweep particles.
 
-x and y on the ground, z up; metres, seconds, radians.
+x and y are horizontal, z is up. Units: metres, seconds, radians.
 """
 
 import importlib.util
@@ -12,38 +12,41 @@ import numpy as np
 
 from crt_exp.config import ConfigError, unknown
 
-SERVO, STEP = 0.05, 0.0125          # between orders to the servos; of physics
+SERVO, STEP = 0.05, 0.0125          # time steps of the servo commands and of the physics
 
 
 class Observation(NamedTuple):
-    """image (C, H, W), what is attended; state (S,), what the body knows of itself."""
+    """image (C, H, W), the input of attention; state (S,), of the body itself."""
 
     image: np.ndarray
     state: np.ndarray
 
 
 class Environment(Protocol):
-    """One body in one world. The same seed and the same actions give the same numbers, whatever was played before."""
+    """An environment: equal seeds and actions give equal results.
+
+    Results do not depend on earlier rollouts.
+    """
 
     channels: int
     size: int       # H = W of the image
     states: int
     actions: int
-    lead: np.ndarray  # (heads, 3, A), the controller that learning begins with: see ImplicitPolicy.initial
-    watch: Callable[[Any], None] | None  # called after each order to the servos, for films
+    lead: np.ndarray  # (heads, 3, A), initial controller: see ImplicitPolicy.initial
+    watch: Callable[[Any], None] | None  # called after each servo command, for animations
 
     def reset(self, seed: int) -> Observation:
-        """Begins a rollout."""
+        """Begin a rollout."""
 
     def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
-        """One decision, (A,) within -1 to 1: what is seen next, the reward, and whether the rollout has ended."""
+        """Take an action (A,) in [-1, 1]; return observation, reward and end flag."""
 
     def view(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """What a film shows, from above: least and most x, and y."""
+        """Return the ranges of x and y that an animation shows."""
 
 
 def need(task: str, *packages: str) -> None:
-    """Raises ConfigError, naming the extra, where a package is not installed."""
+    """Raise ConfigError, naming the extra, if a package is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"task={task} needs {' and '.join(packages)} ({' and '.join(missing)} missing): "
@@ -51,36 +54,40 @@ def need(task: str, *packages: str) -> None:
 
 
 # ---- an Ant on stepping stones ---------------------------------------------------------------------------------------
-# The body is that of gymnasium, its gait is fixed, and a policy says where the gait leads. The ground ahead is a row of
-# stones with gaps between and on both sides, shifted to the left or right of one another. A foot in a gap makes the Ant
-# fall, so that the stones must be seen. The paper has a quadruped whose high level chooses where feet go and whose low
-# level is a controller (HRF K.1): here the high level chooses how far each diagonal pair of legs strides, which is a
-# speed and a direction, and the low level is a trot of position servos. x is forward, y to the left.
+# The body is gymnasium's Ant with a fixed gait; the policy chooses the direction. The ground is a row of stones, with
+# gaps between them and on both sides, shifted to the left or right. The Ant falls if it steps into a gap, so it needs
+# to see the stones. The paper has a quadruped whose high level places the feet, and whose low level is a controller
+# (HRF K.1). Here the high level chooses the stride of each diagonal pair of legs, which sets speed and direction, and
+# the low level is a trot of position servos. x is forward, y to the left.
 BODIES = ("Ant-v5", "Ant-v4")
 STONES = 8
-DEPTH = 0.6                         # of gaps
-FIRST = 0.75                        # half the length of the first stone, on which the Ant stands
+DEPTH = 0.6                         # depth of gaps
+FIRST = 0.75                        # half the length of the first stone, where the Ant starts
 WIDTH = 1.25                        # half the width of stones
 LENGTHS, GAPS, SHIFTS, UNEVEN = (0.9, 1.2), (0.05, 0.15), (0.5, 0.7), 0.02
-TURNS = 0.2                         # how often a shift is to the other side than the one before
-PERIOD = 0.7                        # of a step of both pairs
+TURNS = 0.2                         # probability that the direction of the shift changes
+PERIOD = 0.7                        # period of the gait
 STAND, LIFT, STRIDE, SHORT = 1.0, 0.35, 0.45, 0.0
-TURN, HEADING = 0.15, 1.0           # most that hips turn to keep the heading, and for how much of a wrong one
+TURN, HEADING = 0.15, 1.0           # maximum correction of the heading by the hips, and its gain
 LEGS = np.array([1, -1, -1, 1])     # sign of the ankle's bend of legs 1 to 4, at 45, 135, 225 and 315 degrees
-FORWARD = np.array([1, 1, -1, -1])  # sign by which a hip takes the foot back
-AIM, AHEAD = -4.0, 1.5              # of the controller that learning begins with: away from what is looked at
-FALLEN = 0.27                       # height of the torso above the stones; standing it is 0.55
-UNIT = 0.15                         # of heights in the picture
-NEAR, FAR, SIDE = 0.2, 1.8, 1.0     # of the picture: ahead from where to where, and how far to each side
+FORWARD = np.array([1, 1, -1, -1])  # sign of the hip angle that moves the foot back
+AIM, AHEAD = -4.0, 1.5              # weights of the initial controller, which turns away from the attended patches
+FALLEN = 0.27                       # torso height below which the Ant has fallen; standing: 0.55
+UNIT = 0.15                         # unit of heights in the image
+NEAR, FAR, SIDE = 0.2, 1.8, 1.0     # area of the image: distance ahead from NEAR to FAR, SIDE to the left and right
 
 
 class SteppingStones:
-    """environment: "Ant-v5" of gymnasium. size: of the picture, pixels. seconds: of a rollout, which ends before where
-    the Ant falls. The return is the way it came forward, in metres.
+    """gymnasium's Ant on stepping stones; the return is the distance in metres.
 
-    Picture (1, size, size): the height of the ground in the Ant's heading, rows from near to far, columns from left to
-    right; about 0 is a stone, -4 a gap. Action: the strides of the pair of legs 1 and 3 and of the pair 2 and 4, -1 for
-    SHORT and 1 for STRIDE: equal strides lead ahead, unequal ones to a side.
+    Image (1, size, size): height of the ground ahead, in units of 0.15 m, rows from near to far, columns from left to
+    right. Stones are about 0, gaps -4. Action: strides of the leg pairs (1, 3) and (2, 4), from SHORT at -1 to STRIDE
+    at 1. Equal strides lead straight ahead.
+
+    Args:
+        environment: "Ant-v5" or "Ant-v4".
+        size: Pixels of a side of the image.
+        seconds: Maximum length of a rollout, which ends if the Ant falls.
     """
 
     channels, states, actions = 1, 4, 2
@@ -113,7 +120,7 @@ class SteppingStones:
         return self.seen()
 
     def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
-        """One half of the gait: one pair of legs stands and pushes, the other swings."""
+        """Take half a gait period: one pair of legs pushes, the other swings."""
         import mujoco
 
         before, strides = self.data.qpos[0], SHORT + (STRIDE - SHORT) * (np.asarray(action, float) + 1) / 2
@@ -127,7 +134,7 @@ class SteppingStones:
         return self.seen(), float(self.data.qpos[0] - before), fallen or self.time == self.decisions
 
     def order(self, strides: np.ndarray, phase: float) -> None:
-        """Sets the servos at a phase, 0 to 1, of the half of the gait."""
+        """Set the servos at a phase, 0 to 1, of half a gait period."""
         pushes = np.arange(4) % 2 == self.time % 2
         turn = np.clip(HEADING * self.yaw, -TURN, TURN)
         swing = (FORWARD * strides[[0, 1, 0, 1]] + turn) * (2 * phase - 1)
@@ -150,7 +157,7 @@ class SteppingStones:
 
 
 def course(rng: np.random.Generator) -> np.ndarray:
-    """Centre x, y, height of the top and half the length of each stone, (STONES, 4)."""
+    """Return x, y, top height and half the length of each stone, (STONES, 4)."""
     halves = np.r_[FIRST, rng.uniform(*LENGTHS, STONES - 1) / 2]
     gaps = np.r_[0.0, rng.uniform(*GAPS, STONES - 1)]
     ends = np.cumsum(2 * halves + gaps) - FIRST
@@ -160,8 +167,8 @@ def course(rng: np.random.Generator) -> np.ndarray:
 
 
 def heights(stones: np.ndarray, x: float, y: float, yaw: float, size: int) -> np.ndarray:
-    """The picture (size, size), in steps of 0.15 m: about 0 is a stone, -4 a gap."""
-    share = (np.arange(size) + 0.5) / size                                 # of the side, to the centre of a pixel
+    """Return the height map (size, size), in units of 0.15 m."""
+    share = (np.arange(size) + 0.5) / size  # relative positions of pixel centres
     ahead, left = NEAR + (FAR - NEAR) * share[:, None], SIDE * (1 - 2 * share)
     at_x = x + np.cos(yaw) * ahead - np.sin(yaw) * left
     at_y = y + np.sin(yaw) * ahead + np.cos(yaw) * left
@@ -172,7 +179,9 @@ def heights(stones: np.ndarray, x: float, y: float, yaw: float, size: int) -> np
 
 
 def body():
-    """gymnasium's Ant with servos in place of motors, lighter rotors and a smaller time step, and stones for its floor.
+    """Build the model: gymnasium's Ant with position servos, and stones as floor.
+
+    Rotors are lighter, and the time step is smaller, than in gymnasium.
     """
     import gymnasium
     import mujoco
@@ -188,7 +197,7 @@ def body():
         motor.gear, motor.ctrlrange = [1, 0, 0, 0, 0, 0], [-1.6, 1.6]
     spec.delete(spec.geom("floor"))
     for i in range(STONES):
-        stone = spec.worldbody.add_body(name=f"stone_{i}", mocap=True)  # what does not move itself, and can be moved
+        stone = spec.worldbody.add_body(name=f"stone_{i}", mocap=True)  # static bodies that reset() moves
         stone.add_geom(name=f"stone_{i}", type=mujoco.mjtGeom.mjGEOM_BOX, size=[FIRST, WIDTH, DEPTH / 2], conaffinity=1,
                        friction=[1, 0.5, 0.5])
     model = spec.compile()
@@ -196,26 +205,26 @@ def body():
 
 
 # ---- two planar arms that sweep particles into a bowl ----------------------------------------------------------------
-# The paper has two arms, 12 coordinates, a camera image and red balls to be placed in green bowls (HRF K.2). Here each
-# arm has two links and a brush that can be lifted, particles are discs that slide on the table, and the image is the
-# table from above, computed from positions. A decision is one stroke of both arms: the brushes are lifted, go over the
-# places that the policy chose, come down, and drag what lies before them to the bowl. The low level, inverse kinematics
-# and servos, is fixed. x is to the right, y away from the arms, on the table.
-TABLE = 0.8                         # half of its side, and of what the image shows
+# The paper has two arms, 12 coordinates, a camera image and red balls to place in green bowls (HRF K.2). Here each arm
+# has two links and a brush that can be lifted, particles are discs that slide on the table, and the image is computed
+# from positions, as seen from above. An action is one stroke of both arms: the brushes are lifted, move over the places
+# that the policy chose, come down, and drag particles to the bowl. The low level is fixed: inverse kinematics and
+# servos. x is to the right, y away from the arms.
+TABLE = 0.8                         # half the side of the table and of the image
 BASES = np.array([[-0.45, -0.75], [0.45, -0.75]])
-LINKS = 0.8                         # length of both links of an arm
+LINKS = 0.8                         # length of each link of an arm
 BOWL, RADIUS = np.array([0.0, -0.25]), 0.25
 ENDS = np.array([[-0.07, -0.25], [0.07, -0.25]])    # where strokes end
 BRUSH, DISC = 0.09, 0.02            # half the width of a brush; radius of a particle
-HEAP = 0.08                         # spread of the heap of particles
-HEAPS = np.array([[-0.5, 0.5], [0.0, 0.55]])        # where it lies: least and most x, and y
-CENTRE, RANGE = np.array([[-0.1, 0.35], [0.1, 0.35]]), np.array([0.6, 0.5])     # of the places that strokes begin at
-LIFTED, OVER, DOWN, DRAG = 0.15, 0.3, 0.1, 0.45    # height of a lifted brush; how long the parts of a stroke take
-MOST = 4                            # particles that a pixel shows
+HEAP = 0.08                         # standard deviation of positions in the heap
+HEAPS = np.array([[-0.5, 0.5], [0.0, 0.55]])        # ranges of x and y of its centre
+CENTRE, RANGE = np.array([[-0.1, 0.35], [0.1, 0.35]]), np.array([0.6, 0.5])     # starts of strokes
+LIFTED, OVER, DOWN, DRAG = 0.15, 0.3, 0.1, 0.45    # height of a lifted brush; durations of the parts of a stroke
+MOST = 4                            # maximum value of a pixel
 
 
 def where() -> np.ndarray:
-    """The controller that learning begins with: strokes begin on both sides of where the head looks, (1, 3, 4)."""
+    """Return the initial controller (1, 3, 4): strokes start beside the attended spot."""
     weights = np.zeros((3, 2, 2))
     weights[1, :, 0], weights[0, :, 1] = 2 * TABLE / RANGE
     weights[2] = (ENDS - ENDS.mean(0) - CENTRE) / RANGE
@@ -223,11 +232,16 @@ def where() -> np.ndarray:
 
 
 class Sweeping:
-    """particles: in a heap on the table. strokes: of a rollout. size: of the image, pixels.
-    The return is the share of particles within the bowl, the mean over the strokes.
+    """Two arms sweep particles into a bowl; the return is a share of the particles.
 
-    Image (1, size, size), rows from near to far, columns from left to right: how many particles lie in a pixel, at most
-    MOST. The bowl stays where it is. Action: where the strokes of the left and the right arm begin, x and y of each.
+    The return is the share of particles within the bowl, averaged over strokes. Image (1, size, size): number of
+    particles per pixel, at most MOST, rows from near to far, columns from left to right. The bowl does not move.
+    Action: x and y of the start of a stroke, for the left and the right arm.
+
+    Args:
+        particles: Number of particles.
+        strokes: Strokes of a rollout.
+        size: Pixels of a side of the image.
     """
 
     channels, states, actions = 1, 1, 4
@@ -240,12 +254,12 @@ class Sweeping:
 
     @property
     def places(self) -> np.ndarray:
-        """Of the particles, (particles, 2)."""
+        """Positions of the particles, (particles, 2)."""
         return self.home + self.data.qpos[6:].reshape(-1, 2)
 
     @property
     def within(self) -> float:
-        """The share of particles within the bowl."""
+        """Share of particles within the bowl."""
         return float((np.linalg.norm(self.places - BOWL, axis=1) <= RADIUS).mean())
 
     def reset(self, seed: int) -> Observation:
@@ -270,7 +284,7 @@ class Sweeping:
         return self.seen(), self.within / self.strokes, self.stroke == self.strokes
 
     def move(self, tips: np.ndarray, height: float, seconds: float) -> None:
-        """Takes the brushes along a straight line."""
+        """Move the brushes along a straight line."""
         import mujoco
 
         start, ticks = self.tips, round(seconds / SERVO)
@@ -282,7 +296,7 @@ class Sweeping:
         self.tips = tips
 
     def order(self, tips: np.ndarray, height: float) -> None:
-        """Sets the servos: shoulder, elbow and brush of each arm."""
+        """Set the servos: shoulder, elbow and brush of each arm."""
         for arm, (tip, base, outward) in enumerate(zip(tips, BASES, (1, -1))):
             shoulder, elbow = bent(tip - base, outward)
             self.data.ctrl[3 * arm:3 * arm + 3] = shoulder, elbow, height
@@ -291,7 +305,7 @@ class Sweeping:
         return (-1.0, 1.0), (-1.0, 1.0)
 
     def circles(self) -> list[tuple]:
-        """Centre and radius of what is no body."""
+        """Centre and radius of circles to draw in addition to bodies."""
         return [(BOWL, RADIUS)]
 
     def seen(self) -> Observation:
@@ -304,26 +318,32 @@ class Sweeping:
 
 
 def bent(reach: np.ndarray, outward: int) -> tuple[float, float]:
-    """Angles of shoulder and elbow that bring the tip there, or as near as it gets; the elbow outward."""
+    """Return shoulder and elbow angles for the tip position, with the elbow outward.
+
+    The tip comes as close as possible to positions out of reach.
+    """
     distance = np.clip(np.hypot(*reach), 0.05, 2 * LINKS - 0.01)
     inner = np.arccos(distance / 2 / LINKS)
     return float(np.arctan2(reach[1], reach[0]) + outward * inner), float(-2 * outward * inner)
 
 
 def heap(rng: np.random.Generator, particles: int) -> np.ndarray:
-    """Places of particles, (particles, 2)."""
+    """Sample positions of particles, (particles, 2)."""
     return rng.uniform(*HEAPS.T) + HEAP * rng.standard_normal((particles, 2))
 
 
 def table(particles: int):
-    """The model: joints of both arms first, then x and y of each particle; servos in the order of the arms' joints."""
+    """Build the model: two arms, and particles that slide in x and y.
+
+    Coordinates: joints of both arms, then x and y of each particle. Servos are in the order of the joints.
+    """
     import mujoco
 
     slide, hinge = mujoco.mjtJoint.mjJNT_SLIDE, mujoco.mjtJoint.mjJNT_HINGE
     capsule, box, disc = (getattr(mujoco.mjtGeom, f"mjGEOM_{name}") for name in ("CAPSULE", "BOX", "CYLINDER"))
     spec = mujoco.MjSpec()
     spec.option.integrator, spec.option.timestep = mujoco.mjtIntegrator.mjINT_IMPLICITFAST, STEP
-    spec.option.gravity = [0, 0, 0]                      # the table carries everything
+    spec.option.gravity = [0, 0, 0]   # the table carries all bodies
     for arm, base in enumerate(BASES):
         parent = spec.worldbody.add_body(pos=[*base, 0.3])
         for joint in ("shoulder", "elbow"):

@@ -1,4 +1,7 @@
-"""task=locomotion and task=sweep: policies with implicit attention, by evolution strategies (HRF 4.4, Appendix K)."""
+"""task=locomotion and task=sweep: policies with implicit attention.
+
+Trained by evolution strategies (HRF 4.4, Appendix K).
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,13 +20,13 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
 from crt_exp.atomic_write import whole
 
-PARTICLES = 256  # time grows with their cube, for all of a heap touch: a stroke of 200 takes 2 s, one of 800 minutes
+PARTICLES = 256  # maximum: the time grows with the cube, and a stroke takes 2 s with 200 particles, minutes with 800
 Looks = Literal["attention", "average", "random"]
 Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
 
 class Policy(TypedDict):
-    """What `ImplicitPolicy` has besides the sizes of its environment."""
+    """Options of `ImplicitPolicy` apart from the sizes of its environment."""
 
     patch: Count
     d: Annotated[int, Field(ge=2)]
@@ -32,7 +35,7 @@ class Policy(TypedDict):
 
 
 class Strategy(TypedDict):
-    """What `Search` explains."""
+    """Options of `Search`."""
 
     generations: Whole
     population: Even
@@ -46,13 +49,21 @@ class Strategy(TypedDict):
 
 
 class Robotics:
-    """A task whose policy learns from its returns. looks: "attention"; or the controls, "average" of all patches and
-    "random" actions. policy and strategy: sizes of ImplicitPolicy and of Search. workers: processes; the results do not
-    depend on them. The state of a run lies in `directory`, which the runner gives.
+    """A task that trains a policy by evolution strategies.
+
+    The state of a run is stored in `directory`, which the runner sets.
+
+    Args:
+        world: Class of the environment, created with `options`.
+        looks: "attention", or a control: "average" of all patches, or "random" actions.
+        policy: Sizes of ImplicitPolicy.
+        strategy: Options of Search.
+        workers: Number of processes, without effect on results.
+        film: Save an animation of the first test rollout.
     """
 
     metric, lower_is_better = "return", False
-    measures_whole = staticmethod(lambda mechanism: True)  # any attention ranks patches
+    measures_whole = staticmethod(lambda mechanism: True)  # any attention can rank patches
     directory: Path | None = None
     name: str
 
@@ -61,7 +72,7 @@ class Robotics:
         self.filmed = film
         self.world, self.options, self.looks = world, tuple(options.items()), looks
         self.plan = Search(**strategy, workers=workers)
-        made = world(**options)  # whatever is wrong with it is said before anything is written
+        made = world(**options)  # raises errors before anything is written
         sizes = (made.channels, made.size, made.states, made.actions)
         self.policy = ImplicitPolicy(*sizes, **policy, looks="average" if looks == "average" else "attention")
 
@@ -73,7 +84,7 @@ class Robotics:
         return Player(self.world, self.options, None if self.looks == "random" else self.policy, mechanism)
 
     def keep(self, records: list[dict], directory: Path) -> None:
-        """With `film` leaves film.gif in the run directory: the first rollout of the test."""
+        """With `film`, write film.gif of the first test rollout to the run directory."""
         if self.filmed and self.looks != "random":
             theta = restored(directory, len(records)).theta
             film(self.played, theta, records[-1]["seeds"][0], directory / "film.gif")
@@ -104,7 +115,7 @@ class Locomotion(Robotics):
 
 @checked("task")
 class Sweep(Robotics):
-    """task=sweep: two arms sweep particles into a bowl; returns as a share of them."""
+    """task=sweep: two arms sweep particles into a bowl; returns are shares in [0, 1]."""
 
     name = "sweep"
 
@@ -114,15 +125,18 @@ class Sweep(Robotics):
         super().__init__(Sweeping, options, looks, policy, strategy, workers, film)
 
 
-# ---- a rollout as an animation: the world from above, and the image with the patches that are kept
+# ---- animation of a rollout: the world from above, and the image with the selected patches
 
 
-EVERY, PER_SECOND, MOST = 2, 10, 120  # orders to the servos for each frame; frames of a second; frames
+EVERY, PER_SECOND, MOST = 2, 10, 120  # servo commands per frame; frames per second; maximum frames
 INK, KEPT = "0.25", "tab:red"
 
 
 def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
-    """Writes a GIF of the rollout of a seed by the policy theta (N,), of at most MOST frames."""
+    """Write a GIF of the rollout of a seed by the policy theta (N,).
+
+    The GIF has at most MOST frames.
+    """
     (world,), layer = prepared(player, 1)
     figure, axes = new_figure(1, 2, figsize=(6.4, 3.2), layout="constrained")
     import matplotlib.pyplot as plt
@@ -149,7 +163,7 @@ def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
 
 
 def draw_image(axes: Any, image: np.ndarray, kept: Tensor, player: Player, total: float) -> None:
-    """The image, near rows below, and the kept patches as frames."""
+    """Draw the image, near rows at the bottom, with frames around selected patches."""
     from matplotlib.patches import Rectangle
 
     axes.clear()
@@ -162,7 +176,7 @@ def draw_image(axes: Any, image: np.ndarray, kept: Tensor, player: Player, total
 
 
 def draw_world(axes: Any, world: Any) -> None:
-    """All bodies from above: capsules as lines, boxes as polygons, discs and balls as circles."""
+    """Draw bodies from above: capsules as lines, boxes as polygons, others as circles."""
     import mujoco
     from matplotlib.patches import Circle, Polygon
 

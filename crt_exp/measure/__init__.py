@@ -1,4 +1,4 @@
-"""Tasks that only measure: what the runner takes of them. The modules beside it hold the tasks, and their timer."""
+"""Base classes of tasks that measure without training."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,17 +7,23 @@ from crt_exp.mechanism import Mechanism
 
 
 class Measurement:
-    """A task that trains nothing: `rows(mechanism, seed)` yields a dict for each line of metrics.jsonl.
+    """A task that measures: `rows(mechanism, seed)` yields lines of metrics.jsonl.
 
-    The last row holds `metric`. A continued run computes all rows again and logs those that are missing.
+    The last row contains `metric`. A continued run computes all rows again and logs only missing ones. All attributes
+    except `metric` are optional.
 
-    It may have `uses` and `inputs()`, as tasks that train do; `measures_whole`, whether it takes a mechanism without a
-    feature map; `of_rows`, true where it takes maps with a kernel of their own; and `keep(records, directory)`, which
-    leaves tables and pictures in the run directory at the end. A `directory` is set to the run directory, for a state
-    that the task itself goes on from: its `records` then starts behind those that are `done`.
+    Attributes:
+        metric: Key of the result in the final record, which a sweep optimises.
+        lower_is_better: Direction of the metric.
+        uses, inputs: As in tasks that train.
+        measures_whole: Function of a mechanism; true if the task accepts attention without a feature map.
+        of_rows: True if the task accepts feature maps with a kernel of their own.
+        keep: Method (records, directory) that writes tables and figures to the run directory at the end.
+        directory: Set to the run directory, for tasks that save a state of their own. Their `records` starts after the
+            records in `done`.
     """
 
-    metric: str  # the key of the final record that a sweep optimises
+    metric: str
     lower_is_better = True
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
@@ -39,19 +45,22 @@ class Measurement:
 
 
 class SwapMeasurement(Measurement):
-    """A measurement of a model whose attention is swapped: of any attention, with a feature map or without."""
+    """A measurement after a swap, with any attention (with or without feature map)."""
 
     measures_whole = staticmethod(lambda mechanism: True)
 
 
 class Series(Measurement):
-    """A measurement with a row for each of some `values` of what it is `over`, the key of rows and their split."""
+    """A measurement with one row for each of `values` of the quantity `over`.
+
+    `over` is also the key and the split of the rows.
+    """
 
     over: str
     values: Sequence[Any]
 
     def of(self, value: Any, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """The numbers of one value."""
+        """Return the results for one value."""
         raise NotImplementedError
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""What a swap loses and light training brings back: task=adapt for small models, which it trains first, one per seed;
-task=adapt_pretrained for a pretrained language model, step by step.
+"""Loss after a swap, after attention transfer, and after low-rank adapters.
 
-A method is swapped in, its layers learn the output of exact attention (attention transfer), and then low-rank adapters
-are trained (the order of LoLCATs). copying: a GPT-2 on random symbols whose second half repeats the first; causal: the
-same on characters of WikiText-2; vision: a ViT on MNIST.
+task=adapt uses small models, trained from scratch for each seed. task=adapt_pretrained uses a pretrained language
+model. The order is that of LoLCATs: swap, attention transfer, then adapters.
+
+Settings of task=adapt: `copying`, a GPT-2 on random symbols whose second half repeats the first half; `causal`, a GPT-2
+on characters of WikiText-2; `vision`, a ViT on MNIST.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,11 +30,11 @@ from crt_exp.tasks.mlm import following
 from crt_exp.times import PROCESSOR, milliseconds, threads
 from crt_exp.measure.variance import mnist_file
 
-SYMBOLS, LENGTH = 16, 64                            # different symbols; tokens of a row
-WIDTH, LAYERS, HEADS = 128, 4, 4                    # those of the small models of the page swap
-PATCH = 4                                           # pixels a side of MNIST's 28: 49 tokens and one more
-ROWS = 16                                           # of a step
-UNIFORM = "uniform"                                 # the control, which is not adapted
+SYMBOLS, LENGTH = 16, 64                            # alphabet of `copying`; tokens of a row
+WIDTH, LAYERS, HEADS = 128, 4, 4                    # sizes of the small models
+PATCH = 4                                           # pixels of a side: 49 patches of 28 x 28, and a class token
+ROWS = 16                                           # batch size
+UNIFORM = "uniform"                                 # control, without adapters
 MINUTE = 60_000                                     # milliseconds
 
 
@@ -42,8 +43,11 @@ MINUTE = 60_000                                     # milliseconds
 
 @dataclass(frozen=True)
 class Setting:
-    """model: makes one. rows: (split, seed, count) -> its input and labels, IGNORED where nothing is predicted.
-    tested: rows of the test."""
+    """A small model and its data.
+
+    model: creates the model. rows: (split, seed, count) -> inputs and labels, IGNORED for positions without prediction.
+    tested: number of test rows.
+    """
 
     model: Callable[[], nn.Module]
     rows: Callable[[str, int, int], tuple[Tensor, Tensor]]
@@ -52,7 +56,7 @@ class Setting:
 
 @lru_cache(maxsize=2)
 def characters(split: str) -> Tensor:
-    """Of WikiText-2 in lower case, as numbers from 0; those that are rarest in the training text are one."""
+    """Characters of WikiText-2 in lower case as integers; unknown ones have id 0."""
     text = official_file("wikitext2", split).read_text(encoding="utf-8").lower()[:400_000]
     known = "\n abcdefghijklmnopqrstuvwxyz.,'-@=0123456789"
     return torch.tensor([known.find(each) + 1 for each in text])
@@ -75,7 +79,7 @@ def causal_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=2)
 def digits(split: str) -> tuple[Tensor, Tensor]:
-    """Images (n, 1, 28, 28) between -1 and 1, and what they show."""
+    """MNIST images (n, 1, 28, 28) in [-1, 1], and labels (n,)."""
     name = {"train": "train", "test": "t10k"}[split]
     images = torch.tensor(mnist_file(f"{name}-images-idx3-ubyte.gz")).unsqueeze(1) / 127.5 - 1
     return images, torch.tensor(mnist_file(f"{name}-labels-idx1-ubyte.gz")).long()
@@ -114,7 +118,7 @@ def loss_of(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def test_loss(model: nn.Module, setting: str, seed: int) -> float:
-    """Nats per predicted token or image, on rows that no training reads."""
+    """Return nats per predicted token or image, on rows that are never trained on."""
     model.eval()
     return float(loss_of(model, SETTINGS[setting].rows("test", 10_000 + seed, SETTINGS[setting].tested)))
 
@@ -124,7 +128,7 @@ def test_loss(model: nn.Module, setting: str, seed: int) -> float:
 
 def train(model: nn.Module, setting: str, seed: int, steps: int, lr: float, step: Callable[..., Tensor] = loss_of,
           first: int = 0) -> None:
-    """Trains parameters that require gradients, on training rows from number `first` on."""
+    """Train parameters that require gradients, on training rows from `first` on."""
     def loss(i: int) -> Tensor:
         return step(model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS))
 
@@ -134,7 +138,10 @@ def train(model: nn.Module, setting: str, seed: int, steps: int, lr: float, step
 
 
 def descent(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: float) -> Iterator[int]:
-    """Trains parameters that require gradients on loss(0), loss(1), ...; yields the number of steps after each."""
+    """Train by AdamW on loss(0), loss(1), ...; yield the number of steps done.
+
+    Only parameters that require gradients are trained. The learning rate has a warm-up of 5% and decays linearly to 0.
+    """
     wanted = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr, (0.9, 0.98), weight_decay=0.0)
     for i in range(steps):
@@ -150,7 +157,7 @@ def descent(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: flo
 
 @lru_cache(maxsize=64)
 def exact(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
-    """The weights of the exact model of a seed, which all methods start from."""
+    """Weights of the model with exact attention of a seed, from which methods start."""
     torch.manual_seed(seed)
     model = SETTINGS[setting].model()
     train(model, setting, seed, steps, lr)
@@ -158,7 +165,7 @@ def exact(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
 
 
 def swapped(model: nn.Module, mechanism: Mechanism, seed: int, batches: list) -> nn.Module:
-    """The model with the method's attention in place, fitted to training batches."""
+    """Swap the model's attention and fit it to training batches."""
     if mechanism.is_exact:
         return model
     with quiet():
@@ -167,7 +174,7 @@ def swapped(model: nn.Module, mechanism: Mechanism, seed: int, batches: list) ->
 
 
 def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
-    """Adds adapters to the projections of attention and freezes all other parameters."""
+    """Add adapters to the projections of attention and freeze other parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Adapters(model, {"rank": rank, "alpha": 2.0 * rank, "dropout": 0.0, "targets": None, "also": [],
@@ -179,11 +186,16 @@ def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
 
 @checked("task")
 class Adapt(SwapMeasurement):
-    """task=adapt: `loss` (nats) at each `stage`: "swapped", "transferred", "transfer, LoRA", and "LoRA" alone for as
-    many steps.
+    """task=adapt: `loss` (nats) of a small model at each `stage`.
 
-    steps: of the model's own training; transfer, and lora after these: of adaptation; *_lr: learning rates. rank: of
-    adapters.
+    Stages: "swapped"; "transferred"; "transfer, LoRA"; and "LoRA", adapters alone for transfer + lora steps. The
+    uniform control has only the first two.
+
+    Args:
+        model: A key of SETTINGS.
+        steps: Training steps with exact attention.
+        transfer: Steps of attention transfer.
+        lora: Steps of adapters after the transfer.
     """
 
     metric = "loss"
@@ -223,7 +235,7 @@ class Adapt(SwapMeasurement):
         release(student)
 
     def train_adapters(self, model: nn.Module, seed: int, steps: int, first: int) -> None:
-        """Adapters with initial weights of the seed, trained and merged."""
+        """Train adapters and merge them; the seed determines their initial weights."""
         adapters = low_rank(model, self.rank, seed)
         train(model, self.setting, seed, steps, self.lora_lr, first=first)
         adapters.merge()
@@ -237,7 +249,10 @@ def calibration(setting: str, seed: int) -> list[Tensor]:
 
 
 def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
-    """(count, length) of the training text, in an order of the seed's. Raises ValueError where it has fewer."""
+    """Return (count, length) tokens of the training text, in random order by seed.
+
+    Raises ValueError if the text has fewer rows.
+    """
     text = pretrained.tokens(model, "train")
     rows = text[:len(text) // length * length].view(-1, length)
     if count > len(rows):
@@ -247,7 +262,7 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def published(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
-    """Rows, and what the pretrained checkpoint makes of each."""
+    """Rows, and the outputs of the pretrained checkpoint for each."""
     return [pretrained.exact_of(model, kind, length, i) for i in range(count)]
 
 
@@ -257,12 +272,20 @@ def called(ids: Tensor) -> dict[str, Any]:
 
 @checked("task")
 class AdaptPretrained(SwapMeasurement):
-    """task=adapt_pretrained: after each of `steps` (0, the end of the transfer, and later), for each kind of row in
-    `texts`: the loss `above` that of the pretrained checkpoint with exact attention (nats per token), a list over
-    `tested` rows of `length` tokens; and the CPU `minutes` of training so far, with `cost`, the mean of `above`.
+    """task=adapt_pretrained: loss of a pretrained language model during adaptation.
 
-    The first `transfer` steps are of attention transfer, on `captured` rows, the others of adapters of `rank`, on a row
-    each, in bfloat16 with `bf16`. *_lr: learning rates. Methods without learned parameters are not transferred.
+    After each of `steps` (0, the end of the transfer, then steps of adapters) there is one row per kind in `texts`,
+    with `above`: the loss increase over the pretrained checkpoint with exact attention (nats per token), a list over
+    `tested` rows. One more row has the CPU `minutes` of training so far and `cost`, the mean of `above`.
+
+    Methods without learned parameters skip the transfer.
+
+    Args:
+        texts: Kinds of rows, keys of `pretrained.ROWS`.
+        tested: Test rows of each kind.
+        captured: Training rows of attention transfer.
+        transfer: Steps of attention transfer; all later steps train adapters, one row per step.
+        bf16: Train adapters with bfloat16 autocast.
     """
 
     metric = "cost"
@@ -309,7 +332,7 @@ def can_learn(model: nn.Module) -> bool:
 
 
 def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
-    """loss(i), nats a token of row i."""
+    """Return loss(i), nats per token of row i."""
     def loss(i: int) -> Tensor:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
             logits = model.train()(**called(rows[i][None])).logits[0, :-1]

@@ -1,7 +1,7 @@
 """task=advise: `crt_exp.advise` for a model and data in files.
 
-The model is in a folder, a run or on the hub, its data are text, images or audio.
-`opened`, `rows_of` and `length_in` read language models and their text; task=fidelity uses them too.
+Loads models from folders, runs or the hub, and text, images or audio from files. task=fidelity also uses `opened`,
+`rows_of` and `length_in`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from crt_exp.swap.advise import LEAST, SAMPLES, Advice, advice_of, measured, mec
 from crt_exp.swap.bench import HEADS, MASKED, NEXT, BatchBench, Bench, length_of, positions, predicts
 
 PREDICTING = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
-TEXT = {end: PREDICTING[kind] for end, kind in HEADS.items()}  # end of an architecture -> class of transformers
+TEXT = {end: PREDICTING[kind] for end, kind in HEADS.items()}  # suffix of an architecture -> class of transformers
 VISION = {"ForImageClassification": "AutoModelForImageClassification"}
 CTC, CLASSES = "AutoModelForCTC", "AutoModelForAudioClassification"
 AUDIO = {"ForCTC": CTC, "ForAudioClassification": CLASSES, "ForSequenceClassification": CLASSES}
@@ -35,7 +35,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 @checked("task")
 class Advise(Measurement):
-    """task=advise; see conf/task/advise.yaml for the options. The last row holds the recommendation."""
+    """task=advise: compare attention methods in a pretrained model, recommend one.
+
+    conf/task/advise.yaml explains the options. The last row contains the recommendation.
+    """
 
     metric = "above"
     uses: frozenset[str] = frozenset()  # attention is named by task.attentions
@@ -65,12 +68,12 @@ class Advise(Measurement):
                "attention": chosen.attention, "advice": self.advice.sentence, "table": str(self.advice)}
 
     def inputs(self) -> list[Path]:
-        """The audio that a table names."""
+        """Return the audio files that a table names."""
         table = Path(self.audio or "").expanduser()
         return [Path(name) for name in speech.read_table(table).audio] if table.is_file() else []
 
     def bench(self, seed: int) -> Bench:
-        """Raises DataError and ValueError for a model, data and a length that do not go together."""
+        """Load model and data. Raises DataError and ValueError if they do not match."""
         if self.images is not None:
             return of_images(self.model, self.images, self.samples, self.calibration, seed)
         if self.audio is not None:
@@ -83,7 +86,7 @@ class Advise(Measurement):
         return records[-1]["table"]
 
     def keep(self, records: list[dict], directory: Path) -> None:
-        """advise.csv, advise.md and advise.png in the run directory."""
+        """Write advise.csv, advise.md and advise.png to the run directory."""
         if self.advice is not None:
             self.advice.save(directory)
 
@@ -95,7 +98,10 @@ def origin_of(name: str) -> encoders.Origin:
 
 
 def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> nn.Module:
-    """A model of transformers in eval mode, float32, of the class that `kinds` has for the end of its architecture."""
+    """Load a model of transformers in eval mode, float32.
+
+    kinds: suffix of an architecture -> class of transformers. otherwise: the class for other architectures.
+    """
     origin = origin_of(name)
     config = encoders.load_config(origin)
     refuse_other(name, encoders.saved_attention(config))
@@ -108,7 +114,7 @@ def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> n
 
 
 def part_of(name: str, kind: str) -> Any:
-    """What makes the model's input, of the class `kind` of transformers. Raises DataError where its folder has none."""
+    """Load a processor of the class `kind` of transformers. Raises DataError."""
     import transformers
 
     origin = origin_of(name)
@@ -117,7 +123,10 @@ def part_of(name: str, kind: str) -> Any:
 
 
 def config_of(name: str) -> Mapping[str, Any] | None:
-    """config.json of a folder or a run; None for a name of a hub. Raises DataError."""
+    """Return config.json of a folder or run; None for a hub name.
+
+    Raises DataError for a damaged file.
+    """
     file = Path(encoders.folder_of(name, "task.model")) / CONFIG
     return json_object(file) if file.is_file() else None
 
@@ -131,7 +140,10 @@ def refuse_other(name: str, described: Mapping[str, Any]) -> None:
 # ---- text
 
 def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
-    """A language model in eval mode, and its tokenizer or the one that task.tokenizer names."""
+    """Load a language model in eval mode, and its tokenizer or task.tokenizer.
+
+    Raises ValueError for models that are not encoders or decoders of text.
+    """
     model = load(name, TEXT, "AutoModel")
     if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
         raise ValueError(f"task.model={name}: expected an encoder or a decoder of text, not {type(model).__name__}")
@@ -145,14 +157,17 @@ def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
 
 
 def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
-    """Tokens of a text: as asked, or those of the blocks of the model's run, of other models 512 or their positions."""
+    """Return the number of tokens of a text.
+
+    Default: the block of the model's run; for other models 512, or the maximum of the model if that is less.
+    """
     block = block_of(model.config.name_or_path or "")
     return length_of(model, length or (block and min(max(block, least), positions(model))), least)
 
 
 def rows_of(text: str | Sequence[str], model: nn.Module, tokenizer: Any, length: int,
             cache_dir: str | Path | None) -> Tensor:
-    """(n, length) token ids of all the text, with [CLS] and [SEP] for encoders."""
+    """Return token ids (n, length) of all the text, with [CLS] and [SEP] for encoders."""
     framed = predicts(model) != NEXT and tokenizer.cls_token_id is not None
     rows = (local_blocks if framed else running_blocks)(text, tokenizer, length, cache_dir)
     return torch.from_numpy(rows.astype(np.int64))
@@ -161,7 +176,10 @@ def rows_of(text: str | Sequence[str], model: nn.Module, tokenizer: Any, length:
 # ---- images
 
 def of_images(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
-    """model: a run of task=imagenet, a folder of timm or transformers, or a name of either. Raises DataError."""
+    """Load an image classifier and its test and calibration images.
+
+    model: a run of task=imagenet, or a folder or name of timm or transformers. Raises DataError.
+    """
     loaded, classes, transform = classifier(model)
     place = Path(folder).expanduser()
     if not place.is_dir():
@@ -175,13 +193,13 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
 
 
 def label_of(path: str, classes: tuple[str, ...]) -> int | None:
-    """The class after which the last such folder of a path is named."""
+    """Return the class of the last folder in a path that has the name of a class."""
     named = [part for part in Path(path).parts[:-1] if part in classes]
     return classes.index(named[-1]) if named else None
 
 
 def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], Tensor]]:
-    """In eval mode, with its classes and what makes its input of an image."""
+    """Load an image classifier in eval mode, its classes and its transform."""
     config = config_of(name)
     if config is None and is_of_timm(name):
         description = vision.known(name)
@@ -204,7 +222,10 @@ def is_of_timm(name: str) -> bool:
 # ---- audio
 
 def of_audio(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
-    """model: a run of task=librispeech, or a model of transformers for CTC or classes of audio. Raises DataError."""
+    """Load a speech model and its test and calibration utterances.
+
+    model: a run of task=librispeech, or a model of transformers for CTC or audio classification. Raises DataError.
+    """
     utterances, config = spoken(source), config_of(model)
     judged, training = spread(len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}")
     is_run = config is not None and config.get("kind") == conformer_transducer.KIND
@@ -219,7 +240,7 @@ def of_audio(model: str, source: str, samples: int | None, calibration: int, see
 
 
 def spoken(source: str) -> list[speech.Utterance]:
-    """Of a table that names files and their text, or of a folder of audio, without text."""
+    """Return the utterances of a table with transcripts, or of a folder without."""
     path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
     if path.is_file():
         heard = [each for split in speech.SPLITS for each in speech.table_utterances(path, split, faults)]

@@ -1,8 +1,10 @@
-"""How well a mechanism approximates softmax attention, on the tensors of a pretrained model or on synthetic ones; how
-the errors change the hidden states; and which feature map the closed forms predict to be best for each head.
+"""Approximation error of softmax attention, on pretrained or synthetic tensors.
 
-Notation: H query heads, Hkv key heads, L queries, S keys, m projections, M features. x and y are scaled, so that x.y is
-the logit. An error is relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
+Also measures error propagation through the hidden states, and predicts the best feature map of each head by closed
+forms.
+
+Notation: H query heads, Hkv key heads, L queries, S keys, m projections, M features. x and y are scaled queries and
+keys, so that x.y is the logit. Errors are relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
 """
 
 import math
@@ -34,20 +36,25 @@ from crt_exp.models.language import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import cached
 
-DRAWS = 200      # of the projections, for sample variances
-PREDICTED = 256  # pairs of a head over which the closed forms of all maps are averaged
+DRAWS = 200      # samples of the projections, for sample variances
+PREDICTED = 256  # query-key pairs of a head over which closed forms are averaged
 MEANS = ("output_error", "uniform_error", "matrix_error", "negative_denominators", "log_variance",
-         "log_variance_coupled", "log_variance_sampled")  # of the final record, over layers
-SMALL = -60.0    # nats: a smaller relative MSE counts as this
+         "log_variance_coupled", "log_variance_sampled")  # averaged over layers in the final record
+SMALL = -60.0    # minimum log relative MSE, nats
 
 
 @checked("task")
 class Approximation(SwapMeasurement):
-    """task=approximation; see conf/task/approximation.yaml for the options.
+    """task=approximation: errors of attention by layer and number of projections.
 
-    Rows of four kinds: `heads`, one a layer: mean |x + y|^2, and the log relative MSE of each map by the closed
-    forms; `layer`, one a layer and m: errors and variances; `depth`, one an m: the error after each layer; and a final
-    one at the largest m. Attention without projections has no `heads`, no matrix and no m.
+    conf/task/approximation.yaml explains the options. Splits of the rows:
+
+    - `heads`, one row per layer: mean |x + y|^2, and the log relative MSE of each map by closed forms.
+    - `layer`, one row per layer and m: errors and variances.
+    - `depth`, one row per m: error of the hidden states after each layer.
+    - `test`, the final row: means at the largest m.
+
+    Attention without projections has no `heads` rows, no matrix error and no m.
     """
 
     metric = "output_error"
@@ -70,7 +77,7 @@ class Approximation(SwapMeasurement):
         numbers, ms, plan = range(len(layers)), self.ms if mechanism.estimates else [None], []
         check_estimates(mechanism)
         if mechanism.estimates:
-            phi = mechanism.map("softmax")  # raises, before the first row, where map and sampler do not go together
+            phi = mechanism.map("softmax")  # raises before the first row if map and sampler are incompatible
             noise = drawn(phi, mechanism, 1, layers[0].d, generator(seed), ())
             phi.phi_q(layers[0].x[:, :, :1], noise, layers[0].fit(phi))
             plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
@@ -82,10 +89,10 @@ class Approximation(SwapMeasurement):
             yield rows[-1]
 
     def of_heads(self, i: int, seed: int) -> dict[str, Any]:
-        """Of one layer: mean |x + y|^2 of each head, and the mean over pairs of each map's log relative MSE (nats).
+        """Return mean |x + y|^2 and log relative MSE (nats) of each head of a layer.
 
         All maps have M = the largest m features, independent projections and parameters fitted to the head; `best` has
-        the least. The bias of SMREG counts as error. A mixture has no closed form and is left out.
+        the smallest MSE. The MSE of SMREG includes its bias. Mixtures are left out, because they have no closed form.
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
@@ -97,7 +104,7 @@ class Approximation(SwapMeasurement):
                 "log_relative_mse": {name: [_number(v) for v in values] for name, values in of_maps.items()}}
 
     def of_layer(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> dict[str, Any]:
-        """Mean errors of output and matrix over samples, and `_heads`, those of each head."""
+        """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
         errors, negative = self.measure(mechanism, m, i, seed)
         layer = self.source.layers(0, seed)[i]
         record = {"layer": i, "path": layer.path} | ({"m": m, "negative_denominators": negative} if m else {})
@@ -107,8 +114,11 @@ class Approximation(SwapMeasurement):
 
     @torch.no_grad()
     def measure(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> tuple[dict[str, Tensor], float]:
-        """Of one layer: errors by name, (samples, H) each, `uniform_error` that of uniform attention; and the share of
-        denominators that are not positive. m: None for attention without projections."""
+        """Return errors of one layer by name, and the share of denominators <= 0.
+
+        m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
+        uniform attention.
+        """
         count, found = DenominatorCount(), []
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[i]
@@ -128,9 +138,11 @@ class Approximation(SwapMeasurement):
         return {name: torch.stack([each[name] for each in found]) for name in found[0]}, count.fraction
 
     def variances(self, mechanism: Mechanism, m: int, layer: "LayerInputs", i: int, seed: int) -> dict[str, Any]:
-        """log Var(estimate) / SM^2 with m projections, the median over the same random pairs for each: by the closed
-        form for independent projections, by the exact one for coupled ones where there is one, and of DRAWS samples of
-        the projections."""
+        """Return log Var(estimate) / SM^2 with m projections: median over random pairs.
+
+        Three variants share the pairs: the closed form for independent projections; the exact variance of coupled
+        projections, if known (`_coupled`); and the variance of DRAWS samples (`_sampled`).
+        """
         phi, (x, y) = mechanism.map("softmax"), random_pairs(layer, self.pairs, generator(seed, i))
         params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
         of_kinds = {"": phi.log_mse(x, y, params, m) - squared}
@@ -143,12 +155,12 @@ class Approximation(SwapMeasurement):
         return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
 
     def of_depth(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
-        """Mean error over samples of the hidden states after layers 1, 2, ..."""
+        """Return the mean error over samples of the hidden states after each layer."""
         mean = self.source.hidden_errors(replace(mechanism, m=m) if m else mechanism, self.samples, seed).mean(0)
         return ({"m": m} if m else {}) | {"hidden_error": _number(mean[-1]), "hidden_error_by_layer": _numbers(mean)}
 
     def of_all(self, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
-        """Means over layers at the largest m, and for how many heads each map is predicted to be best."""
+        """Return means over layers at the largest m, and counts of the best map by head."""
         last = [r for r in rows if r.get("m") in (None, max(self.ms))]
         top = [r for r in last if r["split"] == "layer"]
         columns = {name: [r[name] for r in top] for name in top[0] if name in MEANS}
@@ -175,7 +187,7 @@ class Approximation(SwapMeasurement):
         return f"{self.table(records)}{self.warning(records)}\n{predicted}{m}relative error {shown}"
 
     def warning(self, records: list[dict]) -> str:
-        """Names the layers and m whose output is further from exact attention than uniform attention is."""
+        """Return a warning for layers whose error exceeds that of uniform attention."""
         layer_rows = [r for r in records if r["split"] == "layer"]
         counts = Counter(r.get("m") for r in layer_rows
                          if r["output_error"] is None or r["output_error"] > r["uniform_error"])
@@ -185,7 +197,7 @@ class Approximation(SwapMeasurement):
                           f"of the values, {shown}")
 
     def table(self, records: list[dict]) -> str:
-        """A line for each layer, at the largest m."""
+        """Format one line per layer, at the largest m."""
         import pandas as pd
 
         heads = {r["layer"]: r for r in records if r["split"] == "heads"}
@@ -204,7 +216,7 @@ class Approximation(SwapMeasurement):
 
 @dataclass
 class LayerInputs:
-    """One call of an attention layer."""
+    """Inputs of one call of an attention layer."""
 
     path: str
     x: Tensor  # (1, H, L, d)
@@ -217,27 +229,30 @@ class LayerInputs:
 
     @cached
     def y_of_heads(self) -> Tensor:
-        """The keys of each query head, (1, H, S, d)."""
+        """Keys of each query head, (1, H, S, d)."""
         return repeat_heads(self.y, self.heads)
 
     @cached
     def output(self) -> Tensor:
-        """Of exact attention, (1, H, L, dv)."""
+        """Output of exact attention, (1, H, L, dv)."""
         return exact_attention(self.x, self.y, self.v, causal=self.causal)
 
     def fit(self, phi: FeatureMap) -> Params:
-        """Parameters (1, H, 1, ...) for these tensors, the query heads of a group together."""
+        """Fit parameters (1, H, 1, ...) to these tensors, jointly for grouped query heads."""
         return for_query_heads(phi.fit(grouped_statistics(self.x, self.y)), self.heads // self.y.shape[1])
 
 
 class Synthetic:
-    """q, k ~ N(0, scale^2) and v ~ N(0, 1) for each sample; hidden states of a Transformer of random weights.
+    """Random queries, keys and values, and a Transformer with random weights.
 
-    turn: radians between a query and the key at its position, in a random plane (q = cos(turn) k + sin(turn) g,
-    g ~ N(0, scale^2)). None: queries are independent of keys.
+    q, k ~ N(0, scale^2) and v ~ N(0, 1) for each sample. The Transformer has `depth` bidirectional pre-norm layers of
+    width heads * d with torch's initial weights; those of queries and keys are scaled to give a standard deviation of
+    `scale`. Its input tokens are N(0, 1).
 
-    The Transformer has `depth` bidirectional pre-norm layers of width heads d and torch's initial weights; those of
-    queries and keys are scaled to give a standard deviation of `scale`. It reads tokens ~ N(0, 1).
+    Args:
+        scale: Standard deviation of the entries of queries and keys.
+        turn: Angle in radians between a query and the key at its position, in a random plane: q = cos(turn) k +
+            sin(turn) g, g ~ N(0, scale^2). None: independent.
     """
 
     def __init__(self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None):
@@ -247,13 +262,19 @@ class Synthetic:
         return [_normal(self.length, self.heads, self.d, self.scale, self.turn, 1000 * seed + sample)]
 
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
-        """Relative error of the hidden states after each layer, (samples, depth); the same weights for all samples."""
+        """Return relative errors of the hidden states after each layer, (samples, depth).
+
+        All samples share the weights.
+        """
         return torch.tensor([self.errors_of(replace(mechanism, seed=seed), seed, 1000 * seed + sample, sample)
                              for sample in range(samples)])
 
     @torch.no_grad()
     def errors_of(self, mechanism: Mechanism, weights: int, tokens: int, sample: int) -> list[float]:
-        """The same for one sample. weights, tokens: seeds; sample: the number of the projections."""
+        """Return the errors of one sample.
+
+        weights, tokens: seeds. sample: number of the sample of the projections.
+        """
         size = (self.heads, self.d, self.scale, self.depth, weights)
         h, exact = _exact_states(*size, self.length, tokens)
         layers = [mechanism.layer(self.heads, self.d, layer=self.depth * sample + i) for i in range(self.depth)]
@@ -261,7 +282,10 @@ class Synthetic:
 
 
 def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> list[Tensor]:
-    """The hidden states after each block, (1, L, width), with these attention layers in place of the first ones."""
+    """Return the hidden states (1, L, width) after each block.
+
+    layers: attention layers that replace those of the first blocks.
+    """
     result = []
     for block, layer in zip_longest(model.blocks, layers):
         own, block.attention = block.attention, layer or block.attention
@@ -284,22 +308,24 @@ def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(heads, depth, 4 * heads * d, heads * d, Mechanism.of("exact").layer)
-    for block in model.blocks:  # torch's uniform weights give normalised tokens the variance 1/3
+    for block in model.blocks:  # with torch's uniform weights, outputs for normalised tokens have variance 1/3
         block.qkv.weight.data[:2 * heads * d] *= 3**0.5 * scale
     return model.eval()
 
 
-@lru_cache(maxsize=16)  # samples
+@lru_cache(maxsize=16)
 def _exact_states(heads: int, d: int, scale: float, depth: int, weights: int, length: int,
                   tokens: int) -> tuple[Tensor, list[Tensor]]:
-    """The tokens, (1, L, heads d), and the hidden states after each layer."""
+    """Return tokens (1, L, heads * d) and hidden states after each layer."""
     h = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(tokens))
     return h, states(_random_transformer(heads, d, scale, depth, weights), h)
 
 
 class Pretrained(Subject):
-    """A model that reads the first tokens of a text, to which causal layers are fitted too. layers: of its attention
-    modules, as for `swap_attention`."""
+    """A pretrained model that reads, and is fitted to, the first tokens of a text.
+
+    layers: indices of attention layers, as for `swap_attention`.
+    """
 
     def __init__(self, model: str, text: str, tokenizer: str | None = None, length: int | None = None,
                  layers: Sequence[int] | None = None):
@@ -314,7 +340,10 @@ class Pretrained(Subject):
 
     @torch.no_grad()
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
-        """Relative error of the hidden states after each layer, the chosen layers approximated: (samples, layers)."""
+        """Return relative errors of the hidden states after each layer, (samples, layers).
+
+        Only the chosen layers are approximated.
+        """
         errors = []
         for sample in range(samples):
             with self.swapped(replace(mechanism, seed=1000 * seed + sample), self.chosen):
@@ -327,7 +356,7 @@ class Pretrained(Subject):
 
 
 def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
-    """Of attention without projections; a causal layer that is fitted is fitted to the same tensors."""
+    """Output of attention without projections; causal layers are fitted to its inputs."""
     state = mechanism.layer(layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0).eval()
     with state.calibration() if hasattr(state, "calibration") else nullcontext():
         state(layer.x, layer.y, layer.v)
@@ -335,15 +364,17 @@ def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
 
 
 def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: int) -> list[float]:
-    """Of each head: mean over random pairs of log E (estimate - SM)^2 / SM^2 with M = `features`, independent
-    projections."""
+    """Mean log E (estimate - SM)^2 / SM^2 over random pairs, for each head.
+
+    Projections are independent, and M = `features`.
+    """
     x, y = random_pairs(layer, PREDICTED, generator(seed))
     m = max(1, features // phi.width(1))
     return log_relative_mse(phi, x, y, layer.fit(phi), m).clamp(min=SMALL)[0].mean(-1).tolist()
 
 
 def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Queries and keys (1, H, pairs, d), float64; with causal attention a key is not later than its query."""
+    """Random queries and keys (1, H, pairs, d), float64; causal: key not after query."""
     i = torch.randint(layer.x.shape[2], (pairs,), generator=g)
     offset = layer.y.shape[2] - layer.x.shape[2]
     j = (torch.rand(pairs, generator=g) * (i + offset + 1 if layer.causal else layer.y.shape[2])).long()
@@ -351,7 +382,7 @@ def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Te
 
 
 def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
-    """Whether the exact variance of these coupled rows is known."""
+    """Whether the exact variance of the mechanism's coupled projections is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
     return mechanism.sampler_part.name in ("orthogonal", "simplex") and exact and couples(phi)
 

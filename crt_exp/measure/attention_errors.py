@@ -1,7 +1,9 @@
-"""Errors of attention: of outputs against m, from layer to layer, of the matrices of a protein model; sampler bias.
+"""Errors of attention outputs, layers and matrices, and the bias of samplers.
 
-Similarity of amino acids as in Vig et al., BERTology meets biology, 2020 (section 4): the correlation over heads of the
-shares of attention that two amino acids receive. Matrices of amino acids are (20, 20) in the order of `STANDARD`.
+The similarity of amino acids follows Vig et al., BERTology meets biology, 2020 (section 4): the correlation over heads
+of the shares of attention that two amino acids receive. Matrices of amino acids are (20, 20), in the order of
+`STANDARD`.
+
 Notation: H heads of all layers, n sequences.
 """
 
@@ -37,14 +39,14 @@ from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.samplers.bias import measured_bias
 from crt_exp.swap.calibration import swapped_states
 
-PAIRS = np.triu_indices(len(STANDARD), 1)  # 190, of different amino acids
+PAIRS = np.triu_indices(len(STANDARD), 1)  # the 190 pairs of different amino acids
 
 
 @checked("task")
 class ProjectionErrors(Series):
     """task=projections: MSE of the output against exact softmax attention.
 
-    q, k ~ N(0, scale^2) and v ~ N(0, 1), L tokens of dimension d, the same for every mechanism and m.
+    q, k ~ N(0, scale^2) and v ~ N(0, 1), L tokens of dimension d. All mechanisms and all m share them.
     """
 
     metric, over = "mse", "m"
@@ -53,7 +55,7 @@ class ProjectionErrors(Series):
         self.values, self.samples, self.source = list(ms), samples, Synthetic(length, 1, d, scale, 0)
 
     def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """errors, uniform: the MSE of each sample, and the MSE of uniform attention."""
+        """Return mean `mse`, and `errors` and `uniform` (uniform attention) by sample."""
         errors, uniform = zip(*(self.errors(mechanism, m, seed, i) for i in range(self.samples)))
         return {"mse": sum(errors) / len(errors), "errors": list(errors), "uniform": list(uniform)}
 
@@ -68,11 +70,13 @@ class ProjectionErrors(Series):
 
 @checked("task")
 class HeadErrors(Series):
-    """task=head_errors: MSE of the output of one random head, divided by the MSE of uniform attention (Performers
-    Figure 4).
+    """task=head_errors: MSE of the output of a random head (Performers Figure 4).
 
-    sum: mean |x + y|^2 of queries and keys. turn: radians between a query and the key at its position. Attention
-    without projections has the same errors at every m.
+    The MSE is divided by that of uniform attention. Attention without projections has equal errors at all m.
+
+    Args:
+        sum: Mean |x + y|^2 of queries and keys.
+        turn: Angle in radians between a query and the key at its position.
     """
 
     metric, over = "log_mse", "m"
@@ -90,18 +94,21 @@ class HeadErrors(Series):
 
 
 def scale_of(mean_sq_sum: float, d: int) -> float:
-    """The standard deviation of queries and keys that have this mean |x + y|^2."""
+    """Standard deviation of queries and keys with the given mean |x + y|^2."""
     return (mean_sq_sum / (2 * d**0.5)) ** 0.5
 
 
 @checked("task")
 class ErrorByLayer(Measurement):
-    """task=error_by_layer: relative error of the hidden states after each layer, with all attention approximated
-    (Performers Figure 14); growth: the error after the last layer over the error after the first.
+    """task=error_by_layer: error of the hidden states (Performers Figure 14).
 
-    init: a run of task=mlm, which reads one of `texts` passages of `length` tokens of WikiText-2's validation split
-    for each seed. Without it, a Transformer of random weights, tokens and projections for each seed, whose first layer
-    has the mean |x + y|^2 `sum`.
+    All attention layers are approximated. The record has the relative error after each layer, and `growth`: the error
+    after the last layer divided by that after the first.
+
+    Args:
+        init: A run of task=mlm, which reads one of `texts` passages of `length` tokens of WikiText-2's validation split
+            for each seed. Default: a Transformer with random weights, tokens and projections for each seed.
+        sum: Mean |x + y|^2 of the first layer, for random weights.
     """
 
     metric = "growth"
@@ -126,8 +133,11 @@ class ErrorByLayer(Measurement):
 
 @checked("task")
 class KernelBias(Measurement):
-    """task=kernel_bias: mean estimate over the exact kernel under a sampler, and its standard error, at x = y = e_1
-    (`at_unit`) and at x = y = (1, ..., 1) / sqrt(d) (`at_spread`)."""
+    """task=kernel_bias: mean estimate divided by the exact kernel, for a sampler.
+
+    Records the ratio and its standard error at x = y = e_1 (`at_unit`) and at x = y = (1, ..., 1) / sqrt(d)
+    (`at_spread`).
+    """
 
     metric = "at_unit_error"
 
@@ -148,11 +158,17 @@ class KernelBias(Measurement):
 
 @checked("task")
 class AttentionMaps(SwapMeasurement):
-    """task=attention_maps: relative errors |A' - A| / |A| (Frobenius norm over the heads of a layer) of the attention
-    matrices of one protein in a kept run. `drawn` adds each query's weights as a string.
+    """task=attention_maps: relative errors of the attention matrices of a protein.
 
-    With exact attention also the similarity of amino acids `by` its attention, by that of random weights, by their
-    frequencies in each sequence (composition) and overall: the correlation r with BLOSUM62, and p of Mantel's test.
+    The error is |A' - A| / |A| in the Frobenius norm over the heads of a layer. With exact attention, rows also compare
+    the similarity of amino acids with BLOSUM62: the correlation r, and p of Mantel's test. The similarity is `by`
+    attention, attention of random weights, frequencies in each sequence (composition), and overall frequency.
+
+    Args:
+        start: A run of task=trembl with exact attention.
+        entry: Accession of the protein in `file`.
+        sequences: Test sequences for the similarity of amino acids.
+        drawn: Also record the weights of each query as a string.
     """
 
     metric = "mean_error"
@@ -193,7 +209,10 @@ class AttentionMaps(SwapMeasurement):
 
 
 def of_proteins(start: str) -> language.KeptLanguageModel:
-    """The model of a run of task=trembl. Raises DataError and ConfigError for other folders."""
+    """Load the model of a run of task=trembl.
+
+    Raises DataError and ConfigError for other folders.
+    """
     kept = language.load(start, "task.start")
     if kept.symbols.get("letters") != LETTERS:
         raise ConfigError(f"task.start = {start} reads other symbols than amino acids: give a run of task=trembl")
@@ -201,7 +220,7 @@ def of_proteins(start: str) -> language.KeptLanguageModel:
 
 
 def entry_of(path: Path, accession: str) -> list[int]:
-    """The tokens of an entry. Raises DataError where the file has no such entry."""
+    """Return the tokens of an entry of a FASTA file. Raises DataError."""
     entries = {name.decode(): list(tokens) for name, tokens in protein.entries(path)}
     if accession not in entries:
         raise DataError(f"{path}: no entry {accession}; expected one of its accessions, such as {next(iter(entries))}")
@@ -209,7 +228,7 @@ def entry_of(path: Path, accession: str) -> list[int]:
 
 
 def with_random_weights(kept: language.KeptLanguageModel, start: str) -> language.LanguageModel:
-    """A model of the same sizes; its seed is a digest of the run's weights."""
+    """Return a model of equal sizes with random weights, seeded by the run's weights."""
     weights = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
     digest = hashlib.sha256(weights).hexdigest()[:16]
     torch.manual_seed(int(hashlib.sha256(digest.encode()).hexdigest()[:8], 16))
@@ -217,7 +236,10 @@ def with_random_weights(kept: language.KeptLanguageModel, start: str) -> languag
 
 
 def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
-    """(heads, L, L) of each layer: the outputs for one-hot values. Causal maps are fitted to the letters."""
+    """Return the attention matrices (heads, L, L) of each layer.
+
+    Causal maps are fitted to the letters.
+    """
     tokens = read_by(model, letters)
     return [A[0] for A in attention_matrices(fitted(model, [tokens]), tokens)]
 
@@ -225,11 +247,14 @@ def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
 @torch.no_grad()
 def attention_matrices(model: nn.Module, *inputs: Tensor,
                        keep: Callable[[Tensor], Tensor] = lambda A: A) -> list[Tensor]:
-    """keep(A) of each layer's matrix A (B, H, L, L) in one forward pass, in the order of the calls; rows sum to 1.
+    """Return keep(A) for the attention matrix A (B, H, L, L) of each layer.
 
-    A linear attention never forms its matrix, but that is its output for the unit vectors as values. Layers are those
-    that were swapped, and of models that were made with a `Mechanism` their own. Raises ValueError where there are
-    none: `swap_attention(model, "exact")` makes exact attention visible too.
+    Linear attention does not form A. Its output for one-hot values equals A, so one forward pass suffices. Rows of A
+    sum to 1. The result covers swapped layers, or else the layers of a model built with a `Mechanism`, in the order of
+    their calls.
+
+    Raises:
+        ValueError: If the model has no such layer. `swap_attention(model, "exact")` makes exact attention visible.
     """
     found, states = [], swapped_states(model)
     states = states or [part for part in model.modules() if isinstance(part, (LinearAttention, Baseline))]
@@ -239,7 +264,7 @@ def attention_matrices(model: nn.Module, *inputs: Tensor,
     def note(state: nn.Module, args: tuple, out: Tensor) -> None:
         q, k, _, *mask = args
         unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
-        found.append(keep(state.forward(q, k, unit, *mask)))  # not called as a module, which would come here again
+        found.append(keep(state.forward(q, k, unit, *mask)))  # calling the module would trigger this hook again
 
     with ExitStack() as stack:
         for state in states:
@@ -252,15 +277,19 @@ def attention_matrices(model: nn.Module, *inputs: Tensor,
 
 
 def read_by(model: nn.Module, letters: Sequence[int]) -> Tensor:
-    """Tokens (1, L) of a sequence, cut to the model's length; a causal model reads BEGIN and all letters but the last.
+    """Return tokens (1, L), cut to the model's length.
+
+    A causal model reads BEGIN and all letters except the last.
     """
     read = list(letters)[:model.description.length]
     return torch.tensor([[BEGIN, *read[:-1]] if model.description.causal else read], dtype=torch.long)
 
 
 def shares(model: nn.Module, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """(H, 20): the share of the attention of each head that goes to each of the standard amino acids, over all queries
-    of all sequences."""
+    """Return the shares of attention (H, 20) that each standard amino acid receives.
+
+    Shares are over all queries of all sequences.
+    """
     sums = 0.0
     for letters in sequences:
         tokens = read_by(model, letters)
@@ -270,14 +299,16 @@ def shares(model: nn.Module, sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def frequencies(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """(n, 20): the share of each standard amino acid in each sequence."""
+    """Return the shares (n, 20) of the standard amino acids in each sequence."""
     counts = np.stack([np.bincount(letters, minlength=len(STANDARD))[:len(STANDARD)] for letters in sequences])
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
 
 def similarity(values: np.ndarray) -> np.ndarray:
-    """(20, 20): Pearson's correlation over the rows of (rows, 20), heads or sequences. Raises ValueError where it is
-    not defined."""
+    """Pearson's correlation (20, 20) between the columns of values (rows, 20).
+
+    Rows are heads or sequences. Raises ValueError if the correlation is not defined.
+    """
     same = "".join(np.array([*STANDARD])[values.std(0) <= 1e-6 * values.mean(0)])
     if len(values) < 3 or same:
         which = f"the shares of {same} are equal in all" if same else "too few"
@@ -292,10 +323,10 @@ def blosum62() -> np.ndarray:
 
 
 def correlation(first: np.ndarray, second: np.ndarray, permutations: int = 9999, seed: int = 0) -> dict[str, float]:
-    """Pearson's r of two symmetric matrices over their 190 pairs, and p of Mantel's test, one-sided.
+    """Pearson's r of two symmetric matrices over 190 pairs, and one-sided Mantel's p.
 
-    Pairs that share an amino acid are not independent. So rows and columns of one matrix are permuted together, and p
-    is the share of permutations whose r is at least as large.
+    Pairs that share an amino acid are dependent, so rows and columns of one matrix are permuted together. p is the
+    share of permutations whose r is at least as large.
     """
     one, other = ((matrix - matrix[PAIRS].mean()) / (matrix[PAIRS].std() * len(PAIRS[0]) ** 0.5)
                   for matrix in (first, second))

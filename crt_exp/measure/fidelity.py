@@ -1,10 +1,10 @@
-"""Trained models with another attention and without training: losses, and errors of layers and hidden states.
+"""Errors and loss of trained models after a swap, without training.
 
-task=fidelity: a pretrained language model. task=swap_loss: a saved run with exact attention, whose weights are loaded
-as task.init does.
+task=fidelity measures a pretrained language model. task=swap_loss measures a saved run with exact attention, whose
+weights are loaded as by task.init.
 
-Notation: L tokens of a document, H query heads, d their dimension, D the width of the model, "above" the loss increase
-over exact attention in nats. Errors are relative, in the Frobenius norm.
+Notation: L tokens of a document, H query heads, Hkv key heads, d their dimension, D the width of the model. `above` is
+the loss increase over exact attention in nats. Errors are relative, in the Frobenius norm.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,10 @@ SPLITS = ("train", "valid", "test")  # of WikiText-2
 
 
 class LayerCall(NamedTuple):
-    """One call of an attention layer: q (1,H,L,d), k and v (1,Hkv,L,.), unscaled, and its output."""
+    """One call of an attention layer: inputs and output.
+
+    q (1, H, L, d), k and v (1, Hkv, L, .), unscaled.
+    """
 
     path: str
     q: Tensor
@@ -50,27 +53,34 @@ class LayerCall(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Hidden states of one document after each layer, and the mean loss of its predicted tokens in nats; None for a
-    bare encoder."""
+    """Hidden states of one document after each layer, and the mean loss in nats.
+
+    The loss is None for a bare encoder.
+    """
 
     states: list[Tensor]         # (1, L, D) each
     loss: float | None
 
     @property
     def embedding(self) -> Tensor:
-        """The last states, mean over tokens, (D,) float64."""
+        """Mean over tokens of the last hidden states, (D,) float64."""
         return self.states[-1][0].double().mean(0)
 
 
 class Subject(TextBench):
-    """A Hugging Face model that was trained with exact attention, and `texts` pieces of `length` tokens.
+    """A pretrained Hugging Face model and `texts` documents of `length` tokens.
 
-    model: a hub name, a folder or a run of task=mlm. text: held-out files or folders. calibration: others, to which
-    causal layers with fitted parameters are fitted, as by `calibrate_attention`. Pieces are spread over the text, whose
-    tokens are stored in `cache_dir`. `seed` sets the masked positions, the same for every attention.
+    Args:
+        model: Hub name, folder or run of task=mlm, trained with exact attention.
+        text: Held-out files or folders. Documents are spread over the text.
+        calibration: Other files, to fit causal layers with fitted parameters, as by `calibrate_attention`.
+        seed: Seed of the masked positions, which are equal for all attention.
+        cache_dir: Folder of cached tokens.
 
-    Raises DataError for a missing model, tokenizer or text. Raises ValueError for a model that was not trained with
-    exact attention or reads no text, for too few tokens, and for a file in both text and calibration.
+    Raises:
+        DataError: For a missing model, tokenizer or text.
+        ValueError: For a model without exact attention or text input, too few tokens, or a file in both text and
+            calibration.
     """
 
     def __init__(self, model: str, text: str | Sequence[str], calibration: str | Sequence[str] | None,
@@ -93,7 +103,7 @@ class Subject(TextBench):
 
     @torch.no_grad()
     def read(self, i: int) -> Pass:
-        """The model with its present attention on document i."""
+        """Run the model with its present attention on document i."""
         out = self.run(self.rows[i:i + 1])
         states = list(out.hidden_states[1:])
         if self.predicts is None:
@@ -106,7 +116,7 @@ class Subject(TextBench):
         return super().run(ids, output_hidden_states=True)
 
     def asked(self, i: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of document i; masked models get BERT's corruption."""
+        """Return inputs and labels of document i; masked models get BERT's corruption."""
         if self.causal:
             return super().asked(i)
         draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
@@ -114,7 +124,7 @@ class Subject(TextBench):
         return batch["input_ids"], batch["labels"]
 
     def captured(self, i: int) -> Pass:
-        """The exact model on document i; `calls` stores the calls of its attention layers."""
+        """Run the exact model on document i; append its attention calls to `calls`."""
         exact = self.read(i)
         self.calls.append(self.watched(self.rows[i:i + 1], LayerCall.of)[0])
         return exact
@@ -123,10 +133,14 @@ class Subject(TextBench):
 
     @torch.no_grad()
     def measured(self, mechanism: Mechanism) -> dict[str, np.ndarray]:
-        """Without training, of each document: `attention` (texts, calls), the relative error of every layer's output
-        for the exact model's queries, keys and values; `hidden` (texts, layers), that of the hidden states with all
-        layers swapped; `cosine` (texts,) of the mean states; `above` (texts,), the loss increase over exact attention
-        in nats, where the model predicts tokens."""
+        """Measure all documents with all attention layers swapped, without training.
+
+        Returns:
+            Arrays by name. `attention` (texts, calls): relative error of each layer's output for the exact model's
+            queries, keys and values. `hidden` (texts, layers): relative error of the hidden states. `cosine` (texts,):
+            cosine similarity of the mean states. `above` (texts,): loss increase over exact attention in nats, for
+            models that predict tokens.
+        """
         with self.swapped(mechanism) as states:
             of_texts = [self.of_text(i, states) for i in range(len(self.rows))]
         return {key: np.array([each[key] for each in of_texts]) for key in of_texts[0]}
@@ -148,13 +162,16 @@ class Subject(TextBench):
 
 
 def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
-    """|estimate - expected| / |expected| in the Frobenius norm over `dims` (default all), float64."""
+    """Return |estimate - expected| / |expected|, float64, in the Frobenius norm.
+
+    dims: dimensions of the norm. Default: all.
+    """
     error, size = (t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected))
     return error / size
 
 
 def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
-    """`count` of the rows, spread over the text. Raises ValueError for too few."""
+    """Select `count` rows, spread over the text. Raises ValueError if there are fewer."""
     if len(rows) < count:
         raise ValueError(f"{option} = {count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; give more "
                          "text, fewer pieces or a smaller task.length")
@@ -162,7 +179,7 @@ def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -
 
 
 def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:
-    """Raises ValueError where text and calibration share a file."""
+    """Raise ValueError if text and calibration share a file."""
     if calibration is None:
         return
     seen = {data.content(file): file for file in data.text_files(text)}
@@ -182,7 +199,7 @@ def subject(model: str, text: str | tuple[str, ...], calibration: str | tuple[st
 
 
 def files(text: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """Files of a text; train, valid and test name the parts of WikiText-2."""
+    """Return the files of a text; train, valid and test name splits of WikiText-2."""
     if text is None or isinstance(text, str):
         return str(official_file("wikitext2", text)) if text in SPLITS else text
     return tuple(text)
@@ -190,10 +207,11 @@ def files(text: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
 
 @checked("task")
 class Fidelity(SwapMeasurement):
-    """task=fidelity; see conf/task/fidelity.yaml for the options.
+    """task=fidelity: errors and loss of a pretrained language model after a swap.
 
-    Rows: `above`, `hidden_error`, `attention_error` and `cosine` of each document, lists; both errors of each `layer`;
-    last their means, with `cost` the mean of `above`; with attention=exact also the `loss` of the model.
+    conf/task/fidelity.yaml explains the options. Rows: lists over documents of `above`, `hidden_error`,
+    `attention_error` and `cosine`; both errors of each `layer`; then the means, with `cost` the mean of `above`. With
+    attention=exact the last row also has the `loss` of the model.
     """
 
     metric = "hidden_error"
@@ -228,7 +246,7 @@ class Fidelity(SwapMeasurement):
 
 
 def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Errors of each document, and of each layer, means over documents."""
+    """Return errors of each document, and of each layer averaged over documents."""
     measured = subject.measured(mechanism)
     layers = {f"{kind}_error": measured[kind].mean(0).tolist() for kind in ("attention", "hidden")}
     texts = {"attention_error": measured["attention"].mean(1), "hidden_error": measured["hidden"][:, -1],
@@ -241,13 +259,13 @@ def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[fl
 
 @lru_cache(maxsize=8)
 def task_of(start: str) -> Task:
-    """The task of a saved run, which starts from its weights."""
+    """Load the task of a saved run, which starts from its weights."""
     return kept_task(start, init=start)
 
 
 @checked("task")
 class SwapLoss(SwapMeasurement):
-    """task=swap_loss: metrics of a saved run with another attention and without training, one row a split."""
+    """task=swap_loss: metrics of a saved run after a swap, one row per split."""
 
     metric = "loss"
 
@@ -260,7 +278,7 @@ class SwapLoss(SwapMeasurement):
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
             looked_at(model, [called(task, batch) for batch in islice(task.batches("train", Plan(1)), self.fit)])
-        read = getattr(task, "metrics", task.evaluate)  # without what only a run's end asks for
+        read = getattr(task, "metrics", task.evaluate)  # without the additional output of a run's end
         for split in self.splits:
             found = read(model, split, Reader(task))
             yield {"split": split, "step": 0} | {metric: value for metric, value in found.items()
@@ -268,7 +286,7 @@ class SwapLoss(SwapMeasurement):
 
 
 def called(task: Task, batch: Batch) -> Any:
-    """What the model is called with."""
+    """Return the inputs that the model is called with."""
     if hasattr(task, "arguments"):
         return task.arguments(batch)
     return batch["images"] if "images" in batch else {key: batch[key] for key in batch if key != "labels"}

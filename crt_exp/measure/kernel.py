@@ -1,7 +1,9 @@
-"""Errors of softmax-kernel estimates, measured and in closed form: at angles, on tables, in clusters, at equal FLOPs.
+"""Errors of softmax-kernel estimates, measured and in closed form.
 
-Source: Hybrid Random Features (HRF). Notation: n pairs x, y (n, d) float64; SM(x, y) = exp(x.y). The relative error
-of an estimate is estimate / SM - 1, which does not overflow.
+Errors by angle, on tables, in clusters, and at equal FLOPs. Source: Hybrid Random Features (HRF).
+
+Notation: n pairs x, y (n, d) float64; SM(x, y) = exp(x.y). The relative error of an estimate is estimate / SM - 1,
+which does not overflow.
 """
 
 import math
@@ -35,10 +37,10 @@ from crt_exp.samplers.blocks import haar
 from crt_exp.samplers.noise import Nested
 from crt_exp.tasks.uci import scaler
 
-AT_ONCE = 2**24     # feature values held for a block of random projections
-SIDES = 2           # clusters of queries, and of keys
-TOKENS = 8          # the count of 2 * TOKENS minus that of TOKENS leaves out what is computed once
-MOST = 2**20        # projections
+AT_ONCE = 2**24     # maximum feature values in memory at once
+SIDES = 2           # clusters of queries, and of keys (task=clusters)
+TOKENS = 8          # FLOPs of 2 * TOKENS minus those of TOKENS exclude one-time work
+MOST = 2**20        # maximum number of projections
 Two = Annotated[int, Field(ge=2)]
 aten = torch.ops.aten
 ELEMENTWISE = (aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.neg, aten.exp, aten.log, aten.cos, aten.sin,
@@ -51,14 +53,17 @@ def generator(*key: int) -> torch.Generator:
 
 
 def drawn(phi: FeatureMap, mechanism: Mechanism, m: int, d: int, g: torch.Generator, batch: tuple[int, ...]) -> Nested:
-    """Random projections for the map, from the sampler of the mechanism."""
+    """Sample random projections for the map from the mechanism's sampler."""
     return phi.noise(m, lambda p: mechanism.sampler(p.m, d, g, batch=batch))
 
 
 def drawn_ratios(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params: Params, draws: int,
                  g: torch.Generator) -> Tensor:
-    """Estimate / SM for `draws` samples: (draws, n), or (draws, *heads, n) of x and y (1, *heads, n, d)."""
-    bias = torch.exp(phi.log_kernel(x, y) - (x * y).sum(-1))  # 1 but for SMREG
+    """Return estimate / SM for `draws` samples of the projections.
+
+    The shape is (draws, n), or (draws, *heads, n) for x and y (1, *heads, n, d).
+    """
+    bias = torch.exp(phi.log_kernel(x, y) - (x * y).sum(-1))  # 1 except for SMREG
     block, ratios = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m))), []
     for start in range(0, draws, block):
         batch = (min(block, draws - start), *[1] * max(0, x.ndim - 3))
@@ -69,25 +74,31 @@ def drawn_ratios(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Te
 
 def squared_errors(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, params: Params, groups: int,
                    draws: int, seed: int) -> Tensor:
-    """Mean squared relative errors over `draws` samples, for each of `groups` independent groups: (groups, n).
+    """Return mean squared relative errors (groups, n) over `draws` samples each.
 
-    Maps with equal numbers of projections share them for a given seed.
+    For a given seed, maps with equal numbers of projections share them.
     """
     ratios = drawn_ratios(phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed))
     return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
 
 
 def log_relative_mse(phi: FeatureMap, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
-    """log E (estimate / SM - 1)^2 for m iid projections and each pair, in closed form; includes the bias of SMREG."""
+    """Return log E (estimate / SM - 1)^2 for each pair, in closed form.
+
+    Assumes m iid projections; includes the bias of SMREG.
+    """
     logits = (x * y).sum(-1)
-    log_bias = phi.log_kernel(x, y) - logits  # 0 but for SMREG
+    log_bias = phi.log_kernel(x, y) - logits  # 0 except for SMREG
     variance = phi.log_mse(x, y, params, m) - 2 * logits
     return torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
 
 
 def mse_record(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, params: Params, groups: int, draws: int,
                seed: int) -> tuple[dict[str, float], list[float]]:
-    """E (estimate - SM)^2 over pairs, measured and for iid projections in closed form; and of each group."""
+    """Return E (estimate - SM)^2 over pairs, and its value in each group.
+
+    The first is measured, and for iid projections also in closed form.
+    """
     weight = (2 * (x * y).sum(-1)).exp()                                         # SM^2
     mse = (squared_errors(phi, mechanism, x, y, params, groups, draws, seed) * weight).mean(-1)
     closed = log_relative_mse(phi, x, y, params, mechanism.m).exp() * weight
@@ -95,7 +106,7 @@ def mse_record(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, para
 
 
 def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """x and y (n, d) of length r at angles theta (n,), each pair in a random plane."""
+    """Return x and y (n, d) of norm r at angles theta (n,), in random planes."""
     u, v = torch.randn(2, len(theta), d, generator=g, dtype=torch.float64)
     u = F.normalize(u, dim=-1)
     v = F.normalize(v - (v * u).sum(-1, keepdim=True) * u, dim=-1)
@@ -103,16 +114,16 @@ def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> tuple[Tens
 
 
 def angles_of(n: int) -> Tensor:
-    """n angles from 0 to pi, both included."""
+    """Return n angles from 0 to pi, both included."""
     return torch.linspace(0.0, math.pi, n, dtype=torch.float64)
 
 
 @checked("task")
 class Pointwise(Series):
-    """task=pointwise: root mean squared relative error at each angle, and the largest (HRF 4.1, Figures 2 and 5).
+    """task=pointwise: relative RMSE at each angle, and the largest (HRF Figs. 2, 5).
 
-    One record per length. Parameters are fitted to all pairs of a length. `groups` are independent, for intervals; the
-    closed form is for iid projections.
+    One record per length (HRF 4.1). Parameters are fitted to all pairs of a length. Groups are independent, for
+    intervals. The closed form assumes iid projections.
     """
 
     metric, over = "largest_error", "length"
@@ -121,7 +132,7 @@ class Pointwise(Series):
         self.d, self.values, self.angles, self.groups, self.draws = d, list(lengths), angles, groups, draws
 
     def of(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """error, closed_form: one number per angle; largest_of_groups: one per group."""
+        """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
         theta, phi = angles_of(self.angles), mechanism.map("softmax")
         x, y = at_angles(theta, r, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
@@ -138,10 +149,10 @@ class Pointwise(Series):
 
 @checked("task")
 class QMC(Measurement):
-    """task=qmc: E (estimate - SM)^2, the mean over pairs of different rows of a table (HRF 4.1, Table 1).
+    """task=qmc: E (estimate - SM)^2 over pairs of table rows (HRF 4.1, Table 1).
 
-    scaling: of the columns, as in task=uci; one factor then gives the rows the root mean squared length `length`.
-    Parameters are fitted to all rows, on both sides. closed_form: for iid projections.
+    Columns are scaled as in task=uci; one factor then gives the rows the root mean squared norm `length`. Parameters
+    are fitted to all rows, as queries and keys. The closed form assumes iid projections.
     """
 
     metric = "mse"
@@ -165,7 +176,7 @@ class QMC(Measurement):
                **bias_record(phi, mechanism.sampler, self.data, self.data, params)}
 
     def random_pairs(self, g: torch.Generator) -> tuple[Tensor, Tensor]:
-        """x and y (pairs, d): random pairs of different rows."""
+        """Return x and y (pairs, d): random pairs of different rows."""
         n = len(self.data)
         i = torch.randint(n, (self.pairs,), generator=g)
         return self.data[i], self.data[(i + torch.randint(1, n, (self.pairs,), generator=g)) % n]
@@ -176,14 +187,17 @@ class QMC(Measurement):
 
 @checked("task")
 class Clusters(Series):
-    """task=clusters: E (estimate - SM)^2 over random pairs, for each m and repetition (HRF H.3, Table 3).
+    """task=clusters: E (estimate - SM)^2 for clustered data (HRF H.3, Table 3).
 
-    Two vectors, each rotated by two random orthogonal matrices, are the centres of two clusters of queries and two of
-    keys. All points have one norm.
+    One record per m. Two random vectors, each rotated by two random orthogonal matrices, are the centres of two
+    clusters of queries and two of keys. The seed fixes the data; projections differ between repetitions.
 
-    agreeing: share of the coordinates in which centres of queries and keys have the same sign; at 0 a real diagonal M
-    has no loss (HRF (21)) at the centres. spread: standard deviation of the points around a centre of length 1, times
-    sqrt(d). length: of all points. points: per cluster. A seed fixes the data; projections differ between repetitions.
+    Args:
+        agreeing: Share of the coordinates in which centres of queries and keys have equal sign. At 0 a real diagonal M
+            is optimal at the centres (HRF (21)).
+        spread: Standard deviation of the points around a centre of norm 1, times sqrt(d).
+        length: Norm of all points.
+        points: Points of each cluster.
     """
 
     metric, over = "mse", "m"
@@ -194,7 +208,7 @@ class Clusters(Series):
         self.values, self.pairs, self.repeats = list(ms), pairs, repeats
 
     def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """`mse_of_repeats` has one number per repetition."""
+        """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
         phi, (xs, ys) = mechanism.map("softmax"), self.points_of(seed)
         i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
         record, of_repeats = mse_record(phi, replace(mechanism, m=m), xs[i], ys[j], phi.fit(Statistics.of(xs, ys)),
@@ -202,7 +216,7 @@ class Clusters(Series):
         return {**record, "mse_of_repeats": of_repeats}
 
     def centres(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Centres of queries and keys, (2, d) each, of length 1."""
+        """Return centres of queries and keys, (2, d) each, of norm 1."""
         g = generator(seed, 0)
         v = F.normalize(torch.randn(2, 1, self.d, generator=g, dtype=torch.float64), dim=-1)
         turned = (v.unsqueeze(1) @ haar((2, SIDES, self.d, self.d), g)).squeeze(-2)          # (sides, 2, d)
@@ -212,7 +226,7 @@ class Clusters(Series):
         return queries * signs, keys * torch.where(same, signs, -signs)
 
     def points_of(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Queries and keys, (2 points, d) each, of length `length`."""
+        """Return queries and keys, (2 points, d) each, of norm `length`."""
         g, size = generator(seed, 1), (self.points, self.d)
         sides = [torch.cat([centre + self.spread / self.d**0.5 * torch.randn(size, generator=g, dtype=torch.float64)
                             for centre in centres]) for centres in self.centres(seed)]
@@ -225,11 +239,13 @@ class Clusters(Series):
 
 @checked("task")
 class Flops(Series):
-    """task=flops: for each budget in FLOPs per token, the largest number of projections within it, and their error.
+    """task=flops: error of the most projections within a budget of FLOPs per token.
 
-    The error is the root mean squared relative error over pairs of one length at angles from 0 to pi, as in
-    task=pointwise. counted: "features" of a token, or its "attention", with the products of a query and a key with
-    values of width d. If one projection exceeds the budget, m = 0 and there is no error.
+    The error is the relative RMSE over pairs of one norm at angles from 0 to pi, as in task=pointwise. If one
+    projection exceeds the budget, m = 0 and the error is None.
+
+    counted: "features" of a token, or "attention": features of a query and a key, and their products with values of
+    width d.
     """
 
     metric, over = "error", "budget"
@@ -240,7 +256,7 @@ class Flops(Series):
         self.angles, self.groups, self.draws = angles, groups, draws
 
     def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        """m, columns, FLOPs and errors of the most projections within the budget."""
+        """Return m, columns, FLOPs and errors of the most projections within the budget."""
         phi = mechanism.map("softmax")
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
@@ -255,7 +271,10 @@ class Flops(Series):
 
 
 def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
-    """FLOPs per token. Attention: features of a query and a key, and their products with values and with ones."""
+    """Return FLOPs per token.
+
+    "attention" counts the features of a query and a key, and their products with values and ones.
+    """
     bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
 
     def run(x: Tensor) -> Tensor:
@@ -265,19 +284,19 @@ def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted
 
 
 def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
-    """FLOPs of run(x) per row of x (2 * TOKENS, d), without what is computed once."""
-    run(x)  # the projections compute some tables once and store them
+    """Return FLOPs of run(x) per row of x (2 * TOKENS, d), without one-time work."""
+    run(x)  # warm-up: the projections cache some tables
     return (count(partial(run, x)) - count(partial(run, x[:TOKENS]))) / TOKENS
 
 
 def columns(f: Features | Blocks) -> Tensor:
-    """The features, (L, M); those of hybrids are combined after the exponential, as in attention."""
+    """Return the features (L, M); those of hybrids are combined after the exponential."""
     return together(f.parts, [part.base.exp() for part in f.parts]) if isinstance(f, Blocks) else f.exp()
 
 
 @torch.no_grad()
 def count(run: Callable[[], Any]) -> int:
-    """FLOPs of a call."""
+    """Return the FLOPs of a call."""
     of_numbers, of_terms = (lambda *shapes, out_shape=None, **_: prod(out_shape)), (lambda shape, *_, **__: prod(shape))
     formulas = dict.fromkeys(ELEMENTWISE, of_numbers) | dict.fromkeys(SUMS, of_terms)
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
@@ -286,7 +305,7 @@ def count(run: Callable[[], Any]) -> int:
 
 
 def most_within(cost: Callable[[int], float], budget: float) -> int:
-    """The largest m that costs at most the budget; 0 if there is none."""
+    """Return the largest m whose cost is within the budget; 0 if there is none."""
     high = 1
     while high <= MOST and cost(high) <= budget:
         high *= 2
@@ -298,9 +317,10 @@ def most_within(cost: Callable[[int], float], budget: float) -> int:
 
 @checked("task")
 class RankingCost(Measurement):
-    """task=ranking_cost: FLOPs and processor time (ms, one thread, each round) of ranking the patches of one image.
+    """task=ranking_cost: FLOPs and CPU time of ranking the patches of an image.
 
-    Queries and keys lie on the unit sphere. Exact attention forms its matrix. Methods take turns.
+    The time is in ms on one thread, one value per round; methods take turns. Queries and keys are on the unit sphere.
+    Exact attention forms its matrix.
     """
 
     metric = "flops"
@@ -325,21 +345,21 @@ def on_sphere(rows: int, d: int) -> Tensor:
 
 
 def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
-    """Mean time of `calls` calls."""
+    """Return the mean time of `calls` calls, ms."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
     return milliseconds(lambda: [column_sums(layer, q, k) for _ in range(calls)], clock=PROCESSOR) / calls
 
 
 def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
-    """FLOPs, linear in the patches with features; what is computed once is left out."""
+    """Return FLOPs, without one-time work; linear in the patches with features."""
     if not mechanism.estimates:
         return length**2 * (2 * d + 4) if mechanism.is_exact else 0  # products, exp, two sums, one division
     phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
     params = phi.fit(Statistics.of(x, x))
     bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
 
-    def ranked(x: Tensor) -> Tensor:  # column sums of normalised linear attention of x to itself
+    def ranked(x: Tensor) -> Tensor:  # column sums of normalised linear self-attention
         f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
         return g @ ((1 / (f @ g.sum(0))) @ f)
     return round(per_token(ranked, x) * length)

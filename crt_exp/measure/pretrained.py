@@ -1,7 +1,11 @@
-"""Pretrained models with another attention, without training: task=swap_text, a language model on new text and on
-repeated passages; task=swap_embeddings, an encoder of sentences; task=swap_images, a vision transformer.
+"""Pretrained models after a swap, without training.
 
-Models are those of `python -m crt_exp.data fetch`, or folders. Exact attention reads each row once in a process.
+task=swap_text: a language model on new text and on repeated passages. task=swap_embeddings: a sentence encoder.
+task=swap_images: a vision transformer.
+
+Models are those of `python -m crt_exp.data fetch`, or folders. Outputs of exact attention are computed once per
+process.
+
 Notation: L tokens of a row, n predicted tokens, B documents.
 """
 
@@ -30,9 +34,9 @@ from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.saved import fetched
 
-APART = 8192                  # tokens between the starts of two rows, so that lengths share their documents
-CHARACTERS = 1_500_000        # of a split that are read
-FITTED = 1024                 # tokens of a row that a language model is fitted to, at most
+APART = 8192                  # tokens between the starts of rows, so that all lengths use the same documents
+CHARACTERS = 1_500_000        # characters to read from a split
+FITTED = 1024                 # maximum tokens of a calibration row
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,27 +47,27 @@ class Opened(NamedTuple):
     tokenizer: Any
 
     def encoded(self, text: str) -> Tensor:
-        """(n,), without special tokens."""
+        """Return token ids (n,) without special tokens."""
         return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
                             dtype=torch.long)
 
 
 class Row(NamedTuple):
-    """ids (1, L), and the positions (n,) whose tokens a model predicts."""
+    """Token ids (1, L), and the positions (n,) of the predicted tokens."""
 
     ids: Tensor
     places: Tensor
 
 
 class Reading(NamedTuple):
-    """At each position of a row (n,): the loss of its token in nats, and the most likely token."""
+    """Loss in nats and most likely token at each predicted position of a row, (n,)."""
 
     nats: Tensor
     best: Tensor
 
 
 def folder_of(model: str) -> Path:
-    """Raises DataError, which names the command that fetches it, for a model that is missing."""
+    """Return the folder of a model. Raises DataError that names the fetch command."""
     return fetched(model) or Path(model)
 
 
@@ -77,16 +81,16 @@ def opened(model: str) -> Opened:
 # ---- rows
 
 
-FitText = Literal["train", "code"]     # what attention is fitted to: the training text, or another kind of text
+FitText = Literal["train", "code"]     # calibration text: WikiText-2's training split, or source code
 
 
 def code() -> str:
-    """Source text of Python's own modules."""
+    """Return the source of Python's standard library."""
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py")))
 
 
 def plain_text(split: str) -> str:
-    """A split of WikiText-2 without the blanks of its tokenisation, or "code"."""
+    """Return a split of WikiText-2 without tokenisation blanks, or "code"."""
     if split == "code":
         return code()[:CHARACTERS]
     lines = lines_of([official_file("wikitext2", split)], "<unk>")
@@ -105,7 +109,7 @@ def tokens(model: str, split: str) -> Tensor:
 
 
 def passage(model: str, split: str, seed: int, length: int) -> Tensor:
-    """(length,) tokens of row number `seed`. Raises ValueError where the split is too short."""
+    """Return (length,) tokens of row `seed`. Raises ValueError for a short split."""
     text, first = tokens(model, split), seed * APART
     if first + length > len(text):
         raise ValueError(f"row {seed} of {length} tokens ends at token {first + length}, and the {split} text of "
@@ -118,7 +122,10 @@ def new(model: str, length: int, seed: int) -> Row:
 
 
 def repeated(model: str, length: int, seed: int) -> Row:
-    """The second half repeats the first; its first tokens are not judged."""
+    """Return a row whose second half repeats the first half.
+
+    The first tokens of the second half are not predicted.
+    """
     half = length // 2
     return Row(passage(model, "valid", seed, half).repeat(2)[None], torch.arange(half + UNSURE, 2 * half))
 
@@ -131,7 +138,7 @@ ROWS = {"new": new, "repeated": repeated}
 
 @lru_cache(maxsize=4)
 def exact_of(model: str, kind: str, length: int, seed: int) -> tuple[Row, Reading]:
-    """A row and its reading with exact attention."""
+    """Return a row and its reading with exact attention."""
     made = ROWS[kind](model, length, seed)
     return made, read(opened(model).model, made)
 
@@ -148,7 +155,7 @@ def read(model: nn.Module, row: Row) -> Reading:
 
 
 def bench_of(model: str, row: Row, length: int, fit: int, fit_text: str) -> TextBench:
-    """Attention is fitted to `fit` rows of a text."""
+    """Return a bench of the model on a row, with `fit` calibration rows."""
     fitted_to = [passage(model, fit_text, i, min(length, FITTED)) for i in range(fit)]
     return TextBench(opened(model).model, row.ids, torch.stack(fitted_to))
 
@@ -156,8 +163,10 @@ def bench_of(model: str, row: Row, length: int, fit: int, fit_text: str) -> Text
 @contextmanager
 def arranged(method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int, dtype: str | None = None
              ) -> Iterator[nn.Module]:
-    """The whole model, with this attention in the model of the bench; with `dtype` a copy of that type with exact
-    attention, for comparison."""
+    """Swap attention in the bench's model and yield the whole model.
+
+    With `dtype`, yield a copy of that type with exact attention instead.
+    """
     if dtype is not None:
         yield in_type(whole, dtype)
         return
@@ -166,7 +175,10 @@ def arranged(method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int,
 
 
 def in_type(model: nn.Module, dtype: str) -> nn.Module:
-    """A copy with parameters of that type. Rotary frequencies are buffers and stay float32, as in a loaded model."""
+    """Return a copy with parameters of type `dtype`.
+
+    Rotary frequencies are buffers and stay float32, as in a loaded model.
+    """
     made = deepcopy(model)
     for each in made.parameters():
         each.data = each.data.to(DTYPES[dtype])
@@ -175,9 +187,12 @@ def in_type(model: nn.Module, dtype: str) -> nn.Module:
 
 @checked("task")
 class SwapText(SwapMeasurement):
-    """task=swap_text: a language model on row number `seed` of a kind. `nats` a token, their increase over exact
-    attention `above`, and the share of tokens `agrees` where exact attention predicts the same one. With dtype the
-    model computes in that type, with exact attention. Attention is fitted to `fit` rows of `fit_text`."""
+    """task=swap_text: loss of a language model on one row of text after a swap.
+
+    The row is number `seed` of its kind. Records `nats` per token, the increase `above` over exact attention, and the
+    share of tokens `agrees` with equal predictions. With `dtype`, the whole model has that type and exact attention.
+    Attention is fitted to `fit` rows of `fit_text`.
+    """
 
     metric = "above"
 
@@ -209,8 +224,10 @@ def encoder(model: str) -> tuple[nn.Module, Any]:
 
 @checked("task")
 class SwapEmbeddings(SwapMeasurement):
-    """task=swap_embeddings: the mean state of each of `texts` pieces of WikiText-2 of `length` tokens, and its `cosine`
-    to the mean state with exact attention. Attention is fitted to `fit` pieces of `fit_text`."""
+    """task=swap_embeddings: cosine of an encoder's mean states to exact attention's.
+
+    The input is `texts` passages of `length` tokens of WikiText-2. Attention is fitted to `fit` passages of `fit_text`.
+    """
 
     metric, lower_is_better = "mean", False
 
@@ -241,8 +258,10 @@ class SwapEmbeddings(SwapMeasurement):
 
 @checked("task")
 class SwapImages(SwapMeasurement):
-    """task=swap_images: the state of a vision transformer for each of `images` pictures of the validation split of
-    `size` pixels, and its `cosine` to that with exact attention. Attention is fitted to `fit` training images."""
+    """task=swap_images: cosine of a vision transformer's outputs to exact attention's.
+
+    The input is `images` validation images of `size` pixels. Attention is fitted to `fit` training images.
+    """
 
     metric, lower_is_better = "mean", False
 

@@ -1,8 +1,10 @@
-"""Single far keys that matter: task=far_key, heads in which each query gives most of its weight to one of them;
-task=swap_recall, a model trained to recall pairs; task=swap_copying, a model that copies passages. Dense baselines show
-the output of other attention, not its cost.
+"""Retrieval of single distant keys: synthetic heads and trained models.
 
-Notation: L tokens, H heads, R queries, d, dv.
+task=far_key: heads in which each query gives most of its weight to one key. task=swap_recall: a model trained on
+associative recall. task=swap_copying: a model that copies passages. Dense baselines reproduce the output of other
+methods, not their cost.
+
+Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +35,12 @@ from crt_exp.nearfar.choice import Sizes, rows_at
 from crt_exp.tasks.mlm import repeated
 from crt_exp.tasks.sequences import drawn
 
-OWN = ("uniform", "window", "nearfar")  # methods of task=far_key beside the baselines
-CALIBRATION = 4        # rows that statistics are made of
-ROWS = 4               # of one seed of task=swap_copying, and of the training text that statistics are made of
-NEAR, PAGE = 64, 16    # keys that are read around a query; keys of a page
-LLOYD = 10             # passes of k-means
-CELLS, AT = 64, 512    # clusters, as the root of the length: so many at that length
+OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
+CALIBRATION = 4        # calibration rows of task=swap_recall
+ROWS = 4               # test rows of a seed of task=swap_copying, and calibration rows
+NEAR, PAGE = 64, 16    # last keys that a query always attends to; keys of a page
+LLOYD = 10             # iterations of k-means
+CELLS, AT = 64, 512    # CELLS clusters at length AT; the number grows as the square root of the length
 
 
 # ---- heads
@@ -46,9 +48,13 @@ CELLS, AT = 64, 512    # clusters, as the root of the length: so many at that le
 
 @checked("task")
 class FarKey(Measurement):
-    """task=far_key: relative error of the output of several `methods` (uniform, window, nearfar or a dense baseline)
-    on causal heads. Each of the last `queries` gives `weight` to one key at least `far` tokens back. Keys are
-    iid normal, or in normal `clusters` with 0.64 of the variance between them. near-far has sqrt(length) clusters.
+    """task=far_key: relative error of methods on heads with one important distant key.
+
+    Heads are causal. Each of the last `queries` gives `weight` to one key at least `far` tokens back. Keys are iid
+    normal, or in normal `clusters` with 64% of the variance between clusters. near-far has a number of clusters
+    proportional to sqrt(length).
+
+    methods: uniform, window, nearfar or a dense baseline (a key of BASELINES), with options in text.
     """
 
     metric = "error"
@@ -78,7 +84,10 @@ class FarKey(Measurement):
         return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=True, **options)
 
     def draw(self, seed: int) -> tuple[Tensor, ...]:
-        """q (1, H, R, d) for keys k and values v (1, H, L, d), to be scaled by 1."""
+        """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
+
+        The attention scale is 1.
+        """
         g, H, L = torch.Generator().manual_seed(seed), self.heads, self.length
         k, places = torch.randn(H, L, self.d, generator=g), torch.arange(L - self.queries, L)
         if self.clusters:
@@ -89,8 +98,11 @@ class FarKey(Measurement):
         return tuple(t.unsqueeze(0) for t in (q, k, torch.randn(H, L, self.d, generator=g)))
 
     def towards(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
-        """Queries (H, R, d) in the direction of keys k (H, L, d) at `target` (H, R), scaled such that these get
-        `weight` among the keys that are not hidden (R, L); less where a longer key lies in that direction."""
+        """Return queries (H, R, d) with attention weight `weight` on target keys.
+
+        Queries have the direction of the keys k (H, L, d) at `target` (H, R), and are scaled by bisection; keys in
+        `hidden` (R, L) are excluded. The weight is less if a longer key has a similar direction.
+        """
         unit = F.normalize(rows_at(k, target), dim=-1)
         logits = (unit @ k.mT).masked_fill(hidden, -torch.inf)
         low, high = torch.zeros(*target.shape, 1), torch.full((*target.shape, 1), 50.0)
@@ -106,8 +118,11 @@ class FarKey(Measurement):
 
 @checked("task")
 class SwapRecall(SwapMeasurement):
-    """task=swap_recall: the share of correct values, `accuracy`, over all pairs in `evaluated` rows of `length` tokens,
-    by a run of task=recall with another attention, without training. The seed selects rows, not projections."""
+    """task=swap_recall: accuracy of a run of task=recall after a swap.
+
+    `accuracy` is the share of correct values over all pairs in `evaluated` rows of `length` tokens. There is no
+    training. The seed selects rows, not projections.
+    """
 
     metric, lower_is_better = "accuracy", False
 
@@ -148,7 +163,10 @@ def blocks(start: str, split: str, length: int) -> Tensor:
 
 
 def passages(start: str, split: str, length: int, seed: int) -> Tensor:
-    """(ROWS, length): the second half of each row is its first half from a random place on."""
+    """Return (ROWS, length) tokens; the second half of a row repeats the first half.
+
+    The repetition starts at a random position of the first half.
+    """
     text, g = blocks(start, split, length), generator_of(seed, length)
     rows = text[torch.randperm(len(text), generator=g)[:ROWS]]
     return repeated(rows, 1.0, torch.rand(2, len(rows), generator=g))
@@ -156,9 +174,11 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
 
 @checked("task")
 class SwapCopying(SwapMeasurement):
-    """task=swap_copying: nats a token of the first half of rows of the test text, `new`, and of the second but for its
-    beginning, which repeats it, `copied`; `gain`: by which the second is cheaper. By a run of task=mlm with another
-    attention, or a dense `baseline`, not trained."""
+    """task=swap_copying: loss of a run of task=mlm after a swap, without training.
+
+    `new`: nats per token of the first half of test rows. `copied`: nats per token of the second half, which repeats the
+    first half, without its beginning. `gain`: new - copied. A dense `baseline` can replace the attention.
+    """
 
     metric = "copied"
 
@@ -179,12 +199,12 @@ class SwapCopying(SwapMeasurement):
 
 # ---- dense baselines
 #
-# All take queries q (1, H, R, d), the last R of keys k (1, H, L, d), to be scaled by 1, and values v (1, H, L, dv).
-# keys: the number that a query retrieves in addition to the last `near` and the `first` ones.
+# Arguments: queries q (1, H, R, d) at the last R positions of keys k (1, H, L, d), values v (1, H, L, dv); scale 1.
+# keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
 
 
 def seen(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
-    """The keys that each query always reads, and the others in its past, (R, L) each."""
+    """Return masks (R, L) of the keys always attended to, and of other past keys."""
     places = torch.arange(k.shape[2])
     ago = places[len(places) - q.shape[2]:].unsqueeze(1) - places
     close = (ago >= 0) & ((ago < near) | (places < first))
@@ -192,36 +212,41 @@ def seen(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
 
 
 def reading(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int) -> Tensor:
-    """Softmax over the near keys of each query and, of those that are far from it (R, L), the `keys` of the largest
-    rank (1, H, R, L)."""
+    """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L).
+
+    near, far: masks (R, L).
+    """
     best = rank.masked_fill(~far, -torch.inf).topk(min(keys, rank.shape[-1]), -1).indices
     read = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
     return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
 
 
 def largest(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
-    """The largest weights, which no one knows without all of them, and no others."""
+    """Oracle: near keys and the keys with the largest weights."""
     return reading(q, k, v, q @ k.mT, *seen(q, k, near, first), keys)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
-    """After Quest (Tang et al., 2024): pages of consecutive keys, by a bound on their best logit, and no others."""
+    """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
     of_page = k.unflatten(2, (-1, PAGE))
     rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
     return reading(q, k, v, rank.repeat_interleave(PAGE, -1), *seen(q, k, near, first), keys)
 
 
 def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
-    """After Multipole Attention (Kim et al., 2025), R = L: the keys of the clusters whose centroids rank first, as many
-    as `keys`, and the other clusters by centroid, number and mean value so far. Clusters are of the whole sequence,
-    whose future they see: with less to go by it could do no better."""
+    """After Multipole Attention (Kim et al., 2025): keys of clusters, for R = L.
+
+    A query attends to the keys of the clusters whose centroids rank first, up to `keys` keys. Other clusters contribute
+    by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
+    optimistic.
+    """
     length, K = q.shape[2], cells_at(q.shape[2])
     centres, cell = kmeans(k, K)
     member = F.one_hot(cell, K).to(k)                                                        # (1, H, L, K)
     close, far = seen(q, k, near, first)
     there = member.clone()
     there[:, :, :first] = 0
-    there = torch.cat([torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2)        # the last are near
+    there = torch.cat([torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2)        # excludes near keys
     N = there.cumsum(2)
     late = torch.cat([torch.zeros_like(v[:, :, :near]), v[:, :, :-near]], 2)
     V = (there.unsqueeze(-1) * late.unsqueeze(3)).cumsum(2) / N.clamp(min=1).unsqueeze(-1)   # (1, H, L, K, dv)
@@ -237,7 +262,7 @@ def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first
 
 
 def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """Centroids (1, H, K, d) of keys (1, H, L, d), and the cluster of each (1, H, L)."""
+    """Return centroids (1, H, K, d) of keys (1, H, L, d), and assignments (1, H, L)."""
     centres = k[:, :, torch.linspace(0, k.shape[2] - 1, K).round().long()]
     for _ in range(LLOYD):
         member = F.one_hot(torch.cdist(k, centres).argmin(-1), K).to(k)
@@ -255,7 +280,10 @@ BASELINES: dict[str, Callable[..., Tensor]] = {"largest": largest, "pages": page
 
 @dataclass(frozen=True)
 class Layers:
-    """Attention of a maker of layers, for a bench in place of a `Mechanism`; `name` is what tables call it."""
+    """Adapter for a bench: a maker of layers in place of a `Mechanism`.
+
+    name: label in tables.
+    """
 
     make: LayerMaker
     name: str
@@ -265,8 +293,11 @@ class Layers:
 
 
 def attention_of(method: str | Mechanism, **given: Any) -> Mechanism | Layers | None:
-    """None for exact attention; a baseline in text ("pages keys=64"), or a method as `Mechanism.parse` reads it with
-    what is given."""
+    """Return a dense baseline or a `Mechanism`; None for exact attention.
+
+    method: a baseline in text ("pages keys=64"), or a method as for `Mechanism.parse`. given: options of
+    `Mechanism.parse`.
+    """
     if isinstance(method, Mechanism):
         return None if method.is_exact else method
     name, options = split_words(method)
@@ -276,7 +307,7 @@ def attention_of(method: str | Mechanism, **given: Any) -> Mechanism | Layers | 
 
 
 class Baseline(AttentionLayer):
-    """A dense baseline in the place of attention. Raises ValueError for a padding mask, which it does not know."""
+    """Attention layer of a dense baseline. Raises ValueError for padding masks."""
 
     def __init__(self, attend: Callable[..., Tensor], heads: int, d: int, *, kv_heads: int | None = None,
                  causal: bool = False, scaling: float | None = None, layer: int = 0):

@@ -1,11 +1,11 @@
-"""Softmax over many classes: cost and gradient of sampled softmax, and random-feature estimates of its distribution.
+"""Sampled softmax: time, gradient bias and variance, class distributions.
 
-Sampled softmax: synthetic classes, whose targets follow Zipf's law; class 0 is the most frequent.
+Synthetic classes: targets follow Zipf's law, and class 0 is the most frequent.
 
-Distributions (HRF 4.2): the model is a run of task=ptb. Queries x are its outputs at the words of the test split, keys
-y the embeddings of all words; both are divided by the square root of the temperature, so that the kernel is exp(x.y).
-Distances compare the distributions over class numbers: W1 = sum_c |F_c - F^_c| and KS = max_c |F_c - F^_c|; the paper
-does not state its one-dimensional distributions. Negative estimates are set to 0 and rows normalised before that.
+Class distributions (HRF 4.2): queries x are the outputs of a run of task=ptb at the words of the test split, and keys y
+are the embeddings of all words. Both are divided by the square root of the temperature, so that the kernel is exp(x.y).
+Distances compare distributions over class numbers: W1 = sum_c |F_c - F^_c| and KS = max_c |F_c - F^_c|. The paper does
+not define its one-dimensional distributions. Negative estimates are set to 0, then rows are normalised.
 
 Notation: V classes, d dimension, B queries of a batch or block, k negatives, m projections, n queries x.
 """
@@ -38,19 +38,22 @@ from crt_exp.samplers.noise import Nested
 from crt_exp.tasks.base import Reader
 
 D, BATCH, NEGATIVES = 64, 700, 40
-FULL_PAIRS = 2**28  # pairs of a query and a class that the full softmax and its gradient take at once: 3 GiB
-RATE = 1e-3         # learning rate of timed steps
-GROUPS = 32         # of classes: the likely classes of a query are mostly in one group
-WITHIN = 0.3        # share of the squared length of a class vector that is its own, not that of its group
-REPEATED = 2**23    # values of class vectors that repeated samples gather at once
-SPLIT, FITTED = "test", 16  # parameters are fitted to every sixteenth query
-BLOCK = 64                  # queries of a block, which fits the cache of a core
+FULL_PAIRS = 2**28  # maximum query-class pairs of the full softmax and its gradient at once: 3 GiB
+RATE = 1e-3         # learning rate of timed training steps
+GROUPS = 32         # groups of classes; the likely classes of a query are mostly in one group
+WITHIN = 0.3        # share of the squared norm of a class vector within its group
+REPEATED = 2**23    # maximum values of class vectors gathered at once
+SPLIT, FITTED = "test", 16  # parameters are fitted to every FITTED-th query
+BLOCK = 64                  # queries of a block, so that a block fits in the cache of a core
 
 
 def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
-    """Class vectors of lengths around 1, each near the centre of its group, and Zipf's law as the bias."""
+    """Create an output layer with grouped class vectors and a Zipf bias.
+
+    Class vectors have norms around 1, near the centre of their group.
+    """
     torch.manual_seed(seed)
-    head = nn.Linear(1, 1)  # what follows replaces its parameters: nn.Linear's own start takes long for many classes
+    head = nn.Linear(1, 1)  # parameters are replaced below; nn.Linear's initialisation is slow for many classes
     vectors = torch.randn(classes, d).mul_((WITHIN / d) ** 0.5)
     centres = torch.randn(GROUPS, d).mul_(((1 - WITHIN) / d) ** 0.5)
     for group, centre in enumerate(centres):
@@ -61,12 +64,15 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
 
 
 def zipf(classes: int) -> Tensor:
-    """Log-uniform probabilities, (V,)."""
+    """Log-uniform probabilities (V,)."""
     return LogUniform(classes).log_probability(torch.arange(classes)).exp().float()
 
 
 def batch_of(head: nn.Linear, length: float, count: int) -> tuple[Tensor, Tensor]:
-    """Queries of a length, with a cosine of about 0.7 to the class vectors of their targets; and the targets."""
+    """Sample queries of norm `length` and their targets.
+
+    The cosine between a query and its target's class vector is about 0.7.
+    """
     targets = LogUniform(head.out_features).draw(torch.empty(1), None, count).ids[0]
     noise = F.normalize(torch.randn(count, head.in_features), dim=-1)
     return length * F.normalize(F.normalize(head.weight.detach()[targets], dim=-1) + noise, dim=-1), targets
@@ -83,11 +89,14 @@ FEATURES = {"tree": TreeFeatures, "dense": DenseFeatures}
 
 @checked("task")
 class SamplingTimes(Measurement):
-    """task=sampling_times: time of sampled softmax, ms of each of `rounds` rounds, in which methods take turns.
+    """task=sampling_times: time of sampled softmax, ms per round; methods take turns.
 
-    what=draw: sample negatives for a batch. what=step: forward, backward, the optimiser's step and the update of the
-    tables. methods: FAVOR++ with m features in a tree or dense, and those of task=sampled_gradients without features;
-    for steps also full and adaptive (torch's). Each call is warm, as in training.
+    Calls are timed after a warm-up, as in training.
+
+    Args:
+        what: "draw" (sample negatives for a batch) or "step" (forward, backward, optimiser and update of the tables).
+        methods: "tree" or "dense" (FAVOR++ with m features), samplers of task=sampled_gradients without features, and,
+            for steps, "full" and "adaptive" (torch's).
     """
 
     metric = "ms"
@@ -136,12 +145,12 @@ def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], 
         for h, t in zip(hidden.split(size), targets.split(size)):
             (F.cross_entropy(head(h.detach().requires_grad_()), t, reduction="sum") / len(hidden)).backward()
         optimiser.step()
-        optimiser.zero_grad(set_to_none=True)  # the other methods need a head without gradients
+        optimiser.zero_grad(set_to_none=True)  # the other methods share the head and need no gradients on it
     return step
 
 
 def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
-    """torch's adaptive softmax with clusters of 2%, 18% and 80% of the classes."""
+    """Training step of torch's adaptive softmax, with clusters of 2%, 18% and 80%."""
     classes = head.out_features
     model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
     return training_step(model, lambda: model(hidden.detach().requires_grad_(), targets).loss)
@@ -152,12 +161,17 @@ def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[
 
 @checked("task")
 class SampledGradients(Measurement):
-    """task=sampled_gradients: squared bias and variance of the gradient with respect to the queries, relative to the
-    squared length of the full softmax's gradient.
+    """task=sampled_gradients: bias and variance of the gradient of sampled softmax.
 
-    methods: samplers of negatives: uniform, log_uniform, unigram, exact, quadratic, or features, "favorpp m=64". The
-    kernel of features is the softmax at the mean lengths; "favorpp m=64 flatter=2" doubles the temperature. length: of
-    queries. A seed has one head and one batch. The bias compares two halves of the repeats, which removes the variance.
+    The gradient is that with respect to the queries. Squared bias and variance are relative to the squared norm of the
+    full softmax's gradient. The bias multiplies two halves of the repeats, which removes the variance. A seed has one
+    head and one batch.
+
+    Args:
+        methods: Samplers of negatives: uniform, log_uniform, unigram, exact, quadratic, or features ("favorpp m=64").
+            The kernel of features is the softmax at the mean norms; "favorpp m=64 flatter=2" doubles the temperature.
+        length: Norm of the queries.
+        repeats: Sets of negatives.
     """
 
     metric = "variance"
@@ -187,7 +201,7 @@ class SampledGradients(Measurement):
 
 
 def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:
-    """The gradient with respect to the queries for `repeats` sets of negatives, (repeats, B, d)."""
+    """Return gradients (repeats, B, d) with respect to the queries, one per sample."""
     part = max(1, REPEATED // (hidden.numel() * NEGATIVES))
     sizes = [min(part, repeats - start) for start in range(0, repeats, part)]
     return torch.cat([gradient(lambda h, n=n: softmax.losses(h, targets.expand(n, -1)).sum(),
@@ -204,13 +218,15 @@ def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 
 @checked("task")
 class ClassDistributions(Measurement):
-    """task=class_distributions: distances between the softmax of a run of task=ptb and its estimate, for each m (HRF
-    Figures 3 and 8, Tables 4 and 5).
+    """task=class_distributions: distance between a softmax and its estimate.
 
-    With attention=exact: loss of the model, and distances of the uniform distribution and of word frequencies.
+    HRF Figures 3 and 8, Tables 4 and 5. One row per m. With attention=exact, rows have the loss of the model, and the
+    distances of the uniform distribution and of word frequencies.
 
-    start: the run directory. every: use every n-th word of the test split. ms: projections; hybrids with n coefficient
-    features take m / n per base.
+    Args:
+        start: Folder of a run of task=ptb.
+        every: Use every n-th word of the test split.
+        ms: Numbers of projections; hybrids with n coefficient features use m / n per base.
     """
 
     metric = "ks"
@@ -237,7 +253,7 @@ class ClassDistributions(Measurement):
 
 @lru_cache(maxsize=1)
 def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
-    """The task of a run, x (n, d) at the words of the test split, and y (V, d)."""
+    """Return the task of a run, x (n, d) at the words of the test split, and y (V, d)."""
     task, kept = kept_task(start), lstm.load(start, "the model")
     return (task, outputs(kept.body, task) / kept.temperature**0.5,
             kept.body.embedding.weight.detach() / kept.temperature**0.5)
@@ -245,7 +261,7 @@ def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
 
 @torch.no_grad()
 def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
-    """(n, d) float32, in the order of the text."""
+    """Return the outputs (n, d), float32, in the order of the text."""
     state, parts, kept = None, [], []
     for batch in Reader(task).batches(SPLIT):
         part, state = body(batch["tokens"], None if batch["first"] else state)
@@ -255,13 +271,14 @@ def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
 
 
 def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> Callable[[Tensor], Tensor]:
-    """The function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c) of each query x. keys (V, d).
+    """Return a function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c).
 
-    Against overflow, key features are divided by the largest of each column, and a common factor of a row is left out.
+    To avoid overflow, key features are divided by the maximum of their column, and each row lacks a common factor.
+    keys: (V, d).
     """
     bound = phi.bind(noise, params)
     values, logs = dense(bound.phi_k(keys))
-    largest = logs.amax(-2, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)  # also of a cluster without a class
+    largest = logs.amax(-2, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)  # finite for empty clusters
     table = (values * (logs - largest).exp()).mT
 
     def estimate(queries: Tensor) -> Tensor:
@@ -276,9 +293,10 @@ def dense(features: Features | Blocks) -> Features:
 
 
 def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK) -> dict:
-    """Between softmax(x . y_c) and estimate(queries (B, d)) (B, V): means of W1 and KS, share of negative estimates.
+    """Return mean W1 and KS distances, and the share of negative estimates.
 
-    Raises ValueError if an estimate is not finite, or if a query has no positive estimate.
+    Compares softmax(x . y_c) with estimate(queries (B, d)) (B, V). Raises ValueError if an estimate is not finite, or
+    if a query has no positive estimate.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for part in queries.split(block):

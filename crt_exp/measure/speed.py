@@ -1,6 +1,7 @@
-"""Time and memory against length (Performers Figure 3, CRT Figure 4): attention alone and in whole models.
+"""Time and memory by length, of attention alone and of whole models.
 
-All methods are timed in every round, in turn, so that other load affects them alike. Weights and inputs are random.
+Performers Figure 3, CRT Figure 4. Methods take turns in each round, so that other load affects them equally. Weights
+and inputs are random.
 """
 
 import io
@@ -24,25 +25,25 @@ from crt_exp.samplers import orthogonal
 from crt_exp.measure import Measurement
 from crt_exp.times import Call, Update, added, in_turns, milliseconds
 
-CAUSAL = " causal"          # at the end of a method's name
+CAUSAL = " causal"          # suffix of a method's name
 CHUNKED, PEER = f"chunked{CAUSAL}", "performer-pytorch"
-FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix: attention before there were fused kernels
+FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
 NAMES = (CHUNKED, PEER, PEER + CAUSAL, FORMED)
-HEADS, D = 8, 64            # of attention alone
+HEADS, D = 8, 64            # sizes of attention alone
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
-M = {"one_head": 300}       # projections where the method does not give their number
+M = {"one_head": 300}       # default number of projections
 OTHER_M = 256
 ALONE = [f"{name}{end}" for end in ("", CAUSAL) for name in (
     "exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", PEER)] + ["identity", CHUNKED]
 IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
-# The longest sequences where no methods are named; the causal baseline keeps L m d numbers.
+# Maximum lengths of the default methods; the causal baseline stores L m d numbers.
 LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, PEER: 65536, PEER + CAUSAL: 1024}
-# Not by their layers, which copy what they scale.
+# Called directly, because their layers copy the scaled queries and keys.
 PLAIN = {"exact": exact_attention, "identity": identity_attention, "uniform": uniform_attention}
-SAMPLE = 512                # queries and keys of a head that clusters are fitted to, before any time is taken
-WARMED = 1024               # the longest sequence to warm up on
-CHUNK = 128                 # tokens of a chunk of `chunked`: of 64, 128 and 256 the fastest at 1024 tokens
-PATCH = 16                  # pixels a side
+SAMPLE = 512                # queries and keys of a head to which clusters are fitted, before timing
+WARMED = 1024               # maximum length of the warm-up
+CHUNK = 128                 # tokens of a chunk; the fastest of 64, 128 and 256 at 1024 tokens
+PATCH = 16                  # pixels of a side of a patch
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -50,7 +51,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def at_hand(what: str, length: int) -> Sequence[str]:
-    """Those that are timed where none are named: all, what is quadratic in time while that is not too long."""
+    """Return the default methods; quadratic ones only up to their maximum length."""
     if what == "attention":
         peer = find_spec("performer_pytorch") is not None
         return [name for name in ALONE if length <= LONGEST.get(name, length) and (peer or not name.startswith(PEER))]
@@ -58,35 +59,37 @@ def at_hand(what: str, length: int) -> Sequence[str]:
 
 
 def mechanism_of(method: str, what: str) -> Mechanism:
-    """With the projections of `what`, where the text does not say how many."""
+    """Parse a method, with the default number of projections of `what`."""
     made = Mechanism.parse(method)
     return made if "m" in split_words(method)[1] else made.projecting(M.get(what, OTHER_M))
 
 
 def check_methods(texts: Sequence[str], what: str) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for unknown methods."""
     for text in texts:
         if text not in NAMES:
             mechanism_of(text.removesuffix(CAUSAL) if what == "attention" else text, what)
 
 
 class Work(NamedTuple):
-    """A method on its inputs. forward: what backward takes. model: the module whose mode a pass without gradients and
-    a training step differ in."""
+    """A method on its inputs.
+
+    forward: returns the argument of backward. model: module to switch between eval and training mode.
+    """
 
     forward: Callable[[], Tensor]
     backward: Callable[[Tensor], None]
     model: nn.Module = nn.Identity()
 
     def times(self) -> dict[str, float]:
-        """Milliseconds; training: forward and backward pass."""
+        """Return milliseconds of inference, and of training (forward and backward pass)."""
         self.model.eval()
         inference = milliseconds(torch.no_grad()(self.forward))
         self.model.train()
         return {"inference": inference, "training": milliseconds(lambda: self.backward(self.forward()))}
 
 
-# ---- attention alone: of queries, keys and values (1, HEADS, length, D), already scaled by d^(-1/4)
+# ---- attention alone: queries, keys and values (1, HEADS, length, D), with scale d^(-1/4) applied
 
 
 def alone(method: str, length: int) -> Work:
@@ -100,7 +103,7 @@ def alone(method: str, length: int) -> Work:
 
 
 def attend_by(method: str) -> Attend:
-    """A fit to statistics is part of what a map costs."""
+    """Return the attention function of a method; fits to statistics are timed with it."""
     name, causal = method.removesuffix(CAUSAL), method.endswith(CAUSAL)
     if method == CHUNKED:
         return chunked(orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,)).rows())
@@ -114,7 +117,7 @@ def attend_by(method: str) -> Attend:
 
 
 def of_map(mechanism: Mechanism, causal: bool = False) -> Attend:
-    """Clusters are fitted before, as in a layer."""
+    """Return attention by a feature map; clusters are fitted before, as in a layer."""
     phi = mechanism.map()
     noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,))
     seen = Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE)[:2]))
@@ -128,41 +131,49 @@ def of_map(mechanism: Mechanism, causal: bool = False) -> Attend:
 
 @lru_cache(maxsize=4)
 def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries and keys with |x + y|^2 of 10 or so, as pretrained models have; values and an incoming gradient."""
+    """Return queries, keys, values and the gradient of the output.
+
+    The mean |x + y|^2 is about 10, as in pretrained models.
+    """
     g = torch.Generator().manual_seed(1)
     q, k, v, grad = (scale * torch.randn(1, HEADS, length, D, generator=g) for scale in (0.28, 0.28, 1.0, 1.0))
     return *(t.requires_grad_() for t in (q, k, v)), grad
 
 
 def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
-    """Causal attention with FAVOR+'s features in whole-tensor operations and autograd: within a chunk by its matrix,
-    to the chunks before by their sums. O(L (m + chunk)) memory. Without a stabiliser, which would cost it time, so for
-    vectors of moderate size alone."""
+    """Return causal attention with FAVOR+ features, by chunks, in plain torch.
+
+    Within a chunk it forms the attention matrix; earlier chunks contribute by their sums. Memory: O(L (m + chunk)).
+    There is no stabiliser, which would take time, so vectors must have moderate norms.
+    """
     def features(x):
         return torch.exp(x @ weight.mT - x.square().sum(-1, keepdim=True) / 2)
     def parts(t):
-        """(..., L, n) -> (..., L / chunk, chunk, n), zeros behind the last token."""
+        """(..., L, n) -> (..., L / chunk, chunk, n), with zero padding at the end."""
         return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
 
     def run(x, y, v):
         length = x.shape[-2]
         x, y, v = (parts(t) for t in (features(x), features(y), F.pad(v, (0, 1), value=1.0)))
-        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # of the chunks before each
+        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # sums over earlier chunks
         out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
         return out[..., :-1] / out[..., -1:]
     return run
 
 
 def performer_pytorch(d: int, m: int, causal: bool) -> Attend:
-    """That package's attention. Raises ImportError where it is not installed (a dev dependency)."""
+    """Return the attention of performer-pytorch. Raises ImportError."""
     from performer_pytorch.performer_pytorch import FastAttention
 
-    with redirect_stdout(io.StringIO()):  # it prints that its extension is not there
+    with redirect_stdout(io.StringIO()):  # the package prints that its extension is missing
         return FastAttention(d, m, causal=causal)
 
 
 class OneHead:
-    """d = 16, forward. Neither the projections, which are drawn anew each time, nor the fit is timed."""
+    """One head with d = 16, forward pass, with new projections in each round.
+
+    The time excludes the sampling of projections and the fit.
+    """
 
     def __init__(self, method: str, length: int):
         self.mechanism, self.g = mechanism_of(method, "one_head"), torch.Generator().manual_seed(0)
@@ -198,7 +209,10 @@ def whole(model: nn.Module, x: Tensor) -> Work:
 
 
 def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
-    """timm's ViT-Ti/16 and an image of about so many patches, besides which it reads a class token."""
+    """Return timm's ViT-Ti/16, and an image of about `tokens` patches.
+
+    The model reads a class token in addition.
+    """
     import timm
 
     side = PATCH * max(1, round(tokens**0.5))
@@ -217,20 +231,20 @@ def vit_step(method: str, tokens: int) -> Update:
     return Update(model, lambda model: F.cross_entropy(model(image), torch.zeros(1, dtype=torch.long)))
 
 
-# ---- what `what` stands for
+# ---- values of `what`
 
 
 TIMED: dict[str, Callable[[str, int], Work | Call]] = {
     "attention": alone, **{what: partial(transformer, what) for what in MODELS},
     "vit": lambda method, length: whole(*vit(method, length)), "vit_ti": vit_step,
     "one_head": OneHead}
-PASSES = ("attention", *MODELS, "vit")  # whose passes are timed apart
+PASSES = ("attention", *MODELS, "vit")  # inference and training are timed separately
 
 
 def held_alone(method: str, length: int) -> float:
     warm, work = alone(method, 256), alone(method, length)
     warm.backward(warm.forward())  # libraries and threads
-    theirs = 4 * inputs(length)[3].nbytes  # output and three gradients
+    theirs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
     return added(lambda: work.backward(work.forward())) - theirs / 2**20
 
 
@@ -247,13 +261,16 @@ HELD = {"attention": held_alone, "vit_ti": held_by_step}
 
 @checked("task")
 class Speed(Measurement):
-    """task=speed: a row for each length, method and round: `ms`, or the milliseconds of `inference` and `training`.
+    """task=speed: one row for each length, method and round.
 
-    what: "attention" alone, "large", "small" (Transformers), "vit": an inference pass and a training step (forward and
-    backward pass); "vit_ti": a training step with AdamW's update; "one_head": a pass without gradients, with new
-    projections in each round.
-    methods: as Mechanism.parse reads them, or NAMES; those of attention alone may end in " causal". Default: all, for
-    "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
+    Rows have `ms`, or the milliseconds of `inference` and `training`.
+
+    Args:
+        what: "attention" alone, "large" or "small" (Transformers), or "vit": inference, and training (forward and
+            backward pass). "vit_ti": a training step with AdamW's update. "one_head": a forward pass, with new
+            projections in each round.
+        methods: As for `Mechanism.parse`, or one of NAMES. For attention alone, methods can end in " causal". Default:
+            a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
     """
 
     def __init__(self, what: Literal[*TIMED], lengths: Several[Count], rounds: Count,
@@ -277,7 +294,7 @@ class Speed(Measurement):
         return made.times if hasattr(made, "times") else lambda: {"ms": milliseconds(made)}
 
     def summary(self, records: list[dict]) -> str:
-        """A table of medians: one row per length, milliseconds of each method."""
+        """Return a table of median milliseconds: one row per length."""
         import pandas as pd
 
         kind = "a training step" if self.what in PASSES else "in turns"
@@ -288,11 +305,11 @@ class Speed(Measurement):
 
 @checked("task")
 class Memory(Measurement):
-    """task=memory: peak memory in MiB, `mib`, with the attention of the run or with `method`.
+    """task=memory: peak memory in MiB, `mib`, of the run's attention or of `method`.
 
-    Attention alone: of a forward and backward pass, in addition to inputs, output and gradients. vit_ti: of a training
-    step, in addition to weights, gradients and the state of the optimiser. Run it in a process of its own: an allocator
-    keeps what earlier calls freed.
+    attention: a forward and backward pass, in addition to inputs, output and gradients. vit_ti: a training step, in
+    addition to weights, gradients and optimiser state. Run the task in a separate process, because allocators keep
+    memory that earlier calls freed.
     """
 
     metric = "mib"

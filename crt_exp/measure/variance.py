@@ -1,9 +1,10 @@
-"""Log variance of one projection by the closed forms: on synthetic pairs (CRT 5.1, Figure 2), by the length of x + y
-(CRT Figure 1), and against trigonometric features by angle and length (Performers Figure 2).
+"""Log variance of one projection, by closed forms.
 
-Parameters are fitted to all pairs together (CRT 3.2.3), as in use, or to each pair alone, an oracle.
-Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d-1); `heterogen` x ~ N(0, sigma^2 I),
-y ~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` the same with scikit-learn's.
+On synthetic pairs (CRT 5.1, Figure 2), by |x + y|^2 (CRT Figure 1), and relative to trigonometric features by angle
+(Performers Figure 2). Parameters are fitted to all pairs together (CRT 3.2.3), or to each pair, an oracle.
+
+Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d-1); `heterogen` x ~ N(0, sigma^2 I), y
+~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` those of scikit-learn.
 """
 
 import gzip
@@ -53,7 +54,10 @@ def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
-    """Images (n, 28, 28) or labels (n,), uint8, of an idx file in `data_dir`, by default $CRT_DATA/mnist."""
+    """Read MNIST images (n, 28, 28) or labels (n,), uint8, from an idx file.
+
+    data_dir: folder of the file. Default: $CRT_DATA/mnist. Raises DataError.
+    """
     folder = task_folder("mnist", data_dir)
     if folder is None or not (folder / name).is_file():
         raise missing("mnist", folder and folder / name)
@@ -66,7 +70,10 @@ def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
 
 
 def mnist(n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize) -> tuple[Tensor, Tensor]:
-    """`resize`: options of torch's interpolate, by default the antialiased bilinear one."""
+    """Sample pairs of MNIST images, resized to 8 x 8.
+
+    resize: options of torch's interpolate. Default: bilinear, antialiased.
+    """
     chosen = torch.from_numpy(mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)) / 255
     options = resize or {"mode": "bilinear", "antialias": True}
     return pairs_of(torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g)
@@ -78,17 +85,20 @@ REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]]
 
 @lru_cache(maxsize=1)
 def drawn(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> tuple[Tensor, Tensor]:
-    """The pairs of a regime with sigma = 1, sampled once for all sigmas."""
+    """Sample the pairs of a regime with sigma = 1, once for all sigmas."""
     return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
 
 
 def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
-    """log variance of one projection for pairs x, y (n, d), each with its own fitted parameters: (n,) float64, nats."""
-    return of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2)).squeeze(-1)  # n sets of one vector
+    """Return the log variance (n,) of one projection, in nats, float64.
+
+    Parameters are fitted to each pair x, y (n, d).
+    """
+    return of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2)).squeeze(-1)  # n sets of one pair
 
 
 def of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
-    """The same with parameters fitted to all pairs together, as in use (CRT 3.2.3)."""
+    """Return the log variance (n,) with parameters fitted to all pairs (CRT 3.2.3)."""
     return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
 
 
@@ -97,10 +107,13 @@ FITS = {"pair": log_variances, "set": of_set}
 
 @checked("task")
 class Variance(Series):
-    """task=variance: mean and standard deviation of the log variance over pairs, for each sigma; `of_pairs`, in the
-    last record: the log variance of each pair.
+    """task=variance: mean and standard deviation of the log variance, for each sigma.
 
-    fit: to each pair alone, or to the set of them. resize: options of the regime mnist.
+    The last record has `of_pairs`, the log variance of each pair.
+
+    Args:
+        fit: "pair": fit parameters to each pair. "set": fit parameters to all pairs.
+        resize: Options of the regime mnist.
     """
 
     metric, over = "log_variance", "sigma"
@@ -126,8 +139,10 @@ class Variance(Series):
 
 @checked("task")
 class VarianceByLength(Measurement):
-    """task=variance_by_length: log variance of a map less that of FAVOR+ for x = y with |x + y|^2 = 1 to `most` (CRT
-    Figure 1)."""
+    """task=variance_by_length: log variance relative to FAVOR+ (CRT Figure 1).
+
+    `gain` is the log variance of the map minus that of FAVOR+, for x = y with |x + y|^2 = 1, ..., `most`.
+    """
 
     metric = "gain"
 
@@ -144,10 +159,10 @@ class VarianceByLength(Measurement):
 
 @checked("task")
 class VarianceByAngle(Measurement):
-    """task=variance_by_angle: log of the MSE of trigonometric features over that of a map, for x and y (2,) of one
-    length at angles in steps of `degrees` (Performers Figure 2).
+    """task=variance_by_angle: log MSE of trigonometric features minus that of the map.
 
-    None where an estimate has no variance: trigonometric features at x = y, positive features at x = -y.
+    Performers Figure 2: x and y (2,) have norm `length`, at angles in steps of `degrees`. The value is None at x = y
+    and x = -y, where trigonometric or positive features have no variance.
     """
 
     metric, lower_is_better = "log_ratio", False

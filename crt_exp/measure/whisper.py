@@ -1,8 +1,8 @@
 """Pretrained Whisper with another attention in its encoder.
 
 task=swap_speech: word error rate without training. task=dictation: loss without training. task=whisper: fine-tuned
-after the swap. The loss is that of the transcript of exact attention: word error rates saturate near 100%, where losses
-still differ.
+after the swap. The loss is that of the transcript by exact attention. It distinguishes methods whose word error rates
+saturate near 100%.
 """
 
 import random
@@ -30,12 +30,12 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import error_rates
 
 RATE = 16_000                 # samples a second
-AT_MOST, A_SECOND = 16, 8     # largest transcript: tokens, and tokens a second of audio (speech has at most 5.3)
+AT_MOST, A_SECOND = 16, 8     # maximum length of a transcript: AT_MOST + A_SECOND * seconds (speech has at most 5.3/s)
 
 
 @lru_cache(maxsize=1)
 def load(model: str) -> tuple[nn.Module, Any]:
-    """The model in eval mode, and its processor."""
+    """Return the model in eval mode, and its processor."""
     folder = folder_of(model)
     made = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).eval()
     return made, AutoProcessor.from_pretrained(folder)
@@ -43,7 +43,7 @@ def load(model: str) -> tuple[nn.Module, Any]:
 
 @lru_cache(maxsize=4)
 def utterances(subset: str) -> list[speech.Utterance]:
-    """In a fixed random order."""
+    """Return the utterances of a subset in a fixed random order."""
     faults = speech.Faults("error", subset)
     found = list(speech.official([subset], None, faults))
     faults.settle(len(found))
@@ -52,7 +52,11 @@ def utterances(subset: str) -> list[speech.Utterance]:
 
 
 def group(subset: str, count: int, number: int, fit: int) -> list[speech.Utterance]:
-    """Raises ValueError if the group is incomplete or holds one of the last, to which attention is fitted."""
+    """Return utterances number * count to (number + 1) * count.
+
+    Raises ValueError if the group is incomplete or contains one of the last `fit` utterances, which are for
+    calibration.
+    """
     every = utterances(subset)
     found = every[number * count:(number + 1) * count]
     if len(found) < count or (number + 1) * count > len(every) - fit:
@@ -61,19 +65,22 @@ def group(subset: str, count: int, number: int, fit: int) -> list[speech.Utteran
 
 
 def features(processor: Any, utterance: speech.Utterance) -> Tensor:
-    """(1, bands, frames) of half a minute."""
+    """Return log-mel features (1, bands, frames) of 30 seconds."""
     return processor(speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt").input_features
 
 
 def encoder_bench(model: str, subset: str, fit: int) -> Bench:
-    """The encoder; attention is fitted to the last utterances, which are not evaluated."""
+    """Return a bench of the encoder, with the last `fit` utterances for calibration."""
     made, processor = load(model)
     last = [{"input_features": features(processor, each)} for each in utterances(subset)[-fit:]]
     return Bench(made.get_encoder(), training=last)
 
 
 def transcript(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tensor:
-    """The generated tokens; their number is limited, since an encoder without information never ends."""
+    """Generate the tokens of a transcript, up to a maximum length.
+
+    Without a limit, an encoder without information would not end.
+    """
     return model.generate(features(processor, utterance).to(model.dtype),
                           max_length=AT_MOST + int(A_SECOND * utterance.seconds))[0]
 
@@ -85,14 +92,14 @@ def word_error_rate(processor: Any, spoken: Sequence[speech.Utterance], written:
 
 
 def prompt(model: nn.Module) -> list[int]:
-    """The tokens before a transcript."""
+    """Return the tokens before a transcript."""
     plain = getattr(model.generation_config, "no_timestamps_token_id", None)
     return [model.config.decoder_start_token_id, *([] if plain is None else [plain])]
 
 
 def token_losses(model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor
                  ) -> tuple[Tensor, Tensor]:
-    """(L,) both: nats of each token after the prompt, and 1 where the token is the most likely one."""
+    """Return nats of each token after the prompt, and 1 for correct predictions, (L,)."""
     logits = model(features(processor, utterance), decoder_input_ids=tokens[:, :-1]).logits[0].float()
     first = len(prompt(model))
     logits, asked = logits[first - 1:], tokens[0, first:]
@@ -102,7 +109,10 @@ def token_losses(model: nn.Module, processor: Any, utterance: speech.Utterance, 
 @lru_cache(maxsize=256)
 @torch.no_grad()
 def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor]:
-    """The transcript of an utterance by exact attention: tokens (1, L) with prompt and end, and their nats."""
+    """Return the transcript by exact attention, and its nats per token.
+
+    The tokens (1, L) include prompt and end.
+    """
     made, processor = load(model)
     utterance = next(each for each in utterances(subset) if each.name == name)
     tokens = [*prompt(made), *transcript(made, processor, utterance).tolist(), made.config.eos_token_id]
@@ -111,8 +121,11 @@ def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor
 
 @checked("task")
 class SwapSpeech(SwapMeasurement):
-    """task=swap_speech: `wer` of the group number `seed` of `count` utterances. With dtype the whole model computes in
-    that type, with exact attention. Attention is fitted to `fit` other utterances."""
+    """task=swap_speech: word error rate `wer` of a group of utterances after a swap.
+
+    The group has number `seed` and `count` utterances. Attention is fitted to `fit` other utterances. With `dtype`, the
+    whole model has that type and exact attention.
+    """
 
     metric = "wer"
 
@@ -131,9 +144,11 @@ class SwapSpeech(SwapMeasurement):
 
 @checked("task")
 class Dictation(Measurement):
-    """task=dictation: without training, of the group number `seed` of `count` utterances: nats a token `above` those
-    of exact attention, and `agrees`, the share of tokens that are the most likely ones. Attention is fitted to `fit`
-    other utterances."""
+    """task=dictation: loss increase on a group of utterances after a swap.
+
+    The group has number `seed` and `count` utterances. `above`: nats per token minus those of exact attention.
+    `agrees`: share of tokens that are the most likely ones. Attention is fitted to `fit` other utterances.
+    """
 
     metric = "above"
 
@@ -154,9 +169,12 @@ class Dictation(Measurement):
 
 @checked("task")
 class Whisper(Measurement):
-    """task=whisper: the encoder fine-tuned after the swap, one utterance a step; evaluated on other speakers. After
-    each of `steps` one row with lists over the evaluated utterances: nats a token `above` those of exact attention
-    without fine-tuning, `agrees` (the share of tokens that are the most likely ones), and `wer`."""
+    """task=whisper: fine-tune the encoder after a swap, one utterance per step.
+
+    After each of `steps` there is one row with lists over the evaluated utterances, which are of other speakers.
+    `above`: nats per token minus those of exact attention without fine-tuning. `agrees`: share of tokens that are the
+    most likely ones. `wer`: word error rate.
+    """
 
     metric = "mean_above"
 
@@ -166,7 +184,10 @@ class Whisper(Measurement):
         self.steps, self.lr = steps, lr
 
     def utterances(self) -> tuple[list[speech.Utterance], list[speech.Utterance]]:
-        """For evaluation, and of other speakers, for training. Raises ValueError if there are too few."""
+        """Return test utterances, and training utterances of other speakers.
+
+        Raises ValueError if there are too few.
+        """
         every = utterances(self.subset)
         ours = [each for each in every if each.name.partition("-")[0] in self.speakers]
         others = [each for each in every if each not in ours]
@@ -185,7 +206,7 @@ class Whisper(Measurement):
                 yield self.evaluated(model, tested, step)
 
     def swapped(self, mechanism: Mechanism, seed: int, fit: speech.Utterance) -> nn.Module:
-        """A copy with the attention in its encoder, fitted to an utterance; only the encoder takes gradients."""
+        """Return a copy with swapped and fitted encoder; only the encoder is trained."""
         made, processor = load(self.model)
         model = deepcopy(made)
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Pages of results: sweeps of runs, a table of their rows, and claims, tables and pictures made from it."""
+"""Result pages: sweeps of runs, tables of result rows, claims and figures."""
 
 from crt_exp.report.pages import Page, label, mean_table
 from crt_exp.report.plots import dot_plot, line_plot

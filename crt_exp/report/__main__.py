@@ -1,8 +1,10 @@
-"""python -m crt_exp.report [PAGE]: renders a page from its committed rows, or all pages, results.md and index.md.
+"""Render result pages from their committed rows; --run makes missing rows.
 
-A page is a file of crt_exp/papers/, or one of your own (mine/page.py). Its rows are outputs/report/<page>.csv; the page
-is <page>.md and <page>.png beside it. --run makes the rows that are missing first: finished runs are skipped, killed
-ones go on.
+`python -m crt_exp.report PAGE` renders a page of crt_exp/papers/ or a file such as mine/page.py. Without PAGE it
+renders all pages, results.md and index.md.
+
+The rows of a page are in outputs/report/<page>.csv; the page is <page>.md and <page>.png in the same folder. With
+--run, finished runs are skipped and interrupted runs continue.
 """
 
 import argparse
@@ -50,7 +52,10 @@ def make(args: argparse.Namespace) -> None:
 
 
 def render_all(folder: Path, size: str) -> None:
-    """All pages that have rows, then results.md and index.md, which rest on them."""
+    """Render all pages that have rows, then results.md and index.md.
+
+    results.md and index.md need the rows of all pages; without them they are not written.
+    """
     from crt_exp.papers import results
 
     tested = {}

@@ -1,12 +1,13 @@
-"""A page of results: a Python file in crt_exp/papers/, or one of your own, over a table of rows; and its Markdown.
+"""A page of results: a Python file, and the Markdown rendered from its rows.
 
-The file holds `page = Page(...)` and functions of its rows (`crt_exp.report.rows.Rows`):
+The file, in crt_exp/papers/ or your own, defines `page = Page(...)` and functions of its rows
+(`crt_exp.report.rows.Rows`):
 
-    claims(rows) -> list[Claim]                 the paper's claims
-    tables(rows) -> {title: DataFrame}          the first is shown, the others are folded
+    claims(rows) -> list[Claim]                 the paper's claims (optional)
+    tables(rows) -> {title: DataFrame}          the first table is shown, the others are folded
     figure(rows) -> matplotlib Figure           optional
 
-The Markdown has claims, picture and one table; further tables and how it was measured are folded.
+The Markdown shows claims, figure and first table; further tables and the description of the measurement are folded.
 """
 
 import importlib.util
@@ -34,23 +35,29 @@ from crt_exp.runner.sweep import aligned
 
 RUNS = Path("outputs/runs")
 SIZES = ("small", "full")
-LONG = 40  # rows of a folded table; a longer one is left out
+LONG = 40  # maximum rows of a folded table; longer tables are left out
 INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
             "threshold exactly where a claim is supported or contradicted.")
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a page compares, and how its rows are made.
+    """The comparison that a page shows, and the runs that make its rows.
 
-    name: of its files. title: with paper and table or figure. finding: one or two sentences.
-    small, full: sweep -> runs; a sweep has the name of its make target, "fig2", or is a part of it, "fig2/mnist".
-    full: the papers' size, the recipes of conf/experiment. models: sweep -> runs that train what other runs start from,
-    as task.init={runs}/<sweep>/<run>.
-    columns: of the rows, taken from runs and records. metrics: keys of records that become rows.
-    measured: bullets on data, sizes, seeds and limits. data: what the runs need.
-    reduced: whether the small size is smaller than the paper's; stand_in: the cases of claims, by how they begin, whose
-    data only stand for the paper's; verdicts say so.
+    Args:
+        name: Name of the page's files.
+        title: Title, with the paper and its table or figure.
+        finding: One or two sentences.
+        small: Runs by sweep name. A sweep has the name of its make target ("fig2"), or is a part of that
+            ("fig2/mnist").
+        columns: Columns of the rows, from runs and records.
+        metrics: Keys of records that become rows.
+        measured: Bullets on data, sizes, seeds and limits.
+        full: Runs by sweep name at the size of the paper (recipes of conf/experiment).
+        models: Runs by sweep name that train the models other runs start from, as task.init={runs}/<sweep>/<run>.
+        data: The data that the runs need.
+        reduced: Whether the small size is smaller than the paper's; verdicts state it.
+        stand_in: Prefix of claim cases whose data replace the paper's data; verdicts state it.
     """
 
     name: str
@@ -68,11 +75,11 @@ class Page:
 
     @property
     def targets(self) -> list[str]:
-        """The names of its sweeps, of parts that of the whole."""
+        """Names of the page's sweeps; a part such as "fig2/mnist" counts as "fig2"."""
         return [*dict.fromkeys(name.partition("/")[0] for name in [*self.small, *self.full])]
 
     def sweeps(self, size: str, wanted: str = "") -> dict[str, Sequence[Run]]:
-        """Those of a size, or the one that is wanted. Raises ConfigError where there is none."""
+        """Return the sweeps of a size, or only the wanted one. Raises ConfigError."""
         made = getattr(self, size)
         if not made:
             raise ConfigError(f"SIZE={size}: the page {self.name} has only {'small' if size == 'full' else 'full'}")
@@ -83,8 +90,23 @@ class Page:
 
     def run(self, size: str = "small", wanted: str = "", methods: Sequence[str] = (), seeds: int = 0,
             launcher: str = "basic", out: Path | None = None) -> Path:
-        """Runs what is missing and writes the rows; those of sweeps that are not wanted stay. methods, seeds: only
-        these methods and the first seeds, whose rows go to outputs/report/part. Returns the folder of the rows."""
+        """Make missing runs and write the rows of the page.
+
+        Args:
+            size: "small" or "full".
+            wanted: A sweep; rows of other sweeps stay as they are. Default: all sweeps.
+            methods: Only these methods; the rows go to outputs/report/part.
+            seeds: Only the first seeds; the rows go to outputs/report/part. 0: all.
+            launcher: Hydra's launcher.
+            out: Folder of the rows. Default: that of the size.
+
+        Returns:
+            The folder of the rows.
+
+        Raises:
+            ConfigError: For unknown sweeps and methods.
+            RunsFailed: If runs failed.
+        """
         home = RUNS / self.name if size == "small" else RUNS / size / self.name
         folder = out or folder_of(size, bool(methods or seeds))
         chosen = {name: [run for run in runs if _is_chosen(run, methods, seeds)]
@@ -93,7 +115,7 @@ class Page:
         if methods and not needed:
             raise unknown("method", " ".join(methods), sorted({
                 str(run.columns.get("method")) for runs in self.sweeps(size, wanted).values() for run in runs}))
-        for name, runs in reversed(self.models.items()):  # a model may start from one before it
+        for name, runs in reversed(self.models.items()):  # a model may start from an earlier one
             if any(f"{HOME}/{name}/" in override for run in needed for override in run.overrides):
                 needed += runs
                 models = {name: runs, **models}
@@ -119,7 +141,7 @@ def _is_chosen(run: Run, methods: Sequence[str], seeds: int) -> bool:
 
 
 def folder_of(size: str, part: bool = False) -> Path:
-    """Where a page of a size is written; a part of it apart."""
+    """Return the folder of pages of a size, or its subfolder for partial pages."""
     folder = files.FOLDER if size == "small" else files.FOLDER / size
     return folder / "part" if part else folder
 
@@ -129,14 +151,20 @@ def has_rows(name: str, folder: Path = files.FOLDER) -> bool:
 
 
 def names() -> list[str]:
-    """All pages of crt_exp/papers."""
+    """Names of all pages of crt_exp/papers."""
     return sorted(module.name for module in pkgutil.iter_modules(papers.__path__) if module.name != "results")
 
 
 @cache
 def load(name: str) -> ModuleType:
-    """The module of a page, of the page that has a sweep of this name, or of a file of your own, "mine/page.py".
-    Raises ConfigError."""
+    """Import the module of a page.
+
+    Args:
+        name: A page, one of its sweeps ("table1"), or a file of your own ("mine/page.py").
+
+    Raises:
+        ConfigError: If there is no such page or file.
+    """
     if name.endswith(".py"):
         if not Path(name).is_file():
             raise ConfigError(f"{name}: there is no such file")
@@ -153,7 +181,7 @@ def load(name: str) -> ModuleType:
 
 
 def check(page: Page) -> None:
-    """Raises ConfigError where two runs of a sweep would share a folder."""
+    """Raise ConfigError if two different runs of a sweep would share a folder."""
     for name, runs in (*page.small.items(), *page.full.items(), *page.models.items()):
         seen: dict[str, tuple[str, ...]] = {}
         for run in runs:
@@ -165,8 +193,10 @@ def check(page: Page) -> None:
 
 
 def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = "") -> list[Tested]:
-    """Writes <page>.md and <page>.png from the rows in `folder`; returns the verdicts. part: some methods or seeds,
-    which judge nothing."""
+    """Write <page>.md and <page>.png from the rows in `folder`; return the verdicts.
+
+    part: command-line options of a partial page (some methods or seeds), which has no verdicts.
+    """
     page, rows = module.page, files.read_rows(module.page.name, folder)
     tested = [] if part else judged(module, rows, size)
     picture = module.figure(rows) if hasattr(module, "figure") else None
@@ -181,13 +211,13 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
 
 
 def judged(module: ModuleType, rows: Rows, size: str = "small") -> list[Tested]:
-    """The page's claims with their verdicts."""
+    """Return the page's claims with their verdicts."""
     claims = module.claims(rows) if hasattr(module, "claims") else []
     return judge(claims, module.page.reduced and size == "small", module.page.stand_in)
 
 
 def first_table(module: ModuleType, folder: Path = files.FOLDER) -> str:
-    """The main table of a page, for the terminal."""
+    """Format the first table of a page for the terminal."""
     title, table = next(iter(module.tables(files.read_rows(module.page.name, folder)).items()))
     return "\n".join([title, *aligned([list(map(str, row)) for row in _cells(table)])])
 
@@ -223,7 +253,7 @@ def measured(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
 
 
 def claim_lines(tested: Sequence[Tested]) -> list[str]:
-    """One line a claim, which may have several cases."""
+    """Format each claim, with all its cases, as one Markdown bullet."""
     return [_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))]
 
 
@@ -244,7 +274,7 @@ def _line(cases: Sequence[Tested]) -> str:
 
 
 def claims_table(tested: Sequence[Tested]) -> str:
-    """All cases; of more than LONG the page links the table of all claims."""
+    """Format all cases as a Markdown table; above LONG cases, link claims.csv."""
     measured = [each for each in tested if not each.claim.not_measured]
     if len(measured) > LONG:
         return f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
@@ -265,7 +295,7 @@ def theory(each: Tested) -> str:
 
 
 def claims_frame(page: str, tested: Sequence[Tested]) -> pd.DataFrame:
-    """For claims.csv: one row a case."""
+    """Return one row per case, for claims.csv."""
     return pd.DataFrame([{"page": page, "claim": each.claim.text, "case": each.case, "verdict": each.verdict,
                           "value": each.number, "low": each.ends[0], "high": each.ends[1], "threshold": threshold(each),
                           "unit": each.claim.unit, "n": each.found.n, "p_holm": each.p, "paper": each.paper,
@@ -278,25 +308,25 @@ def claims_frame(page: str, tested: Sequence[Tested]) -> pd.DataFrame:
 
 
 def details(summary: str, text: str) -> str:
-    """Folded, on GitHub and in the site."""
+    """Wrap text in a folded HTML section, for GitHub and the website."""
     return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>' if text else ""
 
 
 def to_markdown(table: pd.DataFrame) -> str:
-    """The index is the first column."""
+    """Format a table as Markdown, with the index as first column."""
     header, *rows = _cells(table)
     return markdown(header, rows)
 
 
 def _cells(table: pd.DataFrame) -> list[list]:
-    """The names of columns, then the rows."""
+    """Return the header, then the rows, as lists."""
     return [[table.index.name or "", *map(str, table.columns)],
             *([name, *("" if value is None or value != value else value for value in values)]
               for name, values in zip(table.index, table.to_numpy(object)))]
 
 
 def label(method: str, labels: Mapping[str, str] | None = None) -> str:
-    """A method as papers call it: "favorpp m=256" is FAVOR++, m = 256."""
+    """Format a method as in the papers: "favorpp m=256" becomes "FAVOR++, m = 256"."""
     if labels and method in labels:
         return labels[method]
     name, *options = method.split(" ")
@@ -308,10 +338,15 @@ def label(method: str, labels: Mapping[str, str] | None = None) -> str:
 def mean_table(rows: Rows, columns: Mapping[str, Mapping[str, Any]], methods: Sequence[str] | Mapping[str, str] = (),
                scale: float = 1.0, spec: str = ".3g", overlap: float = 0.0,
                format: Callable[[pd.Series], str] | None = None, less: str = "") -> pd.DataFrame:
-    """Mean ± 95% CI of each method (rows) in each column: name -> what selects it, {"metric": ..., "dataset": ...}.
+    """Tabulate the mean ± 95% CI of each method (rows) in each column.
 
-    methods: default those of the first column; with their labels, or without. scale: of all values, 100 for percent.
-    format: samples -> text, in place of the mean. less: a method whose values are subtracted, sample by sample.
+    Args:
+        columns: Column name to the filter of its rows, such as {"metric": ..., "dataset": ...}.
+        methods: Methods, or a mapping from methods to labels. Default: the methods of the first column.
+        scale: Factor on all values, such as 100 for percent.
+        overlap: See `mean_ci`.
+        format: Function from samples to text, in place of the mean.
+        less: Method whose values are subtracted, sample by sample.
     """
     methods = methods or rows.methods(**next(iter(columns.values())))
     made, show = {}, format or (lambda values: f"{mean_ci(values, overlap=overlap):{spec}}")

@@ -1,4 +1,4 @@
-"""Line plots and dot plots of rows, with 95% intervals; colours are those of crt_exp.drawing."""
+"""Line plots and dot plots of result rows with 95% intervals."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,13 @@ from crt_exp.drawing import label_ends, new_figure, plain_ticks
 from crt_exp.report.rows import Rows, mean_ci
 from crt_exp.report.pages import label
 
-WIDTH, HEIGHT = 5.2, 3.9  # of a panel, inches
+WIDTH, HEIGHT = 5.2, 3.9  # size of a panel, inches
 CONTROLS = ("uniform", "identity", "zero", "majority", "majority class", "word overlap", "no model", "average",
             "random")
 
 
 def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
-    """A figure and its axes, `columns` side by side."""
+    """Create a figure and `count` axes, at most `columns` side by side."""
     across = min(count, columns)
     down = -(-count // across)
     figure, axes = new_figure(down, across, figsize=(WIDTH * across, HEIGHT * down), squeeze=False)
@@ -28,7 +28,7 @@ def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
 
 
 def colour(method: str) -> str:
-    """Of a method: the same on all pages; controls are grey."""
+    """Return the colour of a method: equal on all pages, grey for controls."""
     name = re.split("[ ,]", method)[0]
     if name in CONTROLS or method in CONTROLS:
         return drawing.CONTROL
@@ -38,10 +38,15 @@ def colour(method: str) -> str:
 
 def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapping[str, str] = (), scale: float = 1.0,
               log: str = "", less: str = "", dotted: Sequence[str] = (), geometric: bool = False, **where: Any) -> None:
-    """The mean of a metric over a column x, one line a method, labelled at its end, with a band of its 95% interval.
+    """Plot the mean of a metric against column x, one labelled line per method.
 
-    methods: those that are drawn, or method -> label. log: "x", "y" or "xy". less: a method whose values are
-    subtracted, sample by sample; dotted: methods with a dotted line; geometric: geometric means, for heavy tails.
+    Args:
+        methods: Methods, or a mapping from methods to labels. Default: all methods with the metric.
+        log: Logarithmic axes: "x", "y" or "xy".
+        less: Method whose values are subtracted, sample by sample.
+        dotted: Methods with a dotted line.
+        geometric: Use geometric means, for heavy-tailed values.
+        where: Column values that select the rows.
     """
     ends = []
     for method in methods or rows.methods(metric, **where):
@@ -73,8 +78,13 @@ def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapp
 
 def dot_plot(ax, values: Mapping[str, Sequence[float]], log: bool = False, zero: bool = False, overlap: float = 0.0,
              labels: Mapping[str, str] | None = None) -> None:
-    """One row a method: its mean, with the 95% interval; log: geometric means on an axis of logarithms; zero: a line
-    at 0 (exact attention)."""
+    """Plot the mean and 95% interval of each method as one row.
+
+    Args:
+        log: Use geometric means on a logarithmic axis.
+        zero: Draw a line at 0 (exact attention).
+        overlap: See `mean_ci`.
+    """
     shown = [(method, np.asarray(each, float)) for method, each in values.items() if len(each)]
     for place, (method, each) in enumerate(reversed(shown)):
         found = mean_ci(np.log(each) if log else each, overlap=overlap)

@@ -1,10 +1,10 @@
-"""The result rows of a page, outputs/report/<page>.csv, one measured value a row; and what is concluded from them.
+"""Result rows of a page (outputs/report/<page>.csv), means and verdicts.
 
-Columns: `sweep` (which sweep of the page made the row), those that the page needs (data set, method, m, step, ...),
-`sample` (the unit of independence: a seed, pair, document or process; empty for a closed form), `metric`, `value`, and
-where the value comes from: `seconds` of the run (on its first row), `commit`, `date`, `versions`.
+One row is one measured value. Columns: `sweep` (the sweep that made the row), the columns of the page (data set,
+method, m, step, ...), `sample` (the independent unit: a seed, pair, document or process; empty for a closed form),
+`metric`, `value`, and the origin: `seconds` (on the first row of a run), `commit`, `date`, `versions`.
 
-Means have 95% intervals; verdicts on the papers' claims are Student's t-tests with Holm's correction over a page.
+Means have 95% intervals. Verdicts on the papers' claims are Student's t-tests with Holm's correction over a page.
 """
 
 import gzip
@@ -24,15 +24,15 @@ from crt_exp.runner.run import write_atomic
 
 FOLDER = Path("outputs/report")
 ORIGIN = ("seconds", "commit", "date", "versions")
-LARGEST = 2**20  # bytes of a file that is not compressed
-LEVEL = 0.05     # of tests, and 1 - LEVEL that of intervals
+LARGEST = 2**20  # maximum bytes of an uncompressed file
+LEVEL = 0.05     # significance level of tests; intervals have level 1 - LEVEL
 DECIDED = ("supported", "contradicted")
 UNDECIDED, CONFLICT, NOT_MEASURED = "inconclusive", "theory and measurement disagree", "not measured"
 WORDS = (*DECIDED, CONFLICT, UNDECIDED, NOT_MEASURED)
 
 
 class Rows:
-    """A page's result rows. `select`, `values`, `paired` and `ratio` take column=value or column=[values]."""
+    """Result rows of a page, with filters column=value or column=[values]."""
 
     def __init__(self, frame: pd.DataFrame):
         self.frame = frame
@@ -40,29 +40,35 @@ class Rows:
         self._groups = frame.groupby(["metric", "method"], sort=False).indices
 
     def select(self, metric: str, method: str | None = None, **where: Any) -> pd.DataFrame:
-        """The rows of a metric, in their order."""
+        """Return the rows of a metric, in their order."""
         return self.frame.iloc[self._places(metric, method, where)]
 
     def values(self, metric: str, method: str, log: bool = False, **where: Any) -> pd.Series:
-        """sample -> value, float64; the mean of several rows of a sample, of their logarithms with `log`."""
+        """Return values by sample, float64; several rows of a sample are averaged.
+
+        log: average logarithms.
+        """
         places = self._places(metric, method, where)
         values = self._columns["value"][places].astype(float)
         return pd.Series(np.log(values) if log else values, self._columns["sample"][places]).groupby(
             level=0, sort=False).mean()
 
     def paired(self, first: str, second: str, metric: str, log: bool = False, **where: Any) -> pd.Series:
-        """sample -> first - second, of the samples that both methods have; with `log` of their logarithms. A value
-        without a sample, which involves no chance, is compared with each sample of the other method."""
+        """Return first - second by sample, for samples that both methods have.
+
+        log: difference of logarithms. A value without a sample is deterministic, and is compared with each sample of
+        the other method.
+        """
         one, two = (self.values(metric, method, log, **where) for method in (first, second))
         one, two = _spread(one, two), _spread(two, one)
         return (one - two).dropna()
 
     def ratio(self, first: str, second: str, metric: str, **where: Any) -> pd.Series:
-        """sample -> log of first / second; the exponential of its mean is the geometric mean of the ratios."""
+        """Return log(first / second) by sample; exp of the mean is the geometric mean."""
         return self.paired(first, second, metric, log=True, **where)
 
     def methods(self, metric: str, **where: Any) -> list[str]:
-        """The methods that have a metric, in the order of the rows."""
+        """Return the methods that have a metric, in the order of the rows."""
         return [*self.frame.iloc[self._places(metric, None, where)]["method"].unique()]
 
     def _places(self, metric: str, method: str | None, where: dict[str, Any]) -> np.ndarray:
@@ -81,7 +87,10 @@ def _spread(values: pd.Series, other: pd.Series) -> pd.Series:
 
 
 def share(gain: pd.Series, whole: pd.Series) -> pd.Series:
-    """Samples whose mean is mean(gain) / mean(whole), with the spread of this ratio (delta method)."""
+    """Return samples whose mean is mean(gain) / mean(whole).
+
+    The spread of the samples is that of the ratio (delta method).
+    """
     both = pd.DataFrame({"gain": gain, "whole": whole}).dropna()
     ratio = both["gain"].mean() / both["whole"].mean()
     return ratio + (both["gain"] - ratio * both["whole"]) / both["whole"].mean()
@@ -91,7 +100,12 @@ def share(gain: pd.Series, whole: pd.Series) -> pd.Series:
 
 
 def read_rows(page: str, folder: Path = FOLDER) -> Rows:
-    """Raises FileNotFoundError where a page has no rows, ValueError for a file that is cut off."""
+    """Read the rows of a page.
+
+    Raises:
+        FileNotFoundError: If the page has no rows.
+        ValueError: If the file is truncated or lacks columns.
+    """
     path = rows_path(page, folder)
     try:
         text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
@@ -113,7 +127,7 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
 
 
 def _numbers(column: pd.Series) -> pd.Series:
-    """As numbers where all values that are not empty are numbers; empty ones are then nan."""
+    """Convert to numbers if all nonempty values are numeric; empty values become nan."""
     if column.dtype != object and not pd.api.types.is_string_dtype(column):
         return column
     values = pd.to_numeric(column.where(column != ""), errors="coerce")
@@ -129,7 +143,7 @@ def rows_path(page: str, folder: Path = FOLDER) -> Path:
 
 
 def write_rows(page: str, frame: pd.DataFrame, folder: Path = FOLDER) -> Path:
-    """Written atomically, compressed above 1 MB."""
+    """Write rows atomically; files above 1 MiB are compressed."""
     text = frame.to_csv(index=False, lineterminator="\n").encode()
     folder.mkdir(parents=True, exist_ok=True)
     plain, packed = folder / f"{page}.csv", folder / f"{page}.csv.gz"
@@ -140,7 +154,7 @@ def write_rows(page: str, frame: pd.DataFrame, folder: Path = FOLDER) -> Path:
 
 
 def concatenated(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Rows of several sweeps; a column that a sweep lacks is empty there. Origin columns come last."""
+    """Concatenate sweeps; columns that a sweep lacks are empty, origin columns last."""
     frame = pd.concat(frames, ignore_index=True).fillna("")
     return frame[[name for name in frame.columns if name not in ORIGIN] + [*ORIGIN]]
 
@@ -149,7 +163,7 @@ def concatenated(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 class Mean(NamedTuple):
-    """A mean of n samples, the half-width of its interval, and the p-value of a mean that is `against`."""
+    """Mean of n samples, half-width of its interval, p-value against a value."""
 
     mean: float
     half: float
@@ -161,8 +175,17 @@ class Mean(NamedTuple):
 
 
 def mean_ci(values: Sequence[float], against: float = 0.0, level: float = LEVEL, overlap: float = 0.0) -> Mean:
-    """Student's interval of independent samples. overlap: test rows over training rows of random splits of one data
-    set, whose variance is (1/n + overlap) times that of the values (Nadeau and Bengio, Machine Learning 52, 2003)."""
+    """Return Student's interval of independent samples, and the p-value.
+
+    Args:
+        against: Mean under the null hypothesis.
+        level: 1 - confidence level.
+        overlap: Test rows over training rows, for random splits of one data set. The variance is (1/n + overlap) times
+            that of the values (Nadeau and Bengio, Machine Learning 52, 2003).
+
+    Raises:
+        ValueError: If a sample is not finite.
+    """
     values = np.asarray(values, float)
     n = len(values)
     if n < 2:
@@ -175,13 +198,13 @@ def mean_ci(values: Sequence[float], against: float = 0.0, level: float = LEVEL,
 
 
 def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean and the ends of its 95% interval."""
+    """Return the geometric mean and the ends of its 95% interval."""
     log = mean_ci(np.log(values))
     return math.exp(log.mean), math.exp(log.mean - log.half), math.exp(log.mean + log.half)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number (Holm, 1979)."""
+    """Adjust p-values for multiple tests (Holm, 1979)."""
     order = np.argsort(p_values)
     raised = np.maximum.accumulate(np.arange(len(order), 0, -1) * np.asarray(p_values, float)[order])
     return np.minimum(1, raised)[np.argsort(order)].tolist()
@@ -192,17 +215,25 @@ Samples = pd.Series | Sequence[float] | float
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper, tested on one or several cases (data sets, sizes).
+    """A claim of a paper, tested on one or several cases (data sets, sizes).
 
-    text: the claim in the terms of the page. cases: case -> samples of the value that is compared with `above` or
-    `below` (default: above 0); a case without samples is left out. A float instead of samples is a closed form,
-    without chance.
-    paper: what the paper reports, or case -> that; empty for a question of our own. needs: what would decide
-    cases that are inconclusive or not measured. unit: of the value. log: samples are logarithms, and values are
-    shown as ratios; power: they are logarithms too large for that, shown as e^value. sign_test: over samples, for heavy
-    tails. overlap: see `mean_ci`. theory: case -> the value by a closed form, which the verdict must not contradict.
-    fails: case -> a sanity check that failed there, which leaves the case inconclusive.
-    reason: one sentence on why; not_measured: why no sample can judge the claim.
+    Args:
+        text: The claim in the terms of the page.
+        cases: Samples by case, compared with `above` or `below` (default: above 0). A float is a closed form, without
+            variance. Cases without samples are left out.
+        paper: The result that the paper reports, or a mapping from cases; empty for our own questions.
+        needs: What would decide cases that are inconclusive or not measured.
+        above: Threshold, or a mapping from cases.
+        below: Threshold, or a mapping from cases.
+        unit: Unit of the value.
+        log: Samples are logarithms; values are shown as ratios.
+        power: Samples are logarithms of numbers too large to show; values are shown as e^value.
+        sign_test: Use a sign test over samples, for heavy-tailed values.
+        overlap: See `mean_ci`.
+        theory: Closed-form values by case, which the verdict must not contradict.
+        fails: Failed sanity checks by case; these cases are inconclusive.
+        reason: One sentence of explanation.
+        not_measured: Why no sample can test the claim.
     """
 
     text: str
@@ -222,7 +253,7 @@ class Claim:
     not_measured: str = ""
 
     def of(self, case: str) -> "Tested":
-        """The test of one case, before the correction."""
+        """Test one case, before the correction for multiple tests."""
         if self.not_measured:
             return Tested(self, case, Mean(math.nan, math.nan, 1.0, 0))
         side, bound = (1, self.above) if self.below is None else (-1, self.below)
@@ -244,10 +275,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Tested:
-    """A claim in one case: its mean, and after `judge` its corrected p-value and verdict.
+    """One case of a claim: its mean and, after `judge`, p-value and verdict.
 
-    limit: the threshold, of log claims its logarithm. agrees: whether the samples lie on the claim's side of it; wins:
-    how many do.
+    limit is the threshold, or its logarithm for claims with `log`. agrees: whether the mean (or most samples, for a
+    sign test) is on the claim's side of the threshold. wins: number of samples on that side.
     """
 
     claim: Claim
@@ -259,16 +290,19 @@ class Tested:
     wins: int = 0
     p: float = math.nan
     verdict: str = NOT_MEASURED
-    level: float = LEVEL  # of the interval that is shown
+    level: float = LEVEL  # level of the interval that `shown` prints
 
     @property
     def number(self) -> float:
-        """The value as shown."""
+        """The mean, as a ratio for claims with `log`."""
         return math.exp(self.found.mean) if self.claim.log else self.found.mean
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Of the interval of the corrected test, which excludes the threshold exactly where the verdict is decided."""
+        """Ends of the corrected interval.
+
+        The interval excludes the threshold exactly if the verdict is supported or contradicted.
+        """
         half, n = self.found.half, self.found.n - 1
         if n > 0 and half > 0:
             half *= float(stats.t.isf(self.level / 2, n) / stats.t.isf(LEVEL / 2, n))
@@ -276,7 +310,7 @@ class Tested:
         return tuple(math.exp(end) for end in ends) if self.claim.log else ends
 
     def shown(self) -> str:
-        """The value with its interval and unit."""
+        """Format the value with its interval and unit."""
         claim, sign = self.claim, "" if self.threshold or self.claim.log or self.claim.power else "+"
         text = f"{self.number:{sign}.3g}"
         low, high = self.ends
@@ -304,10 +338,10 @@ class Tested:
 
 
 def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") -> list[Tested]:
-    """All cases of a page's claims with their verdicts; Holm's correction is over all cases that are judged.
+    """Return all cases of a page's claims with verdicts, corrected by Holm's method.
 
-    reduced: the runs are smaller than the paper's; stand_in: cases that begin with this are on data that only stand for
-    the paper's. The words say so.
+    reduced: the runs are smaller than the paper's. stand_in: prefix of cases whose data replace the paper's data.
+    Verdicts state both.
     """
     tested = [claim.of(case) for claim in claims for case in ([""] if claim.not_measured else claim.cases)
               if claim.not_measured or np.size(claim.cases[case])]

@@ -1,4 +1,4 @@
-"""A grid of runs: the override lists of a Hydra sweep, the launcher that runs them, and the rows of their records."""
+"""Sweeps of runs: override lists, execution by a Hydra launcher, result rows."""
 
 import itertools
 import json
@@ -25,20 +25,23 @@ from crt_exp.runner.configuration import override
 from crt_exp.runner.exit_handling import DIVERGED_CODE
 from crt_exp.runner.run import PARTIAL, read_records, versions, write_atomic
 
-HOME = "{runs}"           # in overrides: the folder of the page's runs
-DIVERGED = "diverged"     # a file in the folder of a run whose loss was not finite
-VALIDATION = ("validation", "val", "held_out")  # splits of the records between training steps
-PART = re.compile(r"(.+)_part(\d+)")  # a metric of a part of the test split
-METHODS = ("attention", "features")   # axes of methods in text, "favorpp m=256"
+HOME = "{runs}"           # placeholder in overrides for the folder of the page's runs
+DIVERGED = "diverged"     # marker file in the folder of a run with a non-finite loss
+VALIDATION = ("validation", "val", "held_out")  # splits of evaluations during training
+PART = re.compile(r"(.+)_part(\d+)")  # metric of one jackknife part of the test split
+METHODS = ("attention", "features")   # axes whose values are methods, such as "favorpp m=256"
 
 
 class RunsFailed(ValueError):
-    """Some runs of a sweep failed; finished ones stay."""
+    """Some runs of a sweep failed; finished runs are preserved."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. overrides: its command line; columns: those of its rows; alone: in a process of its own, for times."""
+    """One run of a sweep: its overrides and the columns of its rows.
+
+    alone: execute in a separate process, for timings.
+    """
 
     overrides: tuple[str, ...]
     columns: Mapping[str, Any]
@@ -46,17 +49,22 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of its folder: the values of its columns."""
+        """Name of the run's folder: the values of its columns."""
         return re.sub(r"[^\w.+=-]+", "-", "_".join(str(value) for value in self.columns.values())) or "run"
 
 
 def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
-    """One run for each combination of the axes' values: `sweep("task=uci", attention=["exact", "favorpp m=64"],
-    **{"task.dataset": ["wine", "digits"]}, seed=range(3))`.
+    """Return one run for each combination of the axes' values.
 
-    options: overrides that all runs share, in one string. An axis is an override key with its values, or a column with
-    {value: overrides in one string}. `attention` and `features` take methods in text; their column is `method`. The
-    column of another key is its last part. Options that contain blanks are quoted as in a shell.
+    Example: `sweep("task=uci", attention=["exact", "favorpp m=64"], **{"task.dataset": ["wine", "digits"]},
+    seed=range(3))`.
+
+    Args:
+        options: Overrides of all runs, in one string; options with spaces are quoted as in a shell.
+        alone: Execute each run in a separate process.
+        axes: An override key with its values, or a column with {value: overrides in one string}. The values of
+            `attention` and `features` are methods, and their column is `method`. The column of another key is its last
+            part.
     """
     choices, names = [], ["method" if key in METHODS else key.rpartition(".")[2] for key in axes]
     for key, values in axes.items():
@@ -76,7 +84,7 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
 
 
 def _method(group: str, text: str) -> list[str]:
-    """Overrides of a method in text: "favorpp m=256" as attention, "pos m=64 sampler=iid" as features."""
+    """Return the overrides of a method such as "favorpp m=256" or "pos sampler=iid"."""
     name, options = split_words(text)
     places = {"m": "features.m", "sampler": "sampler", "features": "features"}
     return [f"{group}={name}", *(f"{places.get(key, key if '.' in key else f'{group}.{key}')}="
@@ -87,10 +95,14 @@ def _method(group: str, text: str) -> list[str]:
 
 
 def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "basic") -> None:
-    """Runs what is not finished, each in `folder`/<its name>; killed runs go on. Raises RunsFailed in the end.
+    """Execute unfinished runs, each in `folder`/<name>; interrupted runs continue.
 
-    home: the folder that `{runs}` in overrides stands for. launcher: one of Hydra's: basic, in this process, or joblib,
-    submitit_local, submitit_slurm.
+    Args:
+        home: Folder that `{runs}` in overrides stands for.
+        launcher: Hydra's launcher: basic (in this process), joblib, submitit_local or submitit_slurm.
+
+    Raises:
+        RunsFailed: After all runs, if some failed.
     """
     missing = [run for run in runs if not is_finished(folder / run.name)]
     failed = []
@@ -115,7 +127,7 @@ def _overrides(run: Run, home: Path) -> list[str]:
 
 
 def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
-    """Through a launcher of Hydra; yields the names of runs that failed."""
+    """Execute runs by a Hydra launcher; yield the names of failed runs."""
     from hydra import initialize_config_dir
     from hydra._internal.callbacks import Callbacks
     from hydra.core.global_hydra import GlobalHydra
@@ -132,17 +144,17 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
         launch = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task_function,
                                                          config=config).launch
-        batches = [[job] for job in jobs] if launcher == "basic" else [jobs]  # a failure is known when it occurs
+        batches = [[job] for job in jobs] if launcher == "basic" else [jobs]  # so that a failure is reported at once
         for batch in batches:
             done = launch([[*overrides, f'hydra.sweep.subdir="{run.name}"'] for run, overrides in batch], 0)
             for (run, _), result in zip(batch, done):
                 try:
-                    _ = result.return_value  # raises what the run raised
+                    _ = result.return_value  # re-raises the error of the run
                 except Exception as error:
                     if getattr(error, "code", None) != DIVERGED_CODE:
                         yield run.name
                         continue
-                    directory = folder / run.name  # empty, where it diverged before its first record
+                    directory = folder / run.name  # does not exist if the run diverged before its first record
                     directory.mkdir(parents=True, exist_ok=True)
                     if not (directory / "versions.json").is_file():
                         write_atomic(directory / "versions.json", json.dumps(versions(0)))
@@ -150,7 +162,7 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
 
 
 def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
-    """One at a time, each in a process that has done nothing else."""
+    """Execute runs one after another, each in a new process."""
     own = with_folders(own_folders())
     for run, overrides in jobs:
         place = override("hydra.run.dir", folder / run.name)
@@ -163,9 +175,10 @@ def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launc
 
 def rows_of_runs(runs: Sequence[Run], folder: Path, sweep: str, columns: Sequence[str], metrics: Sequence[str]
                  ) -> pd.DataFrame:
-    """One row for each metric of each record of finished runs; a list in a record is one row for each of its values.
+    """Return one row for each metric of each record of finished runs.
 
-    columns: those that rows take from the run or the record; records on validation count only where `step` is one.
+    A list in a record gives one row per value. columns: columns from the run or the record. Validation records are used
+    only if `step` is a column.
     """
     rows = [row for run in runs for row in _rows_of_run(run, folder / run.name, sweep, columns, metrics)]
     names = ["sweep", *columns, "sample", "metric", "value", *ORIGIN]
@@ -212,7 +225,7 @@ def _rows_of_run(run: Run, directory: Path, sweep: str, columns: Sequence[str], 
 
 
 def _steps_per_second(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """The median over the intervals between records of training."""
+    """Return the median over the intervals between training records."""
     train = [(record["step"], record["time_s"]) for record in records if record.get("split") == "train"]
     rates = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(train, train[1:]) if b[1] > a[1]]
     return median(rates) if rates else None

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or absent, `<root>/step-N/`, and the state of a run in them.
+"""Atomic checkpoints `<root>/step-N/` and the training state in them.
 
-A directory holds tensors as safetensors (`model`, `optimizer`), everything else as JSON (`state`), and `manifest.json`
-with the size and SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
+A checkpoint has tensors as safetensors (`model`, `optimizer`), other state as JSON (`state`), and `manifest.json` with
+size and SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
 """
 
 import hashlib
@@ -27,20 +27,20 @@ from crt_exp.tasks.base import Task
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"  # within the run directory
+CHECKPOINTS = "checkpoints"  # subfolder of the run directory
 
 
 class CheckpointError(OSError):
-    """A checkpoint that cannot be written, read or used; the message states what remains and what to do."""
+    """A checkpoint cannot be written, read or used; the message says how to proceed."""
 
 
 # ---- directories
 
 
 def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
-    """Write `<root>/step-<step>` with `<name>.safetensors` for each entry of `tensors` and `state.json`.
+    """Write `<root>/step-<step>`: one safetensors file per entry, and state.json.
 
-    Raises CheckpointError where the disk is full or not writable; what was there before stays.
+    Raises CheckpointError if the disk is full or not writable; earlier checkpoints are preserved.
     """
     temporary, final = root / f".step-{step}.{os.getpid()}", root / f"step-{step}"
     try:
@@ -52,7 +52,7 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         files[MANIFEST] = json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1).encode()
         for name, content in files.items():
             write_atomic(temporary / name, content)
-        shutil.rmtree(final, ignore_errors=True)  # the same step of a run that was continued
+        shutil.rmtree(final, ignore_errors=True)  # exists if a continued run repeats the step
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -62,13 +62,13 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
 
 
 def steps(root: Path) -> list[int]:
-    """The steps that have a checkpoint, oldest first."""
+    """Return the steps that have a checkpoint, in increasing order."""
     names = (path.name.removeprefix("step-") for path in root.glob("step-*"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory; None where all is as it was written."""
+    """Return what is wrong with a checkpoint directory, or None if it is intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
@@ -83,8 +83,8 @@ def damage(path: Path) -> str | None:
 
 
 def newest(root: Path) -> Path | None:
-    """The newest intact checkpoint, None where there is none; damaged ones are named and removed."""
-    for path in root.glob(".step-*"):  # what a killed process left half-written or half-removed
+    """Return the newest intact checkpoint, or None; remove damaged ones."""
+    for path in root.glob(".step-*"):  # incomplete checkpoints of a killed process
         shutil.rmtree(path, ignore_errors=True)
     for step in reversed(steps(root)):
         path = root / f"step-{step}"
@@ -96,13 +96,13 @@ def newest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int, best: int | None = None) -> None:
-    """Remove all but the newest `keep` checkpoints and the best."""
+    """Remove all checkpoints except the newest `keep` and the best."""
     for step in {*steps(root)[:-keep]} - {best}:
-        shutil.rmtree(root / f"step-{step}", ignore_errors=True)  # half-removed, it is one that is damaged
+        shutil.rmtree(root / f"step-{step}", ignore_errors=True)  # an interrupted removal leaves a damaged checkpoint
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The `state` that `save` was given."""
+    """Load the `state` that `save` wrote."""
     return json.loads((path / "state.json").read_bytes())
 
 
@@ -110,7 +110,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def encode(tensors: dict[str, Tensor]) -> bytes:
-    """Safetensors; a tensor with several names (tied weights) is written once, other names are metadata."""
+    """Serialise tensors as safetensors; tied weights are stored once, with aliases."""
     kept, first, aliases = {}, {}, {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -122,7 +122,7 @@ def encode(tensors: dict[str, Tensor]) -> bytes:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one `.safetensors` file by name."""
+    """Load the tensors of one `.safetensors` file by name."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
@@ -131,7 +131,10 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str,
                absent: Collection[str] = ()) -> None:
-    """Load weights by name, except those of `absent`. Raises CheckpointError naming what does not fit."""
+    """Load weights by name, except those of `absent`.
+
+    Raises CheckpointError that names the first mismatch.
+    """
     make_room(model, tensors)
     own = model.state_dict()
     here, there = ({name: tuple(t.shape) for name, t in each.items() if name not in absent} for each in (own, tensors))
@@ -142,13 +145,13 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str,
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The optimiser's tensors as "<parameter name>.<key>"; its settings are the configuration's."""
+    """Return the optimiser's tensors as "<parameter name>.<key>"."""
     return {f"{name}.{key}": whole(value) for name, parameter in model.named_parameters()
             for key, value in optimizer.state.get(parameter, {}).items()}
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
-    """Reverse of optimizer_tensors."""
+    """Restore the result of optimizer_tensors."""
     parameters, states = dict(model.named_parameters()), {}
     order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     for name, tensor in tensors.items():
@@ -158,27 +161,34 @@ def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor])
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
 
-# ---- the state of a run
+# ---- training state
 
 
 @dataclass
 class Progress:
-    """Where a run stands; saved with each checkpoint."""
+    """Progress of a run, saved in each checkpoint."""
 
     step: int = 0
     epoch: int = 0
-    position: int = 0                  # steps of this epoch that are done
-    evaluated: int = 0                 # the step of the last evaluation
-    best: dict[str, Any] | None = None      # step, and metrics of the validation split
-    loss: float = 0.0                  # summed since the last record of the training split
+    position: int = 0                  # completed steps of this epoch
+    evaluated: int = 0                 # step of the last evaluation
+    best: dict[str, Any] | None = None      # step, epoch and validation metrics
+    loss: float = 0.0                  # sum since the last training record
     losses: int = 0
 
 
 class TrainingState:
-    """Weights, optimiser, generators, the task's own state, and where the run stands, of one process.
+    """Weights, optimiser, generators, task state and progress of one process.
 
-    keep: checkpoints that are kept besides the best. Attributes: `progress`; `saved` and `saved_at`, step and time of
-    the last checkpoint. All processes call each method together.
+    All processes must call each method together.
+
+    Args:
+        keep: Number of checkpoints to keep in addition to the best.
+        per_epoch: Steps of an epoch. None: unknown.
+
+    Attributes:
+        progress: The run's progress.
+        saved, saved_at: Step and time of the last checkpoint.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, task: Task, run: Run, distributed: Distributed, keep: int,
@@ -191,11 +201,11 @@ class TrainingState:
 
     @property
     def epoch(self) -> float:
-        """Epochs that are done."""
+        """Completed epochs, as a fraction."""
         return round(self.progress.epoch + (self.progress.position / self.per_epoch if self.per_epoch else 0), 4)
 
     def save(self) -> None:
-        """The first process writes a checkpoint and removes old ones."""
+        """Write a checkpoint and remove old ones, on the first process."""
         tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items() if name not in self.stay},
                    "optimizer": optimizer_tensors(self.module, self.optimizer)}
         plain = self.distributed.gather({name: value.detach().cpu() if isinstance(value, Tensor) else value
@@ -212,7 +222,10 @@ class TrainingState:
         self.saved, self.saved_at = self.progress.step, time.monotonic()
 
     def restore(self) -> None:
-        """Load the newest intact checkpoint and take back later records; without one the run starts over."""
+        """Load the newest intact checkpoint and remove later records.
+
+        Without a checkpoint the run starts over. Raises CheckpointError.
+        """
         path = self.distributed.broadcast(newest(self.root) if self.distributed.main else None)
         if path is None:
             self.run.rewind(0)
@@ -235,7 +248,7 @@ class TrainingState:
             print(f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', random generators start afresh'})")
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
-        """Weights and the state of the task. Raises CheckpointError where they belong to another run."""
+        """Load weights and task state. Raises CheckpointError for those of another run."""
         if state.get("stay") != self.digest:
             raise CheckpointError(f"{path} holds adapters of other weights than those that this run starts from")
         load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
@@ -250,7 +263,7 @@ class TrainingState:
         self.task.load_state_dict(tasks[self.distributed.rank if same else 0])
 
     def load_best(self) -> None:
-        """Load weights and task state of the best evaluation. Raises CheckpointError where they are damaged."""
+        """Load weights and task state of the best evaluation. Raises CheckpointError."""
         path = self.root / f"step-{self.progress.best['step']}"
         if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
             raise CheckpointError(f"{path}: damaged ({reason}), and it has the best weights; train again in another "
@@ -259,6 +272,6 @@ class TrainingState:
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two processes kept the same of a task."""
+    """Return whether two processes have equal task states."""
     return one.keys() == other.keys() and all(
         value.equal(other[name]) if isinstance(value, Tensor) else value == other[name] for name, value in one.items())

@@ -1,6 +1,7 @@
-"""The command line, checked before Hydra acts on it and before torch is imported, with errors of one line; --help.
+"""Check the command line before Hydra runs and torch is imported; print --help.
 
---help prints the groups with their choices, and every key with the comment that stands beside it in its file.
+Errors are one line. --help prints the groups with their choices, and every key with its comment in the configuration
+file.
 """
 
 import re
@@ -26,13 +27,16 @@ from crt_exp.data import inside_torchrun, rank
 from crt_exp.options import unknown, written
 from crt_exp.runner.configuration import GROUPS, check_early, explained, plain
 
-COLUMN = 40  # of the comments of --help
-LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # of a file: indentation, key and comment
+COLUMN = 40  # column of the comments in --help
+LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # indentation, key and comment of a line
 
 
 def check_command_line(args: list[str]) -> str | None:
-    """The text of --help, where `args` ask for it. Raises ConfigError for choices and keys that do not exist, naming
-    the nearest ones, and for values that do not fit; in a sweep, for each of its values."""
+    """Check `args`; return the text of --help if they ask for it, else None.
+
+    Raises ConfigError, with the nearest name, for unknown choices and keys and for invalid values. In a sweep, each
+    value of each key is checked.
+    """
     parser = get_args_parser()
     parser.error = refuse
     flags = parser.parse_args(args)
@@ -43,7 +47,7 @@ def check_command_line(args: list[str]) -> str | None:
     with own_names([flags.config_dir] if flags.config_dir else []):
         for job in varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]:
             cfg = compose(job)
-            HydraConfig.instance().set_config(cfg)  # for the interpolations in it
+            HydraConfig.instance().set_config(cfg)  # needed by interpolations
             if flags.help:
                 return help_text(cfg)
             if not flags.cfg:
@@ -58,7 +62,7 @@ def refuse(message: str) -> None:
 
 
 def with_file_names(args: list[str]) -> list[str]:
-    """Arguments in which the papers' names of attention, such as favor++, are those of its files."""
+    """Replace the papers' names of attention, such as favor++, by file names."""
     def renamed(arg: str) -> str:
         key, sign, names = arg.partition("=")
         return f"{key}={','.join(canonical('attention', name) for name in names.split(','))}" if sign else arg
@@ -67,10 +71,10 @@ def with_file_names(args: list[str]) -> list[str]:
 
 
 def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
-    """Runs of a sweep in which each value of each of its keys occurs."""
+    """Yield runs of a sweep that together contain each value of each key."""
     with one_line(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
         parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(overrides)
-        if any(o.key_or_group == "hydra/sweeper" for o in parsed):  # which chooses the values itself
+        if any(o.key_or_group == "hydra/sweeper" for o in parsed):  # this sweeper chooses the values itself
             parsed = [o for o in parsed if not o.is_sweep_override()]
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
     seen: set[str] = set()
@@ -81,20 +85,20 @@ def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
 
 
 def compose(overrides: list[str]):
-    """The configuration of one run, with files of `own_names` in addition to those of conf/."""
+    """Compose the configuration of one run, including the files of `own_names`."""
     with one_line(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
         return hydra.compose("config", overrides=[*with_folders(own_folders()), *overrides], return_hydra_config=True)
 
 
 def with_folders(folders: Iterable[Path]) -> list[str]:
-    """The override that adds folders to Hydra's search path."""
+    """Return the override that adds folders to Hydra's search path."""
     paths = ["'file://{}'".format(str(folder).replace("'", "\\'")) for folder in folders]
     return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
 
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """Turns Hydra's errors into ConfigErrors of one line."""
+    """Turn Hydra's errors into ConfigErrors of one line."""
     try:
         yield
     except OverrideParseException as error:
@@ -127,12 +131,12 @@ def unknown_key(error: OmegaConfBaseException) -> ConfigError:
 
 
 def check_writable(directory: Path) -> None:
-    """Raises ConfigError where the run directory cannot be made."""
+    """Raise ConfigError if the run directory cannot be created."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"hydra.run.dir={directory}: {error.strerror}, expected a folder to write to") from None
-    with suppress(OSError):  # not empty; Hydra makes it, and evaluates the time in its name again
+    with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
         directory.rmdir()
 
 
@@ -140,7 +144,7 @@ def check_writable(directory: Path) -> None:
 
 
 def help_text(cfg: DictConfig) -> str:
-    """The template of conf/config.yaml, filled for a composed configuration."""
+    """Fill the help template of conf/config.yaml for a composed configuration."""
     groups = [wrap(f"{group}: {', '.join(known(group))}", 2) for group in sorted([*GROUPS, "experiment"])]
     keys = lines_of(plain(cfg), comments(cfg), "")
     template = cfg.hydra.help.template.replace("$APP_CONFIG_GROUPS", "\n".join([*groups, ""]))
@@ -148,10 +152,10 @@ def help_text(cfg: DictConfig) -> str:
 
 
 def comments(cfg: DictConfig) -> dict[str, str]:
-    """The comments on keys in config.yaml and in the files that were chosen."""
+    """Return the comments on keys in config.yaml and in the chosen files."""
     found = dict(comments_of(CONF / "config.yaml", ""))
     chosen = [(place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name]
-    for group, name in sorted(chosen, key=lambda choice: choice[0] != "trainer"):  # a task may set keys of trainer
+    for group, name in sorted(chosen, key=lambda choice: choice[0] != "trainer"):  # a task may replace keys of trainer
         for folder in (CONF, *own_folders()) if group.partition("/")[0] in (*GROUPS, "experiment") else ():
             found |= comments_of(Path(folder, group, f"{name}.yaml"), group.partition("/")[0])
     return found
@@ -162,7 +166,10 @@ def wrap(text: str, indent: int) -> str:
 
 
 def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Iterator[str]:
-    """key=value and its comment, for each key; `_target_` and the like are not for the command line."""
+    """Yield key=value and its comment, for each key.
+
+    Keys such as `_target_` are left out.
+    """
     for key, value in node.items():
         name, inner = f"{prefix}{key}", isinstance(value, dict) and bool(value)
         shown = f"{name}.*" if inner else f"{name}={written(value)}"
@@ -173,7 +180,7 @@ def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
 
 
 def comments_of(path: Path, package: str) -> Iterator[tuple[str, str]]:
-    """Dotted keys of a file, and of those of its group that it begins with, with the comments on their lines."""
+    """Yield the dotted keys of a file and its defaults, with their comments."""
     text = path.read_text() if path.is_file() else ""
     for entry in (yaml.safe_load(text) or {}).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":

@@ -1,6 +1,6 @@
-"""The configuration of a run: what Hydra composed, and the check of its keys and values.
+"""The composed configuration of a run, and the check of its keys and values.
 
-The table of keys, types and bounds of a group is the constructor that its `_target_` names (options.py).
+Keys, types and bounds of a group are those of the constructor that `_target_` names (options.py).
 """
 
 import re
@@ -20,27 +20,27 @@ from crt_exp.options import Count, Parameter, annotations_in_source, check_optio
 from crt_exp.config import (ATTENTION, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
                             own_options, read_yaml, uses)
 
-# ---- what Hydra was asked for
+# ---- Hydra's state
 
 
 def choice(group: str) -> str | None:
-    """The name that was chosen of a group."""
+    """Return the choice of a group."""
     return HydraConfig.get().runtime.choices.get(group)
 
 
 def overrides() -> list[str]:
-    """The overrides of this run; none outside a run."""
+    """Return the overrides of this run; empty outside a run."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def folders() -> list[str]:
-    """Local folders of configuration files that the user added to Hydra's search path."""
+    """Return the local folders that the user added to Hydra's search path."""
     sources = HydraConfig.get().runtime.config_sources
     return [source.path for source in sources if source.provider.endswith("command-line") and source.schema == "file"]
 
 
 def output_directory() -> Path:
-    """The run directory."""
+    """Return the run directory."""
     return Path(HydraConfig.get().runtime.output_dir)
 
 
@@ -49,26 +49,29 @@ def in_sweep() -> bool:
 
 
 def place() -> tuple[str, Path]:
-    """The key and value that name this run's directory again, or that of its sweep."""
+    """Return the key and value that select this run's or sweep's directory again."""
     if in_sweep():
         return "hydra.sweep.dir", Path(HydraConfig.get().sweep.dir).absolute()
     return "hydra.run.dir", output_directory()
 
 
 def key_of(override: str) -> str:
-    """The key of an override, without signs."""
+    """Return the key of an override, without signs."""
     return override.split("=")[0].lstrip("+~")
 
 
 def part_of(override: str) -> str | None:
-    """Which part of a mechanism an override chooses: attention, features, sampler or m."""
+    """Return the part of a mechanism that an override sets, or None.
+
+    Parts: attention, features, sampler, m.
+    """
     key = key_of(override)
     group = key.split(".")[0]
     return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
 
 
 def override(key: str, value: Any) -> str:
-    """key=value in Hydra's grammar, for values of any characters."""
+    """Return key=value in Hydra's grammar, with quotes where needed."""
     text = str(value)
     if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
         return f"{key}={text}"
@@ -77,7 +80,7 @@ def override(key: str, value: Any) -> str:
 
 # ---- keys and groups
 
-TOP = {"seed": Parameter(Annotated[int, Field(ge=0, le=2**32 - 1)], True),  # what NumPy's generators take
+TOP = {"seed": Parameter(Annotated[int, Field(ge=0, le=2**32 - 1)], True),  # the range of NumPy's seeds
        "resume": Parameter(Literal["never", "auto"], True)}
 GROUPS = {
     "task": Group("a class that measures (`records`) or trains (`batches`), see tasks/base.py", lambda made:
@@ -92,7 +95,10 @@ GROUPS = {
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration without Hydra's own part, interpolations resolved. Raises ConfigError where one cannot be."""
+    """Return the configuration without Hydra's node, with interpolations resolved.
+
+    Raises ConfigError if an interpolation fails.
+    """
     try:
         return OmegaConf.to_container(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), resolve=True,
                                       throw_on_missing=True)
@@ -101,7 +107,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def explained(error: OmegaConfBaseException) -> ConfigError:
-    """The key, and what is wrong, in one line."""
+    """Return a one-line ConfigError with the key and the problem."""
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{error.full_key}=???: missing, expected {error.full_key}=...")
     text = str(error.msg or error).splitlines()[0]
@@ -110,7 +116,10 @@ def explained(error: OmegaConfBaseException) -> ConfigError:
 
 
 def check_early(cfg: DictConfig) -> None:
-    """Checks what the sources of classes state about keys and values, before torch is imported. Raises ConfigError."""
+    """Check keys and values against the source of classes, without importing torch.
+
+    Raises ConfigError.
+    """
     given = plain(cfg)
     check_top(given)
     for name, group in GROUPS.items():
@@ -119,7 +128,7 @@ def check_early(cfg: DictConfig) -> None:
 
 
 def check_source(path: str, node: Any, group: Group) -> None:
-    """Checks keys and values by what the source of a class of this package states."""
+    """Check a node against the annotations in the source of its class."""
     hints = annotations_in_source(node["_target_"]) if isinstance(node, dict) and "_target_" in node else {}
     if hints:
         for key in group.parts.keys() & node.keys():
@@ -129,18 +138,21 @@ def check_source(path: str, node: Any, group: Group) -> None:
 
 
 def check_composed(cfg: DictConfig) -> None:
-    """Raises ConfigError for the first key that is unknown, missing or of the wrong kind, and for unused choices."""
+    """Check a composed configuration with the imported classes.
+
+    Raises ConfigError for the first unknown, missing or invalid key, and for unused choices.
+    """
     given = plain(cfg)
     check_plain(given)
     check_unused(given.get("attention"))
 
 
 def check_plain(given: dict[str, Any]) -> None:
-    """Checks keys and values with the imported classes. Raises ConfigError."""
+    """Check keys and values with the imported classes. Raises ConfigError."""
     check_top(given)
     for name, group in GROUPS.items():
         node = given.get(name)
-        unchosen = isinstance(node, dict) and node.keys() <= group.extra.keys()  # what config.yaml holds
+        unchosen = isinstance(node, dict) and node.keys() <= group.extra.keys()  # only the keys of config.yaml
         if node is not None and not unchosen:
             check_node(name, node, group)
         elif not group.optional:
@@ -155,20 +167,21 @@ def check_top(given: dict[str, Any]) -> None:
 
 
 def check_unused(attention: dict[str, Any] | None) -> None:
-    """Raises ConfigError for choices that the attention does not use."""
+    """Raise ConfigError for choices that the attention does not use."""
     unused = [o for o in overrides() if attention and part_of(o) in {"features", "sampler", "m"} - uses(attention)]
     if unused:
         raise ConfigError(f"attention={choice('attention')} does not use {' '.join(unused)}: leave it out "
                           "(a sweep: two commands)")
 
 
-# ---- the configuration that lies in a run directory
+# ---- the configuration in a run directory
 
 
 def kept_task(run: str | Path, **changes: Any) -> Any:
-    """The task of a run as it was configured, with other values for some keys.
+    """Create the task of a run as configured, with changes to some keys.
 
-    The file is data: it names a class of this package and plain values of its options. Raises ConfigError for others.
+    The file is untrusted data: only tasks of this package with plain option values are created. Raises ConfigError for
+    others.
     """
     path = Path(run) / "config.yaml"
     node = read_yaml(path).get("task")

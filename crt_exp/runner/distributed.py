@@ -1,4 +1,4 @@
-"""The processes of a run: what they share, their random generators, and models that are split over them (FSDP2)."""
+"""Processes of a run, random generators, and sharded models (FSDP2)."""
 
 import random
 from collections.abc import Iterator
@@ -16,9 +16,12 @@ PATIENCE = timedelta(hours=2)  # of processes that wait for one that reads or wr
 
 
 class Distributed:
-    """The processes of a run, set up by accelerate from the environment of torchrun. Use as a context manager.
+    """Processes of a run, set up by accelerate for torchrun; a context manager.
 
-    precision: no, bf16 or fp16. cpu: use no accelerator. unused: DDP's find_unused_parameters.
+    Args:
+        precision: no, bf16 or fp16.
+        cpu: Use no accelerator.
+        unused: DDP's find_unused_parameters.
     """
 
     def __init__(self, precision: str = "no", cpu: bool = False, unused: bool = False):
@@ -29,11 +32,11 @@ class Distributed:
         self.device, self.main = self.accelerator.device, self.rank == 0
 
     def broadcast(self, value: Any) -> Any:
-        """The value of the first process, on all processes."""
+        """Return the value of the first process, on all processes."""
         return broadcast_object_list([value])[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes in the order of ranks, on all processes."""
+        """Return the values of all processes in the order of ranks, on all processes."""
         return gather_object([value])
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -43,8 +46,8 @@ class Distributed:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Leave the group and clear accelerate's state: the next run of a sweep sets up its own."""
-        if kind is not None and self.size > 1:  # the others may not come
+        """Leave the process group and reset accelerate, for the next run of a sweep."""
+        if kind is not None and self.size > 1:  # the other processes may not reach this point
             return
         self.accelerator.free_memory()
         self.accelerator.end_training()
@@ -56,7 +59,10 @@ class Distributed:
 
 
 def rng_state() -> dict[str, Any]:
-    """States of the generators of Python, NumPy and torch (GPU: the current device), as plain JSON."""
+    """Return the states of Python's, NumPy's and torch's generators, as plain JSON.
+
+    Of GPUs, only the current device is included.
+    """
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest],
              "torch": torch.get_rng_state().numpy().tobytes().hex()}
@@ -66,7 +72,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Reverse of rng_state, before or after a trip through JSON."""
+    """Restore the result of rng_state, with or without a round trip through JSON."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
@@ -84,9 +90,9 @@ def _bytes_of(digits: str) -> Tensor:
 
 
 def shard(model: nn.Module, precision: str) -> nn.Module:
-    """Split `model` in place: one unit for each repeated block, one for the rest. bf16: float32 weights are kept.
+    """Shard `model` in place: one unit per repeated block, one for the rest.
 
-    Needs the process group; call it before the optimiser is built.
+    Weights stay float32 with bf16. Needs the process group. Call before the optimiser is created.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -100,7 +106,7 @@ def shard(model: nn.Module, precision: str) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost repeated layers: at least two of one class in a list or sequence."""
+    """Yield the outermost repeated layers: at least two of one class in a list."""
     for child in model.children():
         members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         if len(members) >= 2 and len({type(m) for m in members}) == 1 and [*members[0].parameters()]:
@@ -110,7 +116,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def sharded_like(own: Tensor, tensor: Tensor) -> Tensor:
-    """This process's share of `tensor`, placed as `own` is; no communication."""
+    """Return this process's shard of `tensor`, placed as `own`, without communication."""
     if not hasattr(own, "device_mesh"):
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -1,7 +1,7 @@
-"""How a run ends early: signals, what is printed by which process, and the exit code.
+"""Early ends of a run: signals, error messages and exit codes.
 
-Codes: 2 for what the user can correct, 3 for a run that diverged, 128 + the signal for a run that was asked to stop and
-left a checkpoint. In a sweep only a signal ends the other runs too.
+Exit codes: 2 for errors that the user can correct; 3 for a run that diverged; 128 + signal for a run that was stopped
+and left a checkpoint. In a sweep only signals end the other runs too.
 """
 
 import atexit
@@ -26,7 +26,7 @@ NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage s
 
 
 class Stopped(Exception):
-    """A run that ended early with an exit code of its own."""
+    """A run ended early, with its own exit code."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -37,17 +37,18 @@ class Stopped(Exception):
 
 
 def stopped_by(signum: int) -> Stopped:
-    """The end of a run that was asked to stop, with the words that continue it, quoted for a shell."""
+    """Return the error of a run stopped by a signal, with the command to continue."""
     words = shlex.quote(override(*place()))
     return Stopped(f"stopped by {signal.Signals(signum).name}; continue with resume=auto {words}", 128 + signum)
 
 
 class StopSignals:
-    """Remember a signal until the step is done.
+    """Remember a stop signal until the step is done.
 
-    Torchrun repeats a signal that its children already got, so only a SIGINT more than a second after another signal
-    stops without a checkpoint. Signals that the run was started to ignore stay ignored (nohup, a shell's &). A submitit
-    job gets SIGUSR2, and a SIGTERM that only accompanies it; submitit's own handler queues the run again in the end.
+    torchrun repeats signals that its children have already received. Therefore only a SIGINT more than one second after
+    another signal stops without a checkpoint. Signals that the parent ignores stay ignored (nohup, a shell's &). A
+    submitit job stops on SIGUSR2, not on the SIGTERM that accompanies it; submitit's handler queues the run again at
+    the end.
     """
 
     def __init__(self):
@@ -69,18 +70,18 @@ class StopSignals:
 
     def __exit__(self, kind, error, trace) -> None:
         ending = isinstance(error, Stopped) and error.code > 128
-        for signum, handler in self.previous.items():  # torchrun's copy of the signal must not cut the last lines
+        for signum, handler in self.previous.items():  # torchrun's copy of the signal must not cut the output
             signal.signal(signum, signal.SIG_IGN if ending and inside_torchrun() else handler)
         if ending and self.signum == signal.SIGUSR2 and callable(self.previous.get(self.signum)):
             self.previous[self.signum](self.signum, None)
 
 
-# ---- from an error to the end
+# ---- error messages and exit
 
 
 @contextmanager
 def errors_reported() -> Iterator[None]:
-    """End the run with one message and no traceback after a mistake of the user or a request to stop."""
+    """End the run with one message, without traceback, for user errors and signals."""
     from crt_exp.data import DataError
 
     try:
@@ -93,7 +94,7 @@ def errors_reported() -> Iterator[None]:
         no_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
         if isinstance(error, RuntimeError) and not no_memory or os.environ.get("HYDRA_FULL_ERROR") == "1":
             wait_for_the_first()
-            raise  # a defect of the code
+            raise  # a bug: keep the traceback
         if no_memory:
             error = ConfigError(f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
                                 "trainer.batch (larger trainer.accumulate) or task")
@@ -101,15 +102,15 @@ def errors_reported() -> Iterator[None]:
 
 
 def end_run(error: Exception, code: int) -> None:
-    """Print an error and exit; in a sweep only a signal ends the other runs too."""
+    """Print an error and exit; in a sweep only a signal ends the other runs."""
     if rank() == 0:
-        with suppress(OSError):  # not empty, or not there
+        with suppress(OSError):  # not empty, or missing
             output_directory().rmdir()
     if not in_sweep() or code > 128:
         fail(error, code)
     message = f"the run in {output_directory()} failed: {error}"
     print(f"crt_exp: {message}", file=sys.stderr, flush=True)
-    failed = CompactHydraException(message)  # of the first failure: Hydra prints it in the end, without a traceback
+    failed = CompactHydraException(message)  # Hydra prints the first failure at the end, without a traceback
     failed.code = code
     raise failed from None
 
@@ -119,20 +120,26 @@ def fail(error: Exception, code: int = ERROR_CODE) -> None:
     if code <= 128:
         wait_for_the_first()
     kind = "" if isinstance(error, Stopped) else f"error on process {rank()}: " if rank() else "error: "
-    with suppress(OSError):  # the terminal may be gone (SIGHUP)
+    with suppress(OSError):  # the terminal may be closed (SIGHUP)
         if rank() == 0 or code <= 128:
             print(f"crt_exp: {kind}{error}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def wait_for_the_first() -> None:
-    """Most errors occur on every process. Torchrun ends the others when the first one has printed its message."""
+    """Wait, so that the first process prints its error before torchrun ends all.
+
+    Most errors occur on every process.
+    """
     if rank():
         time.sleep(10)
 
 
 def leave() -> None:
-    """End one of several processes that is done: threads of a process group can abort Python's own end (torch 2.12)."""
+    """Exit a process of several without Python's cleanup.
+
+    Threads of a process group can abort Python's own exit (torch 2.12).
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

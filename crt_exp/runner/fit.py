@@ -1,6 +1,6 @@
-"""From a composed configuration to its records: what it builds, checked; then measured or trained.
+"""Build, check and execute a run from a composed configuration.
 
-Choices that do not go together are ConfigErrors, raised before anything is written.
+Incompatible choices raise ConfigError before anything is written.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from crt_exp.runner.sweep import check_direction, direction
 
 
 def build(cfg: DictConfig) -> tuple[Any, Any]:
-    """The task and the Mechanism of a composed configuration. Raises ConfigError for whatever cannot be run."""
+    """Create task and mechanism of a composed configuration. Raises ConfigError."""
     from crt_exp.mechanism import Mechanism
 
     check_composed(cfg)
@@ -38,7 +38,7 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
 
 @contextmanager
 def errors_of(group: str) -> Iterator[None]:
-    """The errors of a constructor with the choice that it belongs to."""
+    """Prefix a constructor's ValueError with the choice that caused it."""
     try:
         yield
     except ValueError as error:
@@ -52,16 +52,16 @@ def refuse(unused: list[str]) -> None:
 
 
 def given(node: str) -> list[str]:
-    """The overrides of a node of the configuration, or of keys below it."""
+    """Return the overrides of a node of the configuration and of keys below it."""
     return [o for o in overrides() if f"{key_of(o)}.".startswith(f"{node}.")]
 
 
 def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
-    """What a task that only measures cannot do: run on several processes, and measure what has no feature map."""
+    """Raise ConfigError for several processes, or a mechanism that is not measurable."""
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: runs on one process; leave torchrun out")
     refuse(given("trainer"))
-    whole = getattr(task, "measures_whole", None)  # attention without a feature map too
+    whole = getattr(task, "measures_whole", None)  # the task accepts attention without a feature map
     if not (mechanism.estimates or mechanism.is_exact or whole and whole(mechanism)):
         raise ConfigError(f"task={choice('task')}: measures feature maps of a kernel, attention={mechanism.name} has "
                           "none; expected features=..., attention=favorpp or attention=exact")
@@ -85,10 +85,10 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
 
 
 def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
-    """Run what is not yet in the run directory, print the task's summary, and return the metric of the last record.
+    """Execute the rest of a run, print its summary and return the final metric.
 
-    None on processes but the first. Stand-in data are named before and in the summary. Raises Stopped after a signal
-    or a divergence.
+    Returns None on processes other than the first. Stand-in data are named before the run and in the summary. Raises
+    Stopped after a signal or a divergence.
     """
     stand_in = getattr(task, "stand_in", "")
     if stand_in and rank() == 0:
@@ -102,23 +102,23 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
 
 
 def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
-    """The records of a task that only measures."""
+    """Return the records of a task that only measures."""
     from accelerate.utils import set_seed
 
     with Run(cfg, task, output_directory()) as run:
         set_seed(cfg.seed)
-        if hasattr(task, "directory"):  # of tasks that continue from a state of their own
+        if hasattr(task, "directory"):  # tasks with a state of their own
             task.directory = run.directory
         for record in () if finished(run.records) else task.records(mechanism, cfg.seed, done=list(run.records)):
             ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
-            if ending and hasattr(task, "keep"):  # a run is done when all its files are there
+            if ending and hasattr(task, "keep"):  # write all files before the final record marks the run as done
                 task.keep([*run.records, record | ending], run.directory)
             run.log(**record, **ending)
     return run.records
 
 
 def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
-    """The records of a task that trains; none on processes but the first."""
+    """Return the records of a task that trains; empty except on the first process."""
     from accelerate.utils import set_seed
 
     from crt_exp.runner.distributed import Distributed
@@ -136,5 +136,5 @@ def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
 
 
 def finished(records: list[dict]) -> bool:
-    """Whether nothing is left to run."""
+    """Return whether nothing is left to run."""
     return bool(records and records[-1].get("final"))

@@ -1,4 +1,4 @@
-"""What shows a run besides metrics.jsonl: Weights & Biases, lines of progress, and curves.png."""
+"""Loggers: Weights & Biases, progress lines and curves.png."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ CURVES = "curves.png"
 
 
 class NoLogger:
-    """logger=none: metrics.jsonl alone."""
+    """logger=none: only metrics.jsonl."""
 
     def start(self, directory: Path, config: dict) -> None: ...
 
@@ -24,10 +24,11 @@ class NoLogger:
 
 
 class WandbLogger:
-    """logger=wandb: mirror every record to Weights & Biases. A continued run keeps its id.
+    """logger=wandb: copy records to Weights & Biases; continued runs keep their id.
 
-    mode: null is wandb's own setting, else online where it finds a key, else offline. group: null is WANDB_RUN_GROUP,
-    else the name of the run's sweep.
+    Args:
+        mode: Default: that of wandb, else online if a key is stored, else offline.
+        group: Default: WANDB_RUN_GROUP, else the name of the sweep directory.
     """
 
     def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None,
@@ -59,16 +60,20 @@ class WandbLogger:
                       for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
 
     def finish(self, failed: bool) -> None:
-        """Print how an offline run gets to the server."""
+        """Finish the run and print how to upload it if offline."""
         self.run.finish(exit_code=int(failed))
         if self.run.offline:
             print(f"W&B keeps this run offline: `wandb sync {Path(self.run.dir).parent}` sends it", file=sys.stderr)
 
 
 class ProgressLine:
-    """A line on stderr every EVERY seconds: step, loss, metric, samples/s and time left.
+    """Prints step, loss, metric, samples/s and time left every EVERY seconds.
 
-    batch: samples of a step. shown: on one process of a run.
+    Args:
+        total: Steps of the run.
+        start: Step at which this process starts.
+        batch: Samples of a step.
+        shown: Whether this process prints.
     """
 
     def __init__(self, total: int, start: int, batch: float, shown: bool):
@@ -78,12 +83,15 @@ class ProgressLine:
 
     def step(self, loss: float) -> None:
         self.at += 1
-        seconds = (time.monotonic() - self.began) / (self.at - self.first)  # evaluations and checkpoints among them
+        seconds = (time.monotonic() - self.began) / (self.at - self.first)  # includes evaluations and checkpoints
         left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
         self._print(f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left")
 
     def evaluating(self, split: str, read: int, whole: int | None) -> None:
-        """Micro-batches read by this process, of `whole` (None: an unknown number)."""
+        """Print the number of evaluated micro-batches.
+
+        whole: the total of this process. None: unknown.
+        """
         self._print(f"evaluating {split}: {read}{f' of {whole}' if whole else ''} batches")
 
     def _print(self, text: str) -> None:
@@ -93,7 +101,10 @@ class ProgressLine:
 
 
 def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> None:
-    """curves.png: loss and validation metric against the step; nothing without two records to draw a line through."""
+    """Draw curves.png: training loss and validation metric by step.
+
+    Draws nothing if both have fewer than two records.
+    """
     from matplotlib.figure import Figure
 
     from crt_exp.drawing import save_figure

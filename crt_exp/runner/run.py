@@ -1,6 +1,6 @@
-"""One run directory: what was asked for (config.yaml), with what (versions.json, inputs.json), and what came out.
+"""The run directory: config.yaml, versions.json, inputs.json and metrics.jsonl.
 
-metrics.jsonl is the record: one JSON object a line, flushed to disk; loggers only mirror it.
+metrics.jsonl is the record of the run: one JSON object per line, flushed to disk. Loggers only copy it.
 """
 
 import hashlib
@@ -27,22 +27,26 @@ from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.data import world_size
 from crt_exp.runner.configuration import overrides
 
-# beginnings of keys, with a dot at the end, that may differ between a run and its continuation
+# prefixes of keys (with a trailing dot) that may differ between a run and its continuation
 FREE_KEYS = ("resume.", "logger.", "trainer.prefetch.", "trainer.keep.", "trainer.cpu.", "trainer.save_minutes.",
              "task.cache_dir.", "task.workers.")
-PARTIAL = "evaluated_batches"  # in records of evaluations that trainer.evaluate has cut short
-LOCK, INPUTS = ".lock", "inputs.json"  # within the run directory
-STARTED = "CRT_EXP_STARTED"  # the time in the name of the run directory, one for all processes
+PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
+LOCK, INPUTS = ".lock", "inputs.json"  # files of the run directory
+STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
 
 class Run:
-    """A run in `directory`. Use as a context manager: a run that fails before its first record leaves nothing behind.
+    """A run in `directory`; a context manager.
 
-    Only the process with `main` reads and writes; the `records` of others stay empty. It locks the directory: a second
-    run there is refused. A run that continues needs the configuration and the input files that it began with. Raises
-    ConfigError.
+    A run that fails before its first record is removed. Only the process with `main` reads and writes; `records` is
+    empty on other processes. The directory is locked, so that a second run there is refused. A continued run needs
+    equal configuration and input files.
 
-    Attributes: `records`, the lines of metrics.jsonl: those of the continued run, then those of this one.
+    Attributes:
+        records: Lines of metrics.jsonl, including those of a continued run.
+
+    Raises:
+        ConfigError: On entry, if the directory is in use or does not match the configuration.
     """
 
     def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
@@ -65,7 +69,7 @@ class Run:
         return self
 
     def _open(self) -> None:
-        """Read what an earlier run left, and write what this one is."""
+        """Check and read the records of an earlier run, then write the files of this run."""
         self.existed = self._continues()
         config, path = OmegaConf.to_container(self.cfg, resolve=True), self.directory / INPUTS
         inputs = input_states(config["task"], self.task)
@@ -82,12 +86,12 @@ class Run:
         self.logger = logger
 
     def _continues(self) -> bool:
-        """True if an earlier run lies there and may be continued."""
+        """Return whether there is an earlier run that may be continued."""
         if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
-            return False  # a run killed in its first moments leaves a .tmp
+            return False  # a run killed at its start leaves a .tmp file
         if self.cfg.resume != "auto":
             raise ConfigError(f"hydra.run.dir={self.directory}: not empty; add resume=auto, or choose another")
-        # what was absent and is null is the same; nothing that a file names is resolved
+        # absent keys equal null; interpolations in the saved file are not resolved
         old = dict(leaves(read_yaml(self.directory / "config.yaml")))
         new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
         if changed := [f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
@@ -97,7 +101,7 @@ class Run:
         return True
 
     def log(self, **record: Any) -> None:
-        """Append a line: step, epoch, split and metrics as fractions; time_s is added."""
+        """Append a record: step, epoch, split and metrics; adds time_s."""
         if not self.main:
             return
         record["time_s"] = round(time.monotonic() - self.started, 3)
@@ -109,7 +113,7 @@ class Run:
         self.logger.log(record)
 
     def rewind(self, count: int) -> None:
-        """Take back all but the first `count` records: those after the checkpoint that is continued."""
+        """Keep only the first `count` records, up to the checkpoint to continue from."""
         if count < len(self.records):
             del self.records[count:]
             write_atomic(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
@@ -131,7 +135,7 @@ class Run:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl; a last line cut off by a crash is removed from the file. Raises ConfigError."""
+    """Read metrics.jsonl; an incomplete last line is removed. Raises ConfigError."""
     if not path.is_file():
         return []
     *lines, rest = path.read_bytes().split(b"\n")
@@ -142,18 +146,18 @@ def read_records(path: Path) -> list[dict]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
+    """Write a file atomically, so that readers see the old or the new content."""
     with whole(path) as temporary, temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
 
-# ---- what a run and its continuation must share
+# ---- state that a run and its continuation share
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values."""
+    """Yield dotted names and values."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -162,14 +166,17 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
-    """What `ls -l` shows of the files that each option of a task names, and of the task's own (`data`), as a digest."""
+    """Return a digest of names, sizes and times of the input files, per option.
+
+    Includes the files that options of the task name and the task's own `inputs()` (key "data").
+    """
     places = [(f"task.{key}", text) for key, value in leaves(options) if key not in ("cache_dir", "data_dir")
               for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     places += [("data", path) for path in getattr(task, "inputs", tuple)() if path is not None]
     found: dict[str, list[tuple[str, int, int]]] = {}
     for key, place in places:
         path = Path(place).expanduser()
-        if os.path.isfile(path / "config.yaml"):  # a run: its log and figures may change
+        if os.path.isfile(path / "config.yaml"):  # a run: only its weights, because logs and figures may change
             path = path / "model" if (path / "model").is_dir() else path / "adapter"
         for file in path.rglob("*") if os.path.isdir(path) else [path]:
             if os.path.isfile(file) and not file.name.startswith("."):
@@ -179,11 +186,11 @@ def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
             for key, files in found.items()}
 
 
-# ---- what a run was made with
+# ---- versions
 
 
 def agree_on_start() -> None:
-    """Give all processes the clock of the first one, so that a time-stamped run directory has one name."""
+    """Share the first process's start time, so that all use one run directory."""
     if world_size() > 1:
         from torch.distributed import rendezvous
 
@@ -205,7 +212,7 @@ def versions(seed: int) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The checked-out commit, with '+changes' where the tree differs from it; None outside a checkout."""
+    """Return the commit, with "+changes" for a dirty tree; None outside a checkout."""
     root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None

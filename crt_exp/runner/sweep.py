@@ -1,4 +1,4 @@
-"""The table that a sweep ends with."""
+"""The result table at the end of a sweep."""
 
 import time
 from pathlib import Path
@@ -12,35 +12,35 @@ from crt_exp.runner.run import PARTIAL, read_records
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-SHOWN = 20  # rows of the table on the terminal; sweep.csv has one for each run
+SHOWN = 20  # maximum rows on the terminal; sweep.csv has one row per run
 DATA = ["task", "task.dataset", "task.corpus", "task.csv", "task.text", "task.data_dir", "task.hub.name",
-        "task.environment"]  # settings are compared where these are the same
-RECORD = ["metric", "value", "direction", "step", "time_s", PARTIAL]  # columns of the final record
+        "task.environment"]  # settings are ranked within equal values of these keys
+RECORD = ["metric", "value", "direction", "step", "time_s", PARTIAL]  # columns from the final record
 
 _started: list[tuple[Path, float]] = []
 
 
 def direction(task: Any) -> str:
-    """Whether the metric of a task, or of a class of tasks, is to be minimized or maximized (optuna's words)."""
+    """Return "minimize" or "maximize" (optuna's terms) for the metric of a task."""
     return "minimize" if getattr(task, "lower_is_better", False) else "maximize"
 
 
 def check_direction(task_class: type, asked: Any) -> None:
-    """Raises ConfigError where `asked`, a sweeper's hydra.sweeper.direction, looks for the worst value."""
+    """Raise ConfigError if hydra.sweeper.direction (`asked`) is the wrong one."""
     asked, needed = str(getattr(asked, "name", asked)), direction(task_class)
     if asked in ("minimize", "maximize") and asked != needed:
         raise ConfigError(f"hydra.sweeper.direction={asked}: expected {needed} for the metric of this task")
 
 
 class Begun(Callback):
-    """Hydra calls it when a sweep begins: `show` then knows the directory and the time."""
+    """Hydra callback that records directory and start time of a sweep for `show`."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
         _started.append((Path(str(config.hydra.sweep.dir)), time.time()))
 
 
 def show() -> None:
-    """Prints the table of the sweep that this process ran, if it ran one, and writes its sweep.csv."""
+    """Print the result table of this process's sweep, if any, and write sweep.csv."""
     while _started:
         directory, began = _started.pop()
         runs = finished_runs(directory, began)
@@ -50,11 +50,14 @@ def show() -> None:
 
 
 def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
-    """The runs of a sweep that began at a time: name, overrides that are not the same in all, and the final record."""
+    """Return finished runs: name, varied overrides and final record.
+
+    began: start time of the sweep; earlier runs are left out.
+    """
     from pandas import DataFrame
 
     rows = []
-    for path in directory.glob("**/versions.json"):  # each run writes it when it starts; others are of earlier sweeps
+    for path in directory.glob("**/versions.json"):  # older files belong to earlier sweeps
         records = read_records(path.with_name("metrics.jsonl")) if path.stat().st_mtime >= began else []
         if records and records[-1].get("final"):
             last = records[-1]
@@ -69,7 +72,10 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
 
 
 def table(runs: "DataFrame") -> str:
-    """One line a setting, with mean and interval over its seeds; the best of each data set comes first."""
+    """Format one line per setting: mean and 95% interval over seeds, best first.
+
+    Settings are grouped by data set.
+    """
     from crt_exp.times import interval
 
     keys, rows = [key for key in runs if key not in ("run", "seed", *RECORD)], []
@@ -87,6 +93,6 @@ def table(runs: "DataFrame") -> str:
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Lines with columns of equal width."""
+    """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,9 +1,9 @@
-"""The training loop: any `Task`, on one process or many, stopped anywhere and continued to the same numbers.
+"""The training loop for any `Task`, on one or several processes.
 
-A step is loss, backward, clip, optimiser. Between steps, in this order: checkpoint, stop if asked to, evaluate. A
-checkpoint is written before the evaluation of its step, so a continued run repeats that evaluation and nothing else.
-All that a step depends on is in the checkpoint (weights, optimiser, generators, position in the epoch) or a pure
-function of the step (learning rate, data order).
+An interrupted run continues to identical results. A step is loss, backward, clipping and optimiser. Between steps the
+order is: checkpoint, stop if requested, evaluate. The checkpoint precedes the evaluation of its step, so a continued
+run repeats only that evaluation. A step depends only on the checkpoint (weights, optimiser, generators, position in the
+epoch) and on pure functions of the step (learning rate, data order).
 """
 
 import math
@@ -38,7 +38,10 @@ from crt_exp.tasks.base import Plan, Reader, Task
 
 
 def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
-    """Steps of an epoch (None: streamed) and of the run. Raises ConfigError where task and config disagree."""
+    """Return the steps of an epoch (None: streamed) and of the run.
+
+    Raises ConfigError if task and config are incompatible.
+    """
     plan = Plan(config.batch, config.accumulate, world=processes)
     rows, per_epoch = task.length("train"), task.epoch_steps(plan)
     if per_epoch is None and rows is not None:
@@ -54,7 +57,7 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
 
 
 def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
-    """The same items, `depth` of them read early by a thread. depth 0: no thread."""
+    """Yield items, of which a thread reads `depth` ahead. depth 0: no thread."""
     if depth == 0:
         yield from items
         return
@@ -67,10 +70,12 @@ def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
 
 
 class Trainer:
-    """Trains `task` as `config` says and writes the records and checkpoints of `run`.
+    """Trains `task` by `config`; writes records and checkpoints of `run`.
 
-    mechanism goes to `task.build`. Raises Stopped after a signal or a divergence, CheckpointError, and ConfigError
-    where task and config disagree.
+    Raises:
+        Stopped: After a signal or a divergence.
+        CheckpointError: If a checkpoint cannot be written or used.
+        ConfigError: If task and config are incompatible.
     """
 
     def __init__(self, config: TrainerConfig, task: Task, mechanism: Mechanism, run: Run, distributed: Distributed,
@@ -86,45 +91,45 @@ class Trainer:
         self.signals = StopSignals()
 
     def _build(self, mechanism: Mechanism) -> None:
-        """Model and optimiser, wrapped for the processes; then each process gets generators of its own."""
+        """Create model and optimiser for the processes, and seed each process."""
         config = self.config
         self.module = self.task.build(mechanism)
         self.adapters = Adapters(self.module, config.lora) if config.adapt else None
         freeze(self.module, config.freeze)
         self.sharded = config.strategy == "fsdp" and self.distributed.size > 1
-        self.autocast = nullcontext if self.sharded else self.accelerator.autocast  # sharded layers cast by themselves
+        self.autocast = nullcontext if self.sharded else self.accelerator.autocast  # sharded layers cast themselves
         self.module.to(self.distributed.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
         self.optimizer = None
         if self.total:
             optimizer = make_optimizer(self.module, config, self.task.lr_scale, self.task.decays)
-            self.optimizer = self.accelerator.prepare_optimizer(optimizer)  # float16: scales, skips overflowed steps
+            self.optimizer = self.accelerator.prepare_optimizer(optimizer)  # float16: loss scaling
         if not self.sharded:
             self.model = self.accelerator.prepare_model(self.module)
         self.trained = [p for p in self.module.parameters() if p.requires_grad]
         self.scored = self.module
-        if config.compile:  # besides the plain module, in which a diverged run looks for the layer
+        if config.compile:  # _first_nonfinite uses the plain module
             self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
         set_seed(int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0]))
 
     # ---- the loop
 
     def fit(self) -> None:
-        """Continue from where the run directory stands, to the final record."""
+        """Continue from the state in the run directory, up to the final record."""
         self.state.restore()
         self.progress = self.state.progress
-        batch = (self.task.length("train") or 0) / (self.per_epoch or 1) or self.config.batch  # rows of a step
+        batch = (self.task.length("train") or 0) / (self.per_epoch or 1) or self.config.batch  # samples of a step
         self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
         with self.signals:
             self.module.train()
             while not self._between_steps():
                 self._step()
-            self.feed = None  # which ends the thread that reads ahead
+            self.feed = None  # ends the read-ahead thread
             self._finish()
 
     def _between_steps(self) -> bool:
-        """Whether training is over."""
+        """Save, stop and evaluate as due; return whether training is over."""
         p, config = self.progress, self.config
         due = self.task.validation is not None and p.step != p.evaluated and self._is_time(config.eval_every)
         if p.step > self.state.saved and (due or self.stopping or self.overdue or self._is_time(config.save_every)):
@@ -138,12 +143,12 @@ class Trainer:
         return p.step >= self.total
 
     def _is_time(self, every: int | None) -> bool:
-        """Every so many steps, by default after each epoch, and in the end."""
+        """Return whether an action is due: every n steps, each epoch (None), or the end."""
         p = self.progress
         return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
 
     def _step(self) -> None:
-        """One optimiser step, or the discovery that the epoch is over."""
+        """Take one optimiser step, or end the epoch if it has no more batches."""
         batches = self._next_batches()
         if batches is None:
             return
@@ -153,7 +158,7 @@ class Trainer:
             group["lr"] = group["peak"] * self.rate
         try:
             loss = self._forward_backward(batches)
-        except NotFinite as error:  # on this process; the others may wait for it
+        except NotFinite as error:  # on this process only; others may be waiting
             first = None if self.sharded else self._first_nonfinite(batches, before)
             raise self._diverged("no loss", first or layer_of(error, self.module)) from None
         norm = whole(self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf))
@@ -165,7 +170,10 @@ class Trainer:
             self.task.updated(self.module, self.progress.step)
 
     def _next_batches(self) -> list[Any] | None:
-        """The micro-batches of the next step; None, once, at the end of an epoch of unknown length."""
+        """Return the micro-batches of the next step; None at the end of an epoch.
+
+        Only epochs of unknown length give None.
+        """
         p, config, world = self.progress, self.config, self.distributed
         if self.feed is None:
             plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, world.rank, world.size)
@@ -184,23 +192,23 @@ class Trainer:
         self.progress.epoch, self.progress.position, self.feed = self.progress.epoch + 1, 0, None
 
     def _forward_backward(self, batches: list[Any]) -> Tensor:
-        """Gradients of the mean loss over all rows of the step; returns this process's part of that mean."""
+        """Compute gradients of the step's mean loss; return this process's share."""
         shares, total = self._shares(batches), 0.0
         for i, (batch, share) in enumerate(zip(batches, shares)):
-            last, synchronised = i == len(batches) - 1, nullcontext()  # gradients travel with the last micro-batch
+            last, synchronised = i == len(batches) - 1, nullcontext()  # the last micro-batch synchronises gradients
             if self.sharded:
                 self.model.set_requires_gradient_sync(last)
             elif not last:
                 synchronised = self.accelerator.no_sync(self.model)
             with synchronised, same_step(self.model, i > 0):
                 loss = self._loss(self.model, batch)
-                # gradients are averaged over processes: times their number makes it a sum
+                # gradients are averaged over processes; the factor turns the average into a sum
                 self.accelerator.backward(loss * (share * self.distributed.size))
             total = total + loss.detach().float() * share
         return total
 
     def _shares(self, batches: list[Any]) -> list[Tensor | float]:
-        """What part of the step's mean loss each micro-batch is, over all processes 1."""
+        """Return the weight of each micro-batch; the sum over all processes is 1."""
         weights = [self.task.weight(batch) for batch in batches]
         if weights[0] is None:
             return [1 / (len(batches) * self.distributed.size)] * len(batches)
@@ -213,10 +221,10 @@ class Trainer:
             return self.task.loss(model, batch)
 
     def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
-        """Loss over all processes and gradient norm as numbers, from the device in one go.
+        """Return the loss over all processes and the gradient norm, as floats.
 
-        Notes if any process was asked to stop or finds the last checkpoint too old. Raises Stopped, on all processes,
-        where a number is not finite; float16 may lower its scale first.
+        One transfer from the device. Also records whether any process must stop or save. Raises Stopped on all
+        processes for non-finite numbers, unless float16 can lower its scale.
         """
         minutes = self.config.save_minutes
         late = minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
@@ -241,29 +249,32 @@ class Trainer:
                          grad_norm=norm if math.isfinite(norm) else None)
             p.loss, p.losses = 0.0, 0
 
-    # ---- numbers that are not finite
+    # ---- non-finite numbers
 
     def _first_nonfinite(self, batches: list[Any], before: Any) -> str | None:
-        """Compute the step again to find the first layer whose numbers are not finite."""
+        """Repeat the step to find the first layer with non-finite numbers."""
         set_rng_state(before)
         return first_nonfinite(self.module, batches, self._loss)
 
     def _first_named(self, place: str | None) -> str | None:
-        """The first place that any process names."""
+        """Return the first location that any process reports."""
         places = self.distributed.gather(place)
         return next((f"{where} on process {i}" if i else where for i, where in enumerate(places) if where), None)
 
     def _diverged(self, what: str, where: str, step: int | None = None) -> Stopped:
-        """step: one that was done and is evaluated or saved; None: the one under way."""
-        good = checkpoint.steps(self.state.root)  # their weights were checked
+        """Return the error of a diverged run.
+
+        step: a completed step, which is evaluated or saved. None: the current step.
+        """
+        good = checkpoint.steps(self.state.root)  # saved only with finite weights
         last = f"the checkpoint of step {good[-1]} is the last good one" if good else "there is no checkpoint before it"
         step = self.progress.step + 1 if step is None else step
         return Stopped(f"step {step}: {what}; first not finite: {where}; {last}", DIVERGED_CODE)
 
     def _check_parameters(self, what: str) -> None:
-        """Raises Stopped where the last step left weights that are not finite.
+        """Raise Stopped if the last step left non-finite weights.
 
-        Metrics of them can look like numbers, and their checkpoint would take the place of the last good one.
+        Their metrics can look valid, and their checkpoint would replace the last good one.
         """
         first = self._first_named(next(iter(nonfinite_parameters(self.module)), None))
         if first:
@@ -282,9 +293,12 @@ class Trainer:
             p.best = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}
 
     def evaluate(self, split: str) -> dict[str, float | None]:
-        """The task's metrics of a split (null: not finite); leaves the generators as they were."""
+        """Return the task's metrics of a split; None for non-finite values.
+
+        The random generators are left unchanged.
+        """
         config, generators, world = self.config, rng_state(), self.distributed
-        ranks = (0, 1) if self.sharded else (world.rank, world.size)  # sharded models must run in step
+        ranks = (0, 1) if self.sharded else (world.rank, world.size)  # sharded models must run in lockstep
         batch = config.eval_batch or config.batch // (world.size * config.accumulate)
         self._check_parameters(f"evaluation on {split}")
         self.module.eval()
@@ -303,7 +317,10 @@ class Trainer:
         return world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
 
     def _finish(self) -> None:
-        """The final record: the test split with the best weights or the last; without one the best validation."""
+        """Write the final record: the test split with the selected weights.
+
+        Tasks without a test split report their best validation.
+        """
         p, task = self.progress, self.task
         best = p.best if self.config.select == "best" else None
         if best and best["step"] != p.step:
@@ -315,7 +332,7 @@ class Trainer:
                      final=True)
 
     def _export(self) -> None:
-        """The weights that were tested, as the task keeps them; of adapters that are not merged these alone."""
+        """Save the tested weights; unmerged adapters are saved without other weights."""
         merged = self.config.lora["merge"]
         if self.adapters and merged:
             self.adapters.merge()

@@ -1,7 +1,8 @@
-"""The keys of `conf/trainer/`, and what they name: optimiser, learning rates, weights that stay, low-rank adapters.
+"""Options of `conf/trainer/`: optimiser, schedule, frozen weights and adapters.
 
-Adapters (LoRA, Hu et al., 2022) are those of the library peft: only they, what a run starts from random weights and
-what `trainer.lora.also` names are trained. Checkpoints leave out the weights that stay, and hold a digest of them.
+Adapters (LoRA, Hu et al., 2022) are those of the library peft. With adapters, only the adapters, newly initialised
+modules and the modules of `trainer.lora.also` are trained. Checkpoints then contain a digest of the frozen weights
+instead of the weights.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Lora(TypedDict):
-    """The keys of `trainer.lora`; `conf/trainer/default.yaml` explains each."""
+    """Options of `trainer.lora`, explained in conf/trainer/default.yaml."""
 
     rank: Count
     alpha: Positive
@@ -41,7 +42,7 @@ class Lora(TypedDict):
 @checked("trainer")
 @dataclass(frozen=True)
 class TrainerConfig:
-    """How to train; `conf/trainer/default.yaml` explains each key. Raises ConfigError."""
+    """Training options, explained in conf/trainer/default.yaml. Raises ConfigError."""
 
     batch: Count
     epochs: Positive
@@ -82,7 +83,7 @@ class TrainerConfig:
             raise ConfigError("trainer.adapt=lora: needs the package peft; pip install 'crt_exp[adapt]'")
 
     def check_processes(self, processes: int) -> None:
-        """Raises ConfigError where the batch does not divide over this number of processes, and for fp16 on a CPU."""
+        """Raise ConfigError for an indivisible batch, or fp16 on a CPU."""
         if self.batch % (parts := processes * self.accumulate):
             raise ConfigError(f"trainer.batch={self.batch}: does not divide over {processes} processes x "
                               f"{self.accumulate} micro-batches; expected a multiple of {parts}")
@@ -92,9 +93,10 @@ class TrainerConfig:
 
 def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str], float],
                    decays: Callable[[str, nn.Parameter], bool]) -> torch.optim.Optimizer:
-    """Adam or AdamW over groups of equal `scale(parameter name)`, with weight decay where `decays`.
+    """Create Adam or AdamW with one parameter group per scale and weight decay.
 
-    A scale of 0 freezes the parameter. Each group keeps its own highest learning rate as `peak`.
+    scale: parameter name -> factor on the learning rate; 0 freezes the parameter. decays: whether a parameter has
+    weight decay. Each group stores its peak learning rate as `peak`. Raises ConfigError if no parameter is trained.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for key, parameter in model.named_parameters():
@@ -113,9 +115,13 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str
 
 
 def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
-    """Factor on the learning rate of step `step` (0 is the first): linear warm-up, then `kind` down to 0 after `total`.
+    """Return the factor on the learning rate: linear warm-up, then decay.
 
-    inverse_sqrt: as 1 / sqrt(step), after the warm-up (Vaswani et al., 2017). warmup: steps, or below 1 a fraction.
+    Args:
+        kind: linear or cosine (to 0 at `total`), constant, or inverse_sqrt: as 1 / sqrt(step) after the warm-up
+            (Vaswani et al., 2017).
+        step: Steps done; 0 for the first step.
+        warmup: Steps; below 1, a fraction of `total`.
     """
     first = warmup if warmup >= 1 else math.ceil(warmup * (total or 0))
     if step < first:
@@ -128,11 +134,14 @@ def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
     return left if kind == "linear" else (1 - math.cos(math.pi * left)) / 2
 
 
-# ---- weights that stay, and adapters
+# ---- frozen weights, and adapters
 
 
 def named(names: Iterable[str], parts: Sequence[str], option: str) -> list[str]:
-    """Dotted names that hold one of the parts, such as "layer.0". Raises ConfigError for parts that no name holds."""
+    """Return the dotted names that contain one of the parts, such as "layer.0".
+
+    Raises ConfigError for parts that no name contains.
+    """
     names = list(names)
     for part in parts:
         if not any(f".{part}." in f".{name}." for name in names):
@@ -147,12 +156,15 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
 
 
 def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
-    """Paths of the linear layers that get adapters; null: the projections of attention. Raises ConfigError."""
+    """Return the paths of linear layers that get adapters. Raises ConfigError.
+
+    targets: parts of names. None: the projections of attention.
+    """
     from transformers.pytorch_utils import Conv1D
 
     parents = {path: model.get_submodule(path.rpartition(".")[0]) for path, part in model.named_modules()
                if isinstance(part, (nn.Linear, Conv1D))}
-    # torch's attention reads the weights of its layers and does not call them
+    # nn.MultiheadAttention reads the weights of its layers without calling them, so adapters would have no effect
     linear = {path: part for path, part in parents.items() if not isinstance(part, nn.MultiheadAttention)}
     if targets is not None:
         return named(linear, targets, "trainer.lora.targets")
@@ -165,9 +177,11 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
 
 
 class Adapters:
-    """The adapters of a model, put in place by the constructor. Raises ConfigError.
+    """Low-rank adapters, added to a model by the constructor. Raises ConfigError.
 
-    Attributes: `stay`, the names of the weights that are not trained; `digest`, SHA-256 of them.
+    Attributes:
+        stay: Names of the frozen weights.
+        digest: SHA-256 of the frozen weights.
     """
 
     def __init__(self, model: nn.Module, lora: Lora):
@@ -175,13 +189,13 @@ class Adapters:
 
         parameters = dict(model.named_parameters())
         anew = [f"{path}.{name}".lstrip(".") for path, part in model.named_modules()
-                for name in part.__dict__.get("made_anew", ())]  # such as the head of another task
+                for name in part.__dict__.get("made_anew", ())]  # such as a new head
         whole = [*anew, *named(parameters, lora["also"], "trainer.lora.also")]
         targets = linear_layers(model, lora["targets"])
         self.model, self.config = model, LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"],
                                                     lora_dropout=lora["dropout"], target_modules=targets)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # of Conv1D; peft sets it right
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects the option for Conv1D
             inject_adapter_in_model(self.config, model)
         for name in parameters.keys() & whole:
             parameters[name].requires_grad_(True)
@@ -193,7 +207,7 @@ class Adapters:
         self.stay, self.digest = {*stay}, digest.hexdigest()
 
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Write `<directory>/adapter` in peft's format, for the library's model, and what else was trained."""
+        """Write `<directory>/adapter` in peft's format, and other trained weights."""
         from transformers import PreTrainedModel
 
         inner = next((f"{path}.".lstrip(".") for path, part in self.model.named_modules()
@@ -208,7 +222,7 @@ class Adapters:
                 save_tensors(rest, folder / TRAINED)
 
     def merge(self) -> None:
-        """Add the adapters to the weights, in place: the model is again one of plain layers."""
+        """Merge the adapters into the weights, in place; layers become plain again."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         for path, part in list(self.model.named_modules()):
