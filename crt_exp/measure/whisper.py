@@ -24,7 +24,7 @@ from crt_exp.data import speech
 from crt_exp.data.text import generator_of
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure.adapt import descent
-from crt_exp.measure import Measurement, SwapMeasurement
+from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.pretrained import DTYPES, arranged, folder_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import error_rates
@@ -143,7 +143,7 @@ class SwapSpeech(SwapMeasurement):
 
 
 @checked("task")
-class Dictation(Measurement):
+class Dictation(SwapMeasurement):
     """task=dictation: loss increase on a group of utterances after a swap.
 
     The group has number `seed` and `count` utterances. `above`: nats per token minus those of exact attention.
@@ -168,7 +168,7 @@ class Dictation(Measurement):
 
 
 @checked("task")
-class Whisper(Measurement):
+class Whisper(SwapMeasurement):
     """task=whisper: fine-tune the encoder after a swap, one utterance per step.
 
     After each of `steps` there is one row with lists over the evaluated utterances, which are of other speakers.

@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from crt_exp.config import imported
+from crt_exp.mechanism import Mechanism
 from crt_exp.report import pages
 from crt_exp.report.__main__ import main
 from crt_exp.report.rows import FOLDER, read_rows
@@ -39,6 +42,19 @@ def test_rows_and_runs_of_a_page_have_the_same_columns(name):
     assert {*page.columns} <= {*frame.columns} and {*frame["metric"]} <= {*page.metrics}
     assert {*frame["sweep"]} <= {*page.small}
     assert page.targets == [*dict.fromkeys(each.partition("/")[0] for each in page.small)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_measurements_accept_every_method_of_their_page(name):
+    page = pages.load(name).page
+    for run in [run for made in (page.small, page.full) for sweep in made.values() for run in sweep]:
+        chosen = dict(each.partition("=")[::2] for each in run.overrides)
+        if "task" in chosen and "attention" in chosen:
+            conf = yaml.safe_load((ROOT / f"conf/task/{chosen['task']}.yaml").read_text())
+            task = imported((conf if "_target_" in conf else conf["task"])["_target_"])
+            mechanism = Mechanism.parse(chosen["attention"])
+            if hasattr(task, "records") and not (mechanism.estimates or mechanism.is_exact):
+                assert task.measures_whole(mechanism), run.name
 
 
 def runs(every):
