@@ -177,7 +177,7 @@ def _ratio(value: float | None) -> str:
 
 
 def loss_against_time(shares: Mapping[str, float], spent: Mapping[str, Mapping[int, float]]):
-    fig, ax = new_figure(1, 1, figsize=(4.6, 3.4), layout="constrained")
+    fig, ax = new_figure(1, 1, figsize=(4.0, 3.0), layout="constrained")
     for family, share in {**shares, "exact": 0.0}.items():
         x = 1.0 if family == "exact" else spent.get(family, {}).get(4096)
         shade = drawing.colour("window" if family == "window" else SPEED.get(family, family).lower())
