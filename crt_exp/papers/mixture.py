@@ -1,4 +1,4 @@
-"""Features at the queries and keys of a calibration, beside features that know their moments alone."""
+"""A mixture fitted to queries and keys, compared with features fitted to their moments."""
 
 import pandas as pd
 

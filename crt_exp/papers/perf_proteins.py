@@ -111,7 +111,7 @@ def names(rows: Rows) -> dict[str, str]:
 
 
 def table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
-    """Methods and letter frequencies on test and held-out sequences, the paper's values beside ours."""
+    """Methods and letter frequencies on test and held-out sequences, with the paper's values."""
     made = {}
     for split, title in (("", ""), ("_ood", ", held out")):
         for where in cases(rows, split).values():
