@@ -77,6 +77,7 @@ def long_sentences(text):
 
 
 if __name__ == "__main__":
-    found = list(hits())
-    print(*found, sep="\n")
+    found = [*hits()]
+    for hit in found:
+        print(hit)
     sys.exit(bool(found))
