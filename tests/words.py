@@ -64,16 +64,18 @@ def hits():
                 if not EXCEPTIONS.search(f"{name}: {text.splitlines()[number - first]}"):
                     yield f"{name}:{number}: {word}"
         if path in DOCS:
-            yield from (f"{name}: {count} words: {start}" for count, start in long_sentences(prose(text)))
+            yield from (f"{name}:{number}: {count} words" for number, count in long_sentences(prose(text)))
 
 
 def long_sentences(text):
-    """(number of words, first words) of sentences over 30 words, without tables and headings."""
+    """(number of the paragraph's line, number of words) of sentences over 30 words, without tables and headings."""
+    start = 0
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.)\s)", text):
-        for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", paragraph if paragraph.lstrip()[:1] not in "|#" else ""):
-            words = re.findall(r"\S*\w\S*", sentence)
-            if len(words) > 30:
-                yield len(words), " ".join(words[:6])
+        start = text.index(paragraph, start)
+        for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", "" if paragraph.lstrip()[:1] in ("|", "#") else paragraph):
+            count = len(re.findall(r"\S*\w\S*", sentence))
+            if count > 30:
+                yield text.count("\n", 0, start) + 1, count
 
 
 if __name__ == "__main__":
