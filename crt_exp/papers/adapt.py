@@ -1,4 +1,4 @@
-"""What a swap loses, and what attention transfer and adapters bring back."""
+"""Loss after a swap, after attention transfer, and after adapters."""
 
 from crt_exp.report import Page, Rows, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels
@@ -28,7 +28,7 @@ def smollm2(options: str = ""):
 
 page = Page(
     "adapt",
-    title="What a swap loses, and what minutes of training bring back",
+    title="Attention transfer and adapters after a swap",
     finding="On SmolLM2-135M, transfer and adapters reduce the loss increase of FAVOR++ on repeated passages from "
             "8.55 ± 0.30 to 4.56 ± 0.16 nats (95% CI, n = 6 rows). A window has 2.98 ± 0.24 nats without training.",
     small={"adapt": [run for model in MODELS for method in LABELS for run in sweep(

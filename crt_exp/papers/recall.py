@@ -57,7 +57,7 @@ small = {
 }
 page = Page(
     "recall",
-    title="One far key that matters",
+    title="Recall of distant tokens",
     finding="A Llama with near-far attention (64 keys) copies from 1024 tokens back: loss increase 0.006 ± 0.002 "
             "nats (95% CI, n = 5 seeds). A window, pages of keys and FAVOR++ cannot copy (3.5 nats or more).",
     small=small, models=models, data="WikiText-2, for the model that copies",
