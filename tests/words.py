@@ -25,12 +25,10 @@ WORDS = re.compile(r"""\b(?:
 EXCEPTIONS = re.compile("|".join([  # of "path: line"
     r"evolution/|hrf_robotics\.md|sweep\.yaml",  # arms of robots, places on the ground
     r"Zipf's law|noise variance|LSTM.*cells",  # terms of the field
-    r"crt_vit_mae_uptrain\.yaml|[Uu]ptraining: task\.init|The paper, uptrained",  # quotes of CRT
-    r"\"able to improve|especially when uptrained",  # quotes of CRT
-    r"outputs/uptrained|outputs/taught|outputs/transferred",  # names of folders
+    r"crt_vit_mae_uptrain|ptraining: task\.init|The paper, uptrained|\"able to|when uptrained",  # quotes of CRT
     r"tabular\.py|drawing\.py: .*bars in cells",  # cells of tables
     r"draw\), so that|tensors of one draw",  # a counter of projections, named draw
-    r"adapt\.py: .*\"transferred\"|said \(\.\.\., J\)",  # values and arguments
+    r"outputs/(uptrained|taught|transferred)|adapt\.py: .*\"transferred|said \(\.\.\., J\)",  # folders, values, arguments
 ]))
 
 
@@ -60,11 +58,10 @@ def hits():
     for path, first, text in parts():
         name = path.relative_to(ROOT)
         for number, line in enumerate(prose(text).splitlines(), first):
-            for word in WORDS.findall(line):
-                if not EXCEPTIONS.search(f"{name}: {text.splitlines()[number - first]}"):
-                    yield f"{name}:{number}: {word}"
-        if path in DOCS:
-            yield from (f"{name}:{number}: {count} words" for number, count in long_sentences(prose(text)))
+            if not EXCEPTIONS.search(f"{name}: {text.splitlines()[number - first]}"):
+                yield from (f"{name}:{number}: {word}" for word in WORDS.findall(line))
+        for number, count in long_sentences(prose(text)) if path in DOCS else ():
+            yield f"{name}:{number}: {count} words"
 
 
 def long_sentences(text):
@@ -73,13 +70,11 @@ def long_sentences(text):
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.)\s)", text):
         start = text.index(paragraph, start)
         for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", "" if paragraph.lstrip()[:1] in ("|", "#") else paragraph):
-            count = len(re.findall(r"\S*\w\S*", sentence))
-            if count > 30:
+            if (count := len(re.findall(r"\S*\w\S*", sentence))) > 30:
                 yield text.count("\n", 0, start) + 1, count
 
 
 if __name__ == "__main__":
-    found = [*hits()]
-    for hit in found:
-        print(hit)
+    found = "".join(f"{hit}\n" for hit in hits())
+    print(found, end="")
     sys.exit(bool(found))
