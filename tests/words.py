@@ -28,7 +28,7 @@ EXCEPTIONS = re.compile("|".join([  # of "path: line"
     r"crt_vit_mae_uptrain|ptraining: task\.init|The paper, uptrained|\"able to|when uptrained",  # quotes of CRT
     r"tabular\.py|drawing\.py: .*bars in cells",  # cells of tables
     r"draw\), so that|tensors of one draw",  # a counter of projections, named draw
-    r"outputs/(uptrained|taught|transferred)|adapt\.py: .*\"transferred|said \(\.\.\., J\)",  # folders, values, arguments
+    r"outputs/(uptrained|taught|transferred)|adapt\.py: .*\"transferred|said \(\.\.\., J\)",  # names in code
 ]))
 
 
