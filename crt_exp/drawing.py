@@ -107,7 +107,7 @@ def plain_ticks(axis) -> None:
 def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
     """Label each line (name, x, y, colour) at its last point, without overlaps.
 
-    Labels stay within the height of the axes if there is room. Only lines that end at a similar x are moved apart. Set
+    Labels stay within the height of the axes if they fit. Only lines that end at a similar x are moved apart. Set
     scales and limits of the axes before the call.
     """
     from matplotlib.transforms import offset_copy

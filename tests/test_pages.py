@@ -4,6 +4,7 @@ import importlib
 import re
 
 import pytest
+import words
 import yaml
 from pages import BLOCKS, PAGES, ROOT, project
 
@@ -56,6 +57,10 @@ def test_numbers_beside_a_report_are_its_own(page, text):
     reports = "".join(link.with_suffix(".md").read_text() for link in links if link.with_suffix(".md").is_file())
     numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", text)
     assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
+
+
+def test_words_and_sentences_are_plain():
+    assert not [*words.hits()]
 
 
 def test_every_task_is_documented():

@@ -100,14 +100,13 @@ class Redraws(nn.Module):
     Subclasses define `rows_of_draw(draw)`, which returns the tensors of one draw by name.
     The tensors are buffers, and so are the counters `steps` and `draws`.
 
-    Averages of weights (EMA, SWA) change buffers in place, and an average of draws is not a draw.
-    The layer therefore computes with copies of its buffers. It redraws when `draws` exceeds the number of the copied
-    draw.
+    Averages of weights (EMA, SWA) change buffers in place, and an average of projections has another distribution.
+    The layer therefore computes with copies of its buffers. It redraws when `draws` exceeds the number of the copies.
     A buffer that was replaced by another tensor (by a loader or torch.func.functional_call) is used directly.
     """
 
     redraw_every: int
-    held = 0                                       # number of the draw in the copies
+    held = 0                                       # number of the projections in the copies
     kept: dict[str, tuple[Tensor, Tensor]] = {}    # buffers and their copies
 
     def register_drawn(self, tensors: dict[str, Tensor]) -> None:

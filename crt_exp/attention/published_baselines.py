@@ -30,7 +30,7 @@ class Generalized(FeatureMap):
     """Generalized attention with features f(W u) / sqrt(M) + kernel_epsilon.
 
     These are the generalized kernels of Performers (sections 2.2, A.4, D.3) if W is Gaussian. Without `projection`, W =
-    I and M = d, and the noise may be None; elu+1 then gives the Linear Transformer.
+    I and M = d, and the projections may be None; elu+1 then gives the Linear Transformer.
     The features define a kernel of their own and estimate no known kernel. The epsilon belongs to its definition and
     gives every key a small weight.
     Denominators are positive for relu, elu+1, sigmoid, exp and abs. The other functions need a `denominator` policy of

@@ -14,7 +14,7 @@ from typing import Any
 class DataError(Exception):
     """A data set cannot be used.
 
-    The message tells the user the problem, its place (file and line) and the fix: the file to get, where to put it, or
+    The message states the problem, its position (file and line) and the fix: the file to get, where to put it, or
     the option to set.
     """
 

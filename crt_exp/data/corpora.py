@@ -2,9 +2,9 @@
 
 A text in columns is cut into equal parts that are read in parallel. Each batch continues where the last one ended.
 Every word is predicted from earlier words of its column; the first word of the text is predicted from <eos>. The module
-also makes the texts and configurations that options of result pages name.
+also makes the text files and configurations that options of result pages name.
 
-Notation: V words of the vocabulary, n words or tokens of a text, T tokens of a row.
+Notation: V words of the vocabulary, n words or tokens of a corpus, T tokens of a row.
 """
 
 import math
@@ -73,7 +73,7 @@ def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | 
     training text, or missing there, become <unk>. min_count=None is 1 for official files and 2 for others. Words of
     equal count are sorted, so that ids do not depend on the order of articles.
 
-    Raises DataError for texts that are too short. Also raises DataError if another part has a new word and the training
+    Raises DataError if a file is too short. Also raises DataError if another part has a new word and the training
     text has no <unk>.
     """
     files = word_files(name, data_dir, source)
@@ -253,7 +253,7 @@ class Rows:
         return float(sum(b - a for a, b in spans) / sum(float(self.text.words[a:b].sum()) for a, b in spans))
 
 
-# ---- texts and model configurations of result pages ------------------------------------------------------------------
+# ---- text files and model configurations of result pages -------------------------------------------------------------
 
 FOLDER = Path("outputs/texts")
 LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -261,7 +261,7 @@ LLAMA = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "
 
 
 def prepare(options: Sequence[str]) -> None:
-    """Make the texts and configurations in FOLDER that options name.
+    """Make the text files and configurations in FOLDER that options name.
 
     Names, alone or in a list, are such as "validation-8.tokens", "drawn-14000.tokens", "characters-88", "llama-2048",
     "qnli-2" and "sst2-20000". Existing ones stay. Each is moved into place when complete, because other processes may

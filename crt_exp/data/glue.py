@@ -174,7 +174,7 @@ def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> lis
     """Token ids and label of each example, with special tokens.
 
     Truncation to `max_length` removes tokens from the longer sentence of a pair first. Raises DataError if `max_length`
-    leaves no room for text.
+    leaves no tokens for text.
     """
     special = tokenizer.num_special_tokens_to_add(pair=len(examples.texts) > 1)
     if max_length <= special or tokenizer.pad_token_id is None:

@@ -249,7 +249,7 @@ class Micro:
 def drawing(draw: Draw) -> Iterator[None]:
     """Seed the global generators from `draw`, and restore them at the end.
 
-    Raises ConfigError in a thread that runs beside training.
+    Raises ConfigError outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("task.workers=0 draws in the process that trains: set trainer.prefetch=0, or task.workers=1")

@@ -67,8 +67,8 @@ class Plan:
         Costs are positive, such as seconds of audio, pixels or tokens. A micro-batch is padded to its most expensive
         row. So rows x largest cost <= budget.
 
-        "train": rows of similar cost are grouped. Each epoch reads every row once and shuffles the steps. Rows change
-        places only with rows of equal cost; round costs up if batches should differ between epochs. Other splits yield
+        "train": rows of similar cost are grouped. Each epoch reads every row once and shuffles the steps. Only rows
+        of equal cost are permuted; round costs up if batches should differ between epochs. Other splits yield
         every row once, in order.
 
         Micro-batches differ in size. The task's `weight` must return the normaliser of its loss. Its `epoch_steps` must

@@ -114,7 +114,7 @@ def no_folder(data_dir: str | Path | None, by: str, instead: str = "leave it out
 def missing(name: str, path: Path | None, file: int = 0) -> DataError:
     """Error for a missing file of source `name`.
 
-    path: the expected place; None: neither $CRT_DATA nor task.data_dir is set. file: index in the files of the source.
+    path: the expected path; None: neither $CRT_DATA nor task.data_dir is set. file: index in the files of the source.
     """
     source, root = SOURCES[name], data_root() or Path("DIR")
     wanted = Path(source.files[file].path)

@@ -322,7 +322,7 @@ def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> l
 def rounded_up(seconds: float) -> float:
     """Round up to a quarter of a second.
 
-    Rows of equal cost change places, so that batches differ between epochs.
+    Rows of equal cost are permuted, so that batches differ between epochs.
     """
     return math.ceil(4 * seconds) / 4
 

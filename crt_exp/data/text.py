@@ -223,7 +223,7 @@ def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterato
 # ------------------------------------------------------------------------------------------------------ blocks
 def running_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | None = None,
                    end: str = "\n") -> np.ndarray:
-    """Lines of a text, each with `end`, joined and cut into (n, length) int32.
+    """Lines of a document, each with `end`, joined and cut into (n, length) int32.
 
     `cache_dir` stores the tokens. Tokens that do not fill the last block are left out. Raises DataError if the text
     does not fill one block.

@@ -157,7 +157,7 @@ def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
 
 
 def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
-    """Return the number of tokens of a text.
+    """Return the number of tokens of a string.
 
     Default: the block of the model's run; for other models 512, or the maximum of the model if that is less.
     """

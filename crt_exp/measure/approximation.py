@@ -322,7 +322,7 @@ def _exact_states(heads: int, d: int, scale: float, depth: int, weights: int, le
 
 
 class Pretrained(Subject):
-    """A pretrained model that reads, and is fitted to, the first tokens of a text.
+    """A pretrained model that reads, and is fitted to, the first tokens of a document.
 
     layers: indices of attention layers, as for `swap_attention`.
     """

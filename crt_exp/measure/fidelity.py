@@ -136,10 +136,10 @@ class Subject(TextBench):
         """Measure all documents with all attention layers swapped, without training.
 
         Returns:
-            Arrays by name. `attention` (texts, calls): relative error of each layer's output for the exact model's
-            queries, keys and values. `hidden` (texts, layers): relative error of the hidden states. `cosine` (texts,):
-            cosine similarity of the mean states. `above` (texts,): loss increase over exact attention in nats, for
-            models that predict tokens.
+            Arrays by name. `attention` (documents, calls): relative error of each layer's output for the exact model's
+            queries, keys and values. `hidden` (documents, layers): relative error of the hidden states.
+            `cosine` (documents,): cosine similarity of the mean states.
+            `above` (documents,): loss increase over exact attention in nats, for models that predict tokens.
         """
         with self.swapped(mechanism) as states:
             of_texts = [self.of_text(i, states) for i in range(len(self.rows))]
@@ -199,7 +199,7 @@ def subject(model: str, text: str | tuple[str, ...], calibration: str | tuple[st
 
 
 def files(text: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
-    """Return the files of a text; train, valid and test name splits of WikiText-2."""
+    """Return the files of a corpus; train, valid and test name splits of WikiText-2."""
     if text is None or isinstance(text, str):
         return str(official_file("wikitext2", text)) if text in SPLITS else text
     return tuple(text)

@@ -268,7 +268,7 @@ def clusters_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
 
 
 class Seen(NamedTuple):
-    """What the queries of some blocks see, besides heavy hitters."""
+    """Keys that the queries of some blocks see, in addition to heavy hitters."""
 
     y: Tensor         # (Z, S, d)
     v: Tensor         # (Z, S, dv)

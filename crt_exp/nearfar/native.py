@@ -33,7 +33,7 @@ class Call(ctypes.Structure):
 
 
 class Given(NamedTuple):
-    """Inputs of a causal call besides the vectors.
+    """Inputs of a causal call, in addition to the vectors.
 
     keep: (Z, S) or None. shift, root: the metric. factor: factor of queries and keys.
     sizes: block, heavy, clusters, open (of the last queries), least (of the first queries) and until, the first

@@ -1,4 +1,4 @@
-"""What a swap loses, and what attention transfer and adapters bring back."""
+"""Loss after a swap, after attention transfer, and after adapters."""
 
 from crt_exp.report import Page, Rows, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels
@@ -28,9 +28,9 @@ def smollm2(options: str = ""):
 
 page = Page(
     "adapt",
-    title="What a swap loses, and what minutes of training bring back",
-    finding="In SmolLM2, transfer and adapters recover half to two thirds of the loss of FAVOR++. A window loses less "
-            "without any training.",
+    title="Attention transfer and adapters after a swap",
+    finding="On SmolLM2-135M, transfer and adapters reduce the loss increase of FAVOR++ on repeated passages from "
+            "8.55 ± 0.30 to 4.56 ± 0.16 nats (95% CI, n = 6 rows). A window has 2.98 ± 0.24 nats without training.",
     small={"adapt": [run for model in MODELS for method in LABELS for run in sweep(
                "task=adapt", **{"task.model": [model]}, attention=[method], seed=range(seeds(model, method)))],
            "adapt-smollm2": smollm2()},
@@ -41,7 +41,7 @@ page = Page(
     data="WikiText-2, MNIST, models/smollm2-135m",
     columns=["model", "text", "method", "stage", "step"], metrics=["loss", "above", "minutes"],
     measured=[
-        "Rows are of earlier code. Repeated today, a loss after LoRA differs in its second digit.",
+        "Limit: measured again, a loss after LoRA differs in its second digit.",
         "SmolLM2-135M: 40 steps of attention transfer, then 100 of adapters of rank 8, each on one row of 2048 tokens. "
         "Samples are 6 validation rows; one training seed. Features have 256 columns.",
         "Learning rates are not tuned; uniform attention has a smaller one, because its loss rose at 3e-3. Exact "

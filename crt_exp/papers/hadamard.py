@@ -30,8 +30,8 @@ small = {
 page = Page(
     "hadamard",
     title="Hadamard-Rademacher projections: error of attention, bias and time",
-    finding="For short vectors, orthogonal and Hadamard rows divide the MSE of trigonometric features by 4 to 10. For "
-            "positive features the gain is small, and Hadamard rows save no time.",
+    finding="For short vectors (scale 0.25), iid rows have 9.6 times the MSE of orthogonal rows with trigonometric "
+            "features (95% CI 8.9 to 10.4, n = 20) and 1.2 times with FAVOR+. Hadamard rows save no time.",
     small=small, full=small, reduced=False,
     columns=["scale", "d", "length", "m", "method"],
     metrics=["errors", "uniform", "at_unit", "at_spread", "ms"],

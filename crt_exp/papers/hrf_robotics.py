@@ -22,8 +22,9 @@ SAME = {"metric": "return", "sample": [*"01234"]}  # the seeds of all methods
 page = Page(
     "hrf_robotics",
     title="Hybrid Random Features 4.4, Figure 4: robots whose policies have implicit attention",
-    finding="Five seeds cannot distinguish the returns of the angular hybrid and FAVOR+. The hybrid ranks 64 patches "
-            "with 41% of the FLOPs of FAVOR+, four times those of exact attention.",
+    finding="On two robot tasks, the difference of the returns of the angular hybrid and FAVOR+ is inconclusive (n = "
+            "5 seeds). The hybrid ranks 64 patches with 41% of the FLOPs of FAVOR+, four times those of exact "
+            "attention.",
     small={"hrf-robotics": [*sweep(SHORT, world=WORLDS, method=ATTENTION | CONTROLS, seed=range(5)),
                             *sweep(SHORT, world={"sweep": "task=sweep"}, method=MORE, seed=range(5, 12))],
            "hrf-robotics/cost": COST},

@@ -33,8 +33,8 @@ small = {
 page = Page(
     "perf_error",
     title="Performers Figures 2, 4 and 14: error of estimates, of attention, and through layers",
-    finding="FAVOR+ has less error than trigonometric features where kernel values are small, in attention above a "
-            "mean |x + y|^2 of about 3. Orthogonal projections help most below.",
+    finding="FAVOR+ has a lower MSE of attention than trigonometric features if the mean |x + y|^2 is at least 8, "
+            "and a higher MSE if it is at most 4. Orthogonal projections reduce the MSE most for short vectors.",
     small=small, full=small, reduced=False, data="WikiText-2 for the trained encoder",
     models={"encoder": sweep(ENCODER, attention=["exact"])},
     columns=["length", "angle", "heads", "model", "sum", "m", "layer", "method"],
@@ -62,7 +62,7 @@ def claims(rows: Rows) -> list[Claim]:
                     rows.values("growth", of, True, **where) for name, where in MODELS.items()},
                      above=1, log=True, unit="times", paper="errors propagate, no number", needs="more samples")
 
-    sign = "positive features have less error where |x + y|^2 is above about 3"
+    sign = "positive features have a lower MSE from |x + y|^2 = 8 on and a higher MSE up to 4"
     return [
         Claim("positive features have less error than trigonometric ones at 120 degrees", {
             f"length {length}": rows.values("log_ratio", "pos", length=length, angle=120).item()

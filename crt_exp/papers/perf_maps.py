@@ -17,8 +17,8 @@ SIMILAR = {"attention": "attention", "random weights": "attention with random we
 page = Page(
     "perf_maps",
     title="Performers Figures 10 to 13: attention of a protein model",
-    finding="FAVOR++'s attention matrices are closer to the exact ones than uniform attention's. The models depend too "
-            "little on attention to decide either claim.",
+    finding="The attention matrices of FAVOR++ have a smaller relative error than those of uniform attention by "
+            "0.099 ± 0.019 (95% CI, n = 8 seeds). The models depend too little on attention to decide either claim.",
     small={"attention-maps": [
                *sweep(f"task=attention_maps task.start={START}0", attention=METHODS[:1], seed=FIRST | {
                    seed: f"seed={seed}" for seed in range(1, 8)}),

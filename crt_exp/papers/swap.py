@@ -56,7 +56,7 @@ def whisper(seeds: int, methods: Sequence[str]) -> list:
 BFLOAT = {"exact in bfloat16": "attention=exact task.dtype=bfloat16"}
 page = Page(
     "swap",
-    title="The attention of pretrained models replaced without training",
+    title="Attention swaps of pretrained models without training",
     finding="On repeated passages of 4096 tokens, near-far attention increases the loss of SmolLM2-135M by 0.006 ± "
             "0.003 nats, a window by 3.0 ± 0.5 and FAVOR++ by 8.2 ± 1.7 (95% CI, n = 3 rows). No method was trained "
             "after the swap.",

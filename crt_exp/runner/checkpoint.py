@@ -31,7 +31,7 @@ CHECKPOINTS = "checkpoints"  # subfolder of the run directory
 
 
 class CheckpointError(OSError):
-    """A checkpoint cannot be written, read or used; the message says how to proceed."""
+    """A checkpoint cannot be written, read or used; the message states how to proceed."""
 
 
 # ---- directories

@@ -58,7 +58,7 @@ class FeatureDistribution(ClassSampler):
         if not 0 <= self.defensive < 1 or self.defensive == 0 < least:
             raise ValueError(f"defensive = {defensive}: a share of at least 0 and below 1, and above 0 for a map whose "
                              "features may be negative: classes of no probability would bias the normaliser")
-        self._queries: Tensor | None = None  # of the last draw, for fitting
+        self._queries: Tensor | None = None  # of the last batch, for fitting
 
     # ---- implemented by subclasses
 

@@ -1,7 +1,7 @@
 """`crt_exp.advise`: recommend an attention method for a pretrained model.
 
 The recommendation uses losses, times and memory of a `Bench`. A method is close enough if the upper end of its 95% CI
-is at most `tolerance` nats above exact attention. If the model uses repetition, the limit on repeated passages is
+is at most `tolerance` nats. If the model uses repetition, the limit on repeated passages is
 `REPEATED` nats. A method pays from the shortest timed length from which every pass is at least MARGIN times as fast.
 """
 

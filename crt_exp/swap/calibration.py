@@ -211,7 +211,7 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
 def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
     """Mask of queries that are not padding, (B, L) or (1, 1).
 
-    In self-attention the key mask tells which queries are padding.
+    In self-attention the key mask marks the queries that are padding.
     """
     own = state.causal or (q.shape[2] == k.shape[2] and not getattr(state, "cross", False))
     if key_mask is None or not own:

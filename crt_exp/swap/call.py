@@ -119,7 +119,8 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
     """The number of keys of keep (B, S) up to the last query.
 
     A static cache has unused slots after the last query. `expected` states whether calls of this module are causal
-    without a mask. Raises ValueError if all queries see the same keys and the mask does not tell padding from a prefix.
+    without a mask. Raises ValueError if all queries see the same keys and the mask can be
+    padding or a prefix.
     """
     S = keep.shape[1]
     if queries == 1:

@@ -3,7 +3,7 @@
 torch's MultiheadAttention and timm's Attention change their class in place, so that parameters, hooks and references
 stay valid. Hugging Face modules keep their class: see `interface`. Linear attention supports key padding and causality
 only. The swap refuses attention with pairwise logit biases, softcaps, sinks, windows or per-query key selection. The
-attributes and the source code of a module tell which attention it has.
+attributes and the source code of a module identify its attention.
 """
 
 import ast

@@ -99,7 +99,7 @@ class Task(Protocol):
         """
 
     def state_dict(self) -> dict[str, Tensor | float | int | bool | str | None]:
-        """State of a resumed run besides weights and optimiser.
+        """State of a resumed run, in addition to weights and optimiser.
 
         Examples are an LSTM's hidden state that carries over batches, or a sampler's tables. Each process has its own
         state; every checkpoint contains all of them.

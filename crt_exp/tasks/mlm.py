@@ -1,4 +1,4 @@
-"""Pretraining and uptraining of language models on any text, with any attention.
+"""Pretraining and fine-tuning of language models on any text, with any attention.
 
 Encoders predict masked tokens. Decoders (task.causal) predict the next token. Text is tokenized into blocks once; masks
 are drawn again each epoch.

@@ -148,7 +148,7 @@ def library() -> ctypes.CDLL | None:
 def compiled() -> Path:
     """Return the file of the library, after compiling it if needed.
 
-    A new file is moved to its place atomically. Raises OSError, SubprocessError, ValueError (CC) or RuntimeError (no
+    A new file is moved to the cache atomically. Raises OSError, SubprocessError, ValueError (CC) or RuntimeError (no
     home folder) on failure.
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
