@@ -50,7 +50,7 @@ class WandbLogger:
                                   id=known.read_text().strip() if known.is_file() else None,
                                   settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
         except wandb.Error as error:
-            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
+            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]}; logger=none runs without it") from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         known.write_text(self.run.id + "\n")
@@ -63,7 +63,7 @@ class WandbLogger:
         """Finish the run and print how to upload it if offline."""
         self.run.finish(exit_code=int(failed))
         if self.run.offline:
-            print(f"W&B keeps this run offline: `wandb sync {Path(self.run.dir).parent}` sends it", file=sys.stderr)
+            print(f"W&B run saved offline; upload with `wandb sync {Path(self.run.dir).parent}`", file=sys.stderr)
 
 
 class ProgressLine:

@@ -174,7 +174,7 @@ class Advice:
 
 def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
     if tokenizer is None:
-        raise ValueError("texts are strings: give tokenizer=AutoTokenizer.from_pretrained(...), or token ids")
+        raise ValueError("tokenizer=None: expected a tokenizer for strings, or token ids")
     listed = [texts] if isinstance(texts, str) else texts
     return torch.tensor([i for text in listed for i in tokenizer(text, add_special_tokens=False)["input_ids"]])
 
@@ -187,9 +187,10 @@ def text_bench(model: nn.Module, rows: Tensor, samples: int | None, calibration:
     """
     predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
     if predicted is None:
-        raise ValueError(f"{type(model).__name__} predicts no tokens: load it by AutoModelForCausalLM or ...MaskedLM")
+        raise ValueError(f"{type(model).__name__}: predicts no tokens; load it with AutoModelForCausalLM or "
+                         "...MaskedLM")
     if predicted == MASKED and mask is None:
-        raise ValueError(f"{type(model).__name__} predicts masked tokens: give tokenizer=..., one with a mask token")
+        raise ValueError(f"{type(model).__name__}: predicts masked tokens; pass tokenizer=..., with a mask token")
     judged, training = spread(len(rows), samples or SAMPLES["texts"], calibration, f"texts of {rows.shape[1]} tokens")
     return TextBench(model, rows[judged], rows[training], mask=mask, special=getattr(tokenizer, "all_special_ids", ()),
                      seed=seed)
@@ -199,7 +200,7 @@ def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, samples: 
                  seed: int) -> BatchBench:
     noun, pieces = ("images", pieces.split(1)) if isinstance(pieces, Tensor) else ("pieces", list(pieces))
     if labels is not None and len(labels) != len(pieces):
-        raise ValueError(f"labels: expected {len(pieces)}, one for each of the {noun}, got {len(labels)}")
+        raise ValueError(f"labels: {len(labels)}, expected {len(pieces)}, one per sample")
     judged, training = spread(len(pieces), samples or SAMPLES[noun], calibration, noun)
     return BatchBench(model, [pieces[i] for i in judged], [pieces[i] for i in training], noun=noun, seed=seed,
                       labels=None if labels is None else [labels[i:i + 1] for i in judged])
@@ -229,11 +230,11 @@ def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int)
     longest = bench.timed[bench.length]
     for label, attention in methods.items():
         losses = bench.losses(attention)
-        print(f"advise: {label}: {statistics.mean(losses['loss']):.3f} nats", file=sys.stderr, flush=True)
+        print(f"advise: {label}: loss {statistics.mean(losses['loss']):.3f} nats", file=sys.stderr, flush=True)
         yield {"attention": label, **losses, "mib": bench.memory(attention, longest)}
     for length, piece in bench.timed.items():
         times = bench.times(methods, piece, rounds)
-        print(f"advise: {length} tokens timed", file=sys.stderr, flush=True)
+        print(f"advise: timed {length} tokens", file=sys.stderr, flush=True)
         yield {"length": length, "ms": times}
 
 
