@@ -87,8 +87,7 @@ def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble:
     if ensemble == "iid":
         return zero, zero
     if not couples(phi):
-        raise ValueError(f"{type(phi).__name__}: no exact covariance of coupled rows; expected an exponential map with "
-                         "scalar A")
+        raise ValueError(f"{type(phi).__name__}: no exact covariance of coupled rows; expected a map with scalar A")
     if isinstance(phi, PositiveExponential):
         covariance = smreg_covariance if isinstance(phi, SMREG) else positive_covariance
         cosines = [c * _cosine(ensemble, d) for c in ((1, -1) if phi.antithetic else (1,))]

@@ -196,8 +196,7 @@ class Mechanism:
         Raises ConfigError if the mechanism has no feature map, or one with its own kernel.
         """
         if self.own_kernel:
-            raise ConfigError(f"features={self.features.name}: has its own kernel; expected a feature map of the "
-                              "softmax kernel (task=uci accepts it)")
+            raise ConfigError(f"features={self.features.name}: has its own kernel; expected a softmax feature map")
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:

@@ -27,8 +27,7 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
     """
     for name, t in (("x", x), ("y", y), ("v", v)):
         if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
-            raise ValueError(f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d); only B may be "
-                             "0")
+            raise ValueError(f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d), not empty")
         if t.device != x.device:
             raise ValueError(f"x is on {x.device}, {name} is on {t.device}: expected one device")
     if not x.shape[0] == y.shape[0] == v.shape[0] or x.shape[3] != y.shape[3] or y.shape[1:3] != v.shape[1:3]:
@@ -36,8 +35,7 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
                          "S, d), (B, Hkv, S, dv)")
     check_shared(x.shape[1], y.shape[1])
     if causal and x.shape[2] > y.shape[2]:
-        raise ValueError(f"causal attention: L={x.shape[2]} queries, S={y.shape[2]} keys: expected L <= S (queries are "
-                         "the last tokens)")
+        raise ValueError(f"causal=True: L={x.shape[2]}, S={y.shape[2]}: expected L <= S (queries are the last tokens)")
     check_key_mask(key_mask, y)
     for part in leaves(noise):
         if not isinstance(part, Noise) or part.d != x.shape[3] or not _broadcasts(part.batch, x.shape[:2]):

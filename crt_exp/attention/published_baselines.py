@@ -180,7 +180,7 @@ class Reformer(Redrawn):
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"reformer: L={q.shape[2]}, S={k.shape[2]}: expected self-attention with L == S; set "
+            raise ValueError(f"reformer: L={q.shape[2]}, S={k.shape[2]}: expected L == S (self-attention); set "
                              "use_cache=False")
         return q
 

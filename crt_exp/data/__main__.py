@@ -156,16 +156,15 @@ def fetch_source(source: Source, root: Path) -> None:
         if (root / file.path).is_dir():
             raise DataError(f"{root / file.path}: already exists; move it to fetch all of {source.name}")
         if not file.url:
-            raise DataError(f"{file.path}: no download link; get it from {source.page} and save it as "
-                            f"{root / file.path}")
+            raise DataError(f"{file.path}: no download link; save the file from {source.page} as {root / file.path}")
     for url, files in groupby((file for file in wanted if file.url), key=lambda file: file.url):
         try:
             root.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=root, prefix=".fetch-") as folder:
                 bring(url, list(files), Path(folder), root)
         except FAILED as error:
-            raise DataError(f"{source.name}: download of {url} failed ({error}); run the command again, or get the "
-                            f"files from {source.page}") from None
+            raise DataError(f"{source.name}: {url}: download failed ({error}); run again, or see "
+                            f"{source.page}") from None
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -203,8 +202,7 @@ def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
                 path.rename(path.with_name(path.name + file.ending))
         state, detail = inspect(file, place)
         if state != OK:
-            raise DataError(f"{url}: {file.path} has {detail}; run the command again. If the error stays, the "
-                            "published file has changed")
+            raise DataError(f"{url}: {file.path} has {detail}; run again. If this persists, the published file changed")
     for file, place in places.items():
         (root / file.path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, root / file.path)

@@ -203,8 +203,7 @@ def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np
     """Picture (size, size) uint8: curves, and a dot on each of two ends."""
     curves = next(filter(None, (laid(rules, rng) for _ in range(PICTURES))), None)
     if curves is None:
-        raise DataError("task.rules: the curves do not fit into an image; set a larger size, or fewer or shorter "
-                        "curves")
+        raise DataError("task.rules: the curves do not fit into an image; set a larger size, or fewer curves")
     image = np.zeros((rules["size"], rules["size"]), np.uint8)
     for curve in curves:
         image[tuple(curve.T)] = LINE

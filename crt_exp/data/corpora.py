@@ -82,8 +82,7 @@ def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | 
         every, held = lines[0], math.ceil(HELD_OUT * len(lines[0]))
         lines = [every[:-2 * held], every[-2 * held:-held], every[-held:]]
     if not all(lines):
-        raise DataError(f"{', '.join(map(str, files))}: too few lines for three splits; add text, one sentence per "
-                        "line")
+        raise DataError(f"{', '.join(map(str, files))}: too few lines for three splits; expected one sentence per line")
     texts = [[word for line in part for word in (*line, EOS)] for part in lines]
     counts, min_count = Counter(texts[0]), min_count or (1 if name in OFFICIAL else 2)
     rare = {word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)}
@@ -92,8 +91,7 @@ def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | 
     ids = {word: i for i, word in enumerate(words)}
     lacking = next((word for text in texts for word in text if word not in ids), None)
     if lacking is not None and UNKNOWN not in ids:
-        raise DataError(f"{files[0]}: {lacking!r} and <unk> do not occur in the training text; set task.min_count=2, "
-                        "or fetch the files again")
+        raise DataError(f"{files[0]}: {lacking!r} and <unk> are not in the training text; set task.min_count=2")
     return Corpus(words, {part: np.array([ids.get(word, ids.get(UNKNOWN)) for word in text], np.int32)
                           for part, text in zip(PARTS, texts)})
 

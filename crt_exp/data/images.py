@@ -61,7 +61,7 @@ class Images:
             chosen[rows[:round(share * len(rows))]] = True
         if chosen.all() or not chosen.any():
             raise DataError(f"task.held_out={share}: no images left to {'train on' if chosen.all() else 'hold out'} of "
-                            f"{len(self)}; expected another share")
+                            f"{len(self)}")
         return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
 
 

@@ -81,8 +81,7 @@ class Streamed:
         self.hub, self.marks = hub, deque([Mark()])
         self.stream = self.split(hub["split"])
         if (files := self.stream.num_shards) < world_size():
-            raise DataError(f"task.hub.split={hub['split']}: {files} files for {world_size()} processes; expected at "
-                            "least one file per process; use fewer processes")
+            raise DataError(f"task.hub.split={hub['split']}: {files} files, expected at least {world_size()}")
         names = getattr((self.stream.features or {}).get(hub["label"]), "names", [])
         self.classes = tuple(names or map(str, range(hub["classes"] or 0)))
 
@@ -174,8 +173,7 @@ class Streamed:
             at += len(batch)
             yield batch
         if at < last:
-            raise DataError(f"task.hub.validation_images={wanted}: split {self.hub['validation']} has fewer images; "
-                            "set a smaller value")
+            raise DataError(f"task.hub.validation_images={wanted}: split {self.hub['validation']} has fewer; set less")
 
     def row(self, number: int, example: dict[str, Any]) -> Row:
         """Row of an example; raises DataError for a missing image or an invalid label."""
@@ -253,8 +251,7 @@ def drawing(draw: Draw) -> Iterator[None]:
     Raises ConfigError in a thread that runs beside training.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("task.workers=0: not supported with trainer.prefetch; set trainer.prefetch=0, or "
-                          "task.workers=1")
+        raise ConfigError("task.workers=0: not supported with trainer.prefetch; set trainer.prefetch=0")
     kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     seeds = draw.integers(2**32, size=3).tolist()
     random.seed(seeds[0])

@@ -103,8 +103,7 @@ class Plan:
         """Rows of each micro-batch; the largest are halved until all steps are full."""
         group = self.micro * self.world
         if len(ascending) < group:
-            raise ValueError(f"{len(ascending)} rows for {group} micro-batches per step; set a smaller "
-                             "trainer.accumulate, or use fewer processes")
+            raise ValueError(f"{len(ascending)} rows for {group} micro-batches per step; set trainer.accumulate lower")
         sizes = packed(ascending, budget)
         while len(sizes) % group:
             largest = max(range(len(sizes)), key=sizes.__getitem__)

@@ -200,8 +200,7 @@ def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequenc
         raise DataError(f"task.families={path}: {error}; expected columns uniprot_acc and pfamA_acc") from None
     out = np.isin(np.char.partition(sequences.accessions, b"-")[:, 0], np.array([*held], "S"))   # isoforms: P12345-2
     if not out.any():
-        raise DataError(f"task.families={path}: no sequence of the families {', '.join(families[:3])} ...; expected "
-                        "some")
+        raise DataError(f"task.families={path}: expected some sequences of {', '.join(families[:3])} ...")
     return out
 
 

@@ -222,11 +222,9 @@ def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
         return values.reindex(texts.index)
     lines = known.str.contains("\n")
     if lines.any():
-        raise ValueError(f"row {lines.idxmax()}: line end inside a cell; expected one line per row; check for an "
-                         "unclosed quotation mark")
+        raise ValueError(f"row {lines.idxmax()}: line end inside a cell; check for an unclosed quotation mark")
     if not mixed and known.str.fullmatch(LIKE_NUMBER).mean() > 0.5:
-        raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r} in a column of numbers; expected a number such as "
-                         "1234.5, or no value")
+        raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r}; expected a number such as 1234.5, or no value")
     return texts
 
 

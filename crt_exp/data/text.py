@@ -236,8 +236,8 @@ def running_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | N
     key = content_key(cache_dir, text, "tokens 1", end, fingerprint(tokenizer))
     tokens = cached(cache_dir, key, make)["tokens"]
     if len(tokens) < length:
-        raise DataError(f"{text}: {len(tokens)} tokens, fewer than a block of {length}; use a longer text or shorter "
-                        "blocks")
+        raise DataError(f"{text}: {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a smaller "
+                        "block")
     return tokens[:len(tokens) // length * length].reshape(-1, length)
 
 
@@ -277,8 +277,7 @@ class Masking:
     def of(cls, tokenizer, share: float = 0.15) -> "Masking":
         """Masking of a tokenizer; raises DataError without a mask token."""
         if tokenizer.mask_token_id is None:
-            raise DataError(f"{type(tokenizer).__name__}: no mask token; expected the tokenizer of a masked language "
-                            "model")
+            raise DataError(f"{type(tokenizer).__name__}: expected a mask token, as in masked language models")
         size = max(tokenizer.get_vocab().values()) + 1
         return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), share)
 

@@ -95,8 +95,7 @@ class Solution:
         self.count[exact] = self.count[exact].clamp(max=int((self.values > 0).sum()) + 1)
         if isinstance(alpha, str):
             if sums.weight <= 1 + 1e-9 and sums.rows > 1:
-                raise ValueError(f"sample_weight sums to {sums.weight:g}: too small to select alpha; rescale to mean "
-                                 "1, or set alpha")
+                raise ValueError(f"sample_weight sums to {sums.weight:g}: too small for alpha={alpha}; use mean 1")
             grid = ridges(least, max(float(values[-1]), least))
             score = (self._gcv if alpha == "gcv" else self._evidence)(
                 grid / (self.values[:, None] + grid), explained, rest)                 # (A, T)
@@ -157,8 +156,7 @@ def check_memory(columns: int) -> None:
     """Raise ValueError if the sums over `columns` features exceed the free memory."""
     need = 32 * columns**2
     if need > 2**28 and need > (free := free_memory(torch.device("cpu"))):
-        raise ValueError(f"n_components={columns}: needs {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; use "
-                         "fewer")
+        raise ValueError(f"n_components={columns}: needs {need / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free")
 
 
 class RidgeOfFeatures(BaseEstimator):

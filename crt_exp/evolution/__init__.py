@@ -126,8 +126,7 @@ def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
         with without_interrupts():
             return joblib.Parallel(n_jobs=workers, batch_size=1)(joblib.delayed(play)(*call) for call in calls)
     except BrokenProcessPool:
-        raise Stopped(f"task.workers={workers}: a worker process died; reduce task.workers, and continue with "
-                      "resume=auto", 1) from None
+        raise Stopped(f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1) from None
 
 
 # ---- evolution strategies

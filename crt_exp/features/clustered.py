@@ -288,8 +288,7 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
         try:
             centres = KMeans(count, n_init=STARTS, random_state=SEED).fit(values).cluster_centers_
         except ConvergenceWarning:
-            raise ValueError(f"{what}: fewer than {count} of {len(points)} vectors differ; use fewer "
-                             "clusters") from None
+            raise ValueError(f"{what}: fewer than {count} distinct vectors; use fewer clusters") from None
     return torch.from_numpy(centres).to(points)
 
 

@@ -319,8 +319,8 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
-        raise ValueError(f"Poisson rate {top:.3g}: expected at most {MAX_COUNT:.3g}; scale the vectors down, or use "
-                         "another map")
+        raise ValueError(f"Poisson rate {top:.3g}: expected <= {MAX_COUNT:.3g}; scale the vectors down, or use another "
+                         "map")
     k = torch.arange(size, dtype=torch.float64, device=g.device)
     log_pmf = k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)  # (..., d, size)
     survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)  # P(omega >= k), exact in the tail

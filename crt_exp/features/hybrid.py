@@ -94,8 +94,7 @@ class HybridMap(InBlocks):
     def _check(self, noise: Nested, params: Nested) -> None:
         coefficients, bases = self.made_of()
         if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
-            raise ValueError("noise: expected independent projections for coefficients and bases; use phi.noise(m, "
-                             "draw)")
+            raise ValueError("noise: expected independent projections for the two parts; use phi.noise(m, draw)")
         for given, what in ((noise, "noise"), (params, "params")):
             if len(given) != 2 or [len(part) for part in given] != [len(coefficients), len(bases)]:
                 raise ValueError(f"{what}: expected a pair of tuples ({len(coefficients)} coefficients, {len(bases)} "
@@ -306,8 +305,7 @@ def _meeting(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
         return 1j * (x - y)
     if type(base) in (PosRF, HypRF):
         return (x + y).to(torch.complex128)
-    raise NotImplementedError(f"{type(base).__name__}: unknown covariance with a base that shares its projections; set "
-                              "shared=False")
+    raise NotImplementedError(f"{type(base).__name__}: unknown covariance with shared projections; set shared=False")
 
 
 def _named(what: str, part: int | None, needed: Nested) -> Nested:

@@ -51,8 +51,7 @@ class RadialRF(SpectralRF):
         """
         sq_norm = noise.sq_norm.double()
         if not noise.gaussian and noise.m > 1 and bool((sq_norm.amax() - sq_norm.amin()) < 1e-6 * sq_norm.amax()):
-            raise ValueError(f"lengths=sqrt_d or fixed: {type(self).__name__} needs chi-distributed lengths; use "
-                             "lengths=chi")
+            raise ValueError(f"lengths=sqrt_d or fixed: {type(self).__name__} needs chi-distributed lengths; use chi")
         squares = sq_norm.clamp(min=1e-300).cpu().numpy()
         factor = np.sqrt(self.squared_length(squares, noise.d) / squares)
         return noise.scaled(torch.from_numpy(factor).mT.to(noise.sq_norm))

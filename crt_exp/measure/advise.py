@@ -133,8 +133,7 @@ def config_of(name: str) -> Mapping[str, Any] | None:
 
 def refuse_other(name: str, described: Mapping[str, Any]) -> None:
     if changed := encoders.differing_keys(dict(described), encoders.EXACT):
-        raise ValueError(f"task.model={name}: expected a model trained with exact attention; different keys: "
-                         f"{', '.join(changed)}")
+        raise ValueError(f"task.model={name}: expected exact attention; different keys: {', '.join(changed)}")
 
 
 # ---- text

@@ -311,8 +311,7 @@ def similarity(values: np.ndarray) -> np.ndarray:
     """
     same = "".join(np.array([*STANDARD])[values.std(0) <= 1e-6 * values.mean(0)])
     if len(values) < 3 or same:
-        raise ValueError(f"similarity: {len(values)} heads or sequences{same and f', equal shares of {same}'}; use "
-                         "more")
+        raise ValueError(f"similarity: {len(values)} heads or sequences{same and f', equal in {same}'}; use more")
     return np.corrcoef(values.T)
 
 

@@ -156,8 +156,7 @@ class Subject(TextBench):
 
     def fit(self, attention: Mechanism) -> None:
         if self.training is None and learns(self.model):
-            raise ValueError(f"attention={attention.name}: fitted to training text; set task.calibration=FILE, other "
-                             "than task.text")
+            raise ValueError(f"attention={attention.name}: fitted to training text; set task.calibration=FILE")
         super().fit(attention)
 
 
@@ -185,8 +184,7 @@ def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | No
     seen = {data.content(file): file for file in data.text_files(text)}
     both = [seen[digest] for digest in map(data.content, data.text_files(calibration)) if digest in seen]
     if both:
-        raise ValueError(f"task.calibration: contains {Path(both[0]).name}, which is also in task.text; expected "
-                         "disjoint files")
+        raise ValueError(f"task.calibration: {Path(both[0]).name} is also in task.text; expected disjoint files")
 
 
 # ---- task=fidelity
@@ -220,8 +218,7 @@ class Fidelity(SwapMeasurement):
                  tokenizer: str | None, length: Count | None, texts: Count, calibration_texts: Count, draws: Whole,
                  cache_dir: str | None):
         if model is None or text is None:
-            raise ValueError("task=fidelity: expected task.model=... (a folder, a run or a hub name) and task.text=... "
-                             "(held out)")
+            raise ValueError("task=fidelity: expected task.model=... (a folder, a run or a hub name) and task.text=...")
         self.draws = draws
         self.read = {"model": model, "text": files(text), "calibration": files(calibration), "tokenizer": tokenizer,
                      "length": length, "texts": texts, "calibration_texts": calibration_texts, "cache_dir": cache_dir}

@@ -112,8 +112,8 @@ def passage(model: str, split: str, seed: int, length: int) -> Tensor:
     """Return (length,) tokens of row `seed`. Raises ValueError for a short split."""
     text, first = tokens(model, split), seed * APART
     if first + length > len(text):
-        raise ValueError(f"seed={seed}: expected rows of {length} tokens within the {len(text)} of WikiText-2 {split}; "
-                         "use fewer seeds")
+        raise ValueError(f"seed={seed}: rows of {length} tokens exceed the {len(text)} of WikiText-2 {split}; use "
+                         "fewer seeds")
     return text[first:first + length]
 
 

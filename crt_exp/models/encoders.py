@@ -137,7 +137,7 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     wrong = sorted(name for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
                    if name.startswith(prefix) and not name.startswith(f"{prefix}pooler."))
     if wrong:
-        raise DataError(f"{origin.option}={origin.name}: missing or misshapen weights of {type(model).__name__}: "
+        raise DataError(f"{origin.option}={origin.name}: wrong weights for {type(model).__name__}: "
                         f"{', '.join(wrong[:3])}")
 
 

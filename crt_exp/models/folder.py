@@ -99,8 +99,7 @@ def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[st
     for name, tensor in state.items():
         found = tuple(tensors[name].shape) if name in tensors else "not"
         if found != tuple(tensor.shape):
-            raise ConfigError(f"{named}: weights do not match {CONFIG}: {name} is {found}, expected "
-                              f"{tuple(tensor.shape)}")
+            raise ConfigError(f"{named}: {name} is {found}, expected {tuple(tensor.shape)} from {CONFIG}")
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -111,8 +110,7 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            raise ConfigError(f"{source}: {name}: expected shape {tuple(tensor.shape)}; use task.preset and task.sizes "
-                              "of that run")
+            raise ConfigError(f"{source}: {name}: expected shape {tuple(tensor.shape)}; use the task.sizes of that run")
     model.load_state_dict({name: tensors[name] for name in state}, strict=False)
 
 

@@ -75,8 +75,8 @@ class LanguageDescription:
 
     def __post_init__(self):
         if self.positions == "rotary" and self.sizes["d"] // self.sizes["heads"] % 2:
-            raise ConfigError(f"task.positions=rotary: expected an even d / heads, got {self.sizes['d']} / "
-                              f"{self.sizes['heads']}")
+            raise ConfigError(f"task.positions=rotary: d / heads = {self.sizes['d']} / {self.sizes['heads']}; expected "
+                              "even")
 
 
 class SequenceModel(nn.Module):

@@ -329,8 +329,7 @@ def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool)
     wrong = [name for name in missing if not name.startswith(HEAD)]
     wrong += [name for name in more if not name.startswith((*HEAD, *FOREIGN))]
     if wrong:
-        raise DataError(f"{named}: does not match task.model and task.sizes at {wrong[0]}; for other classes set "
-                        "task.new_head=true")
+        raise DataError(f"{named}: does not match task.model at {wrong[0]}; for other classes set task.new_head=true")
 
 
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -151,8 +151,7 @@ class _InC(torch.autograd.Function):
     def backward(ctx, grad):
         check_gradient(grad)
         if torch.is_grad_enabled():
-            raise NotImplementedError("near-far attention: no second derivatives by torch.autograd; use "
-                                      "torch.func.hessian")
+            raise NotImplementedError("near-far attention: no second derivatives; use torch.func.hessian")
         (x, y, v, out), (name, plain, numbers) = ctx.saved_tensors, ctx.call
         dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
         views = {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1), "out": out, "grad": grad, "dx": dx,

@@ -186,8 +186,7 @@ def check(page: Page) -> None:
         seen: dict[str, tuple[str, ...]] = {}
         for run in runs:
             if seen.setdefault(run.name, run.overrides) != run.overrides:
-                raise ConfigError(f"{page.name}, sweep {name}: two different runs have the name {run.name}; add a "
-                                  "column that distinguishes them")
+                raise ConfigError(f"{page.name}, {name}: two different runs have the name {run.name}; add a column")
 
 
 # ---- Markdown

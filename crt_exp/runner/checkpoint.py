@@ -56,8 +56,7 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint of step {step}: cannot be written: {error}; remaining steps: "
-                              f"{steps(root) or 'none'}") from None
+        raise CheckpointError(f"checkpoint of step {step}: {error}; remaining steps: {steps(root) or 'none'}") from None
     return final
 
 
@@ -265,8 +264,7 @@ class TrainingState:
         """Load weights and task state of the best evaluation. Raises CheckpointError."""
         path = self.root / f"step-{self.progress.best['step']}"
         if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
-            raise CheckpointError(f"{path}: best checkpoint is damaged ({reason}); train again in another "
-                                  "hydra.run.dir")
+            raise CheckpointError(f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir")
         self._load_weights(path, load_state(path))
 
 

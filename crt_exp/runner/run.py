@@ -61,8 +61,7 @@ class Run:
                 self.lock.acquire()
                 self._open()
             except Timeout:
-                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run; use another "
-                                  "folder") from None
+                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run") from None
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise

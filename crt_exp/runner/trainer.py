@@ -184,8 +184,7 @@ class Trainer:
         if len(batches) == config.accumulate:
             return batches
         if p.position == 0:
-            raise ValueError(f"trainer.batch={config.batch}: the training split has fewer rows; expected a smaller "
-                             "batch")
+            raise ValueError(f"trainer.batch={config.batch}: expected at most the rows of the training split")
         self._next_epoch()
         return None
 

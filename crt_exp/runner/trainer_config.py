@@ -106,8 +106,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str
         if parameter.requires_grad:
             groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
     if not groups:
-        raise ConfigError("no trainable parameters; set attention.learn=parameters, or trainer.steps=0 to evaluate "
-                          "only")
+        raise ConfigError("no trainable parameters; set attention.learn=parameters, or trainer.steps=0 to evaluate")
     described = [{"params": params, "lr": config.lr * factor, "peak": config.lr * factor,
                   "weight_decay": config.weight_decay * decayed} for (factor, decayed), params in groups.items()]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for group in groups.values() for p in group)
@@ -171,7 +170,7 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     found = [name for name, part in linear.items()
              if families.family(part) or any(isinstance(child, AttentionLayer) for child in part.children())]
     if not found:
-        raise ConfigError("trainer.lora.targets=null: no attention projections found; set linear layers such as "
+        raise ConfigError("trainer.lora.targets=null: no projections found; set names such as "
                           f"{', '.join([*linear][:3])}")
     return found
 

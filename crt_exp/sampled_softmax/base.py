@@ -260,8 +260,7 @@ class LogitDistribution(ClassSampler):
 
     def __init__(self, head: nn.Module):
         if not isinstance(getattr(head, "weight", None), Tensor):
-            raise ValueError(f"{type(self).__name__}({head!r}): expected a module with `weight` (V, d), such as the "
-                             "head")
+            raise ValueError(f"{type(self).__name__}({head!r}): expected a module with `weight` (V, d)")
         super().__init__(len(head.weight))
         self._head = [head]  # a list, so that the parameters of the head are not registered here
 

@@ -293,8 +293,7 @@ class ClassFeatures(nn.Module):
         """
         saved = None if saved is None else bytes(saved.tolist()).decode()
         if saved is not None and saved != self.described:
-            raise ValueError(f"saved tables do not match: saved {saved}, expected {self.described}; use equal options, "
-                             "or call rebuild")
+            raise ValueError(f"saved tables: {saved}, expected {self.described}; use equal options, or call rebuild")
 
 
 def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler, seed: int) -> Mechanism:
@@ -312,8 +311,7 @@ def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler,
     elif isinstance(proposal, FeatureMap):
         mechanism = Mechanism.of(features=proposal, m=m, sampler=sampler, seed=seed)
     else:
-        raise ValueError("proposal: expected a ClassSampler, FeatureMap, Mechanism or name, got "
-                         f"{type(proposal).__name__}")
+        raise ValueError(f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name")
     if not mechanism.estimates:
         raise ValueError(f"proposal={mechanism.name}: has no random features; use one such as favorpp")
     return mechanism

@@ -253,8 +253,7 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
     d = whole_number(d, "d")
     size = 8 * math.prod(batch) * m * (row or d)
     if size > ALWAYS and size > (free := free_memory(device_of(generator))):
-        raise ValueError(f"m={m}: projections need {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; use fewer "
-                         "(features.m)")
+        raise ValueError(f"m={m}: projections need {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; use fewer")
     return m, d
 
 

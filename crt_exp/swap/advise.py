@@ -187,8 +187,7 @@ def text_bench(model: nn.Module, rows: Tensor, samples: int | None, calibration:
     """
     predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
     if predicted is None:
-        raise ValueError(f"{type(model).__name__}: predicts no tokens; load it with AutoModelForCausalLM or "
-                         "...MaskedLM")
+        raise ValueError(f"{type(model).__name__}: predicts no tokens; use AutoModelForCausalLM or ...MaskedLM")
     if predicted == MASKED and mask is None:
         raise ValueError(f"{type(model).__name__}: predicts masked tokens; pass tokenizer=..., with a mask token")
     judged, training = spread(len(rows), samples or SAMPLES["texts"], calibration, f"texts of {rows.shape[1]} tokens")

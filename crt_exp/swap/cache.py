@@ -45,8 +45,7 @@ class NewKeys(Tensor):
         if name in ("__get__", "size", "dim", "numel", "__repr__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueError(f"{name}: the recurrent cache does not support operations on keys outside of swapped "
-                         f"attention; {WHOLE}")
+        raise ValueError(f"{name}: the recurrent cache does not support operations on its keys; {WHOLE}")
 
 
 class RecurrentLayer(DynamicLayer):
@@ -123,8 +122,7 @@ class RecurrentLayer(DynamicLayer):
         if same and self.given is not None:
             return True
         if isinstance(key, NewKeys):
-            raise ValueError(f"{path}: the recurrent cache does not support keys used twice or with other values; "
-                             f"{WHOLE}")
+            raise ValueError(f"{path}: the recurrent cache does not support changed or reused keys; {WHOLE}")
         # other attention uses the keys too, which a single state cannot serve
         if self.given is None and not self.whole:
             self.state = None

@@ -121,8 +121,8 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
               if isinstance(part, LinearAttention)}
     if not states:
         names = ", ".join({part.mechanism for part in swapped_states(model)})
-        raise ValueError(f"{type(model).__name__}: no attention with statistics (swapped: {names or 'none'}); call "
-                         "swap_attention with random features first")
+        raise ValueError(f"{type(model).__name__}: no random features (swapped: {names or 'none'}); call "
+                         "swap_attention")
     return states
 
 

@@ -284,8 +284,7 @@ def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[flo
 def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     predictions, labels = np.asarray(predictions, np.float64), np.asarray(labels, np.float64)
     if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-        raise ValueError(f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length n > "
-                         "0")
+        raise ValueError(f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0")
     if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
         raise ValueError("predictions, labels: expected finite values")
     return predictions, labels

@@ -128,8 +128,7 @@ class LibriSpeech(Task):
         for split, coded in splits.items():
             self.faults[split].settle(len(coded.utterances))
             if (longest := coded.costs.max()) > self.batch_seconds:
-                raise ConfigError(f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g}, the "
-                                  f"longest utterance of {split}")
+                raise ConfigError(f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g} ({split})")
         return splits
 
     def read(self, split: str) -> Iterable[speech.Utterance]:

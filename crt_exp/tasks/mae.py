@@ -76,7 +76,7 @@ class MAE(ImageTask):
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
         if int(self.patches * (1 - self.mask_share)) == 0:
             raise ConfigError(f"task.mask_share={self.mask_share}: no visible patch of {self.patches}; set a smaller "
-                              "share")
+                              "one")
 
     # ---- the model
 
@@ -92,8 +92,7 @@ class MAE(ImageTask):
         for kind in ("", "decoder_"):
             width, heads = sizes[f"{kind}width"], sizes[f"{kind}heads"]
             if width % heads or width % 4:
-                raise ConfigError(f"task.sizes.{kind}width={width}: expected a multiple of 4 and of "
-                                  f"{kind}heads={heads}")
+                raise ConfigError(f"task.sizes.{kind}width={width}: expected a multiple of 4 and {kind}heads={heads}")
         check_patch(size, patch)
         return ViTMAEConfig(
             image_size=size, patch_size=patch, layer_norm_eps=1e-6,  # timm's value, because timm fine-tunes the model
@@ -108,8 +107,8 @@ class MAE(ImageTask):
             raise ConfigError(f"{self.origin.option}={self.origin.name}: model type {config.model_type}, expected "
                               "vit_mae, such as facebook/vit-mae-base")
         if self.size not in (None, config.image_size):
-            raise ConfigError(f"task.size={self.size}: expected {config.image_size}, the size of {self.origin.name}; "
-                              "remove it")
+            raise ConfigError(f"task.size={self.size}: expected {config.image_size}, as in {self.origin.name}; remove "
+                              "it")
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:

@@ -101,8 +101,8 @@ class PTB(Task):
         self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
         V, negatives = len(self.text.words), self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:
-            raise ConfigError(f"task.sampling.negatives={negatives}: expected at most {V - 1}, the other words of the "
-                              "text; or set task.softmax=full")
+            raise ConfigError(f"task.sampling.negatives={negatives}: expected at most {V - 1}; or set "
+                              "task.softmax=full")
 
     @property
     def uses(self) -> frozenset[str]:
@@ -167,8 +167,7 @@ class PTB(Task):
 
     def check_shards(self) -> None:
         if self.softmax != "full":
-            raise ConfigError(f"task.softmax={self.softmax}: not supported with trainer=fsdp; set task.softmax=full, "
-                              "or trainer=default")
+            raise ConfigError(f"task.softmax={self.softmax}: not supported with trainer=fsdp; set task.softmax=full")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         place = str(batch["place"])

@@ -271,8 +271,8 @@ class Transfer(Teaching, MLM):
         own = getattr(self.config, "crt_exp", encoders.EXACT)
         if own != encoders.EXACT:
             changed = ", ".join(encoders.differing_keys(own, encoders.EXACT))
-            raise ConfigError(f"{self.origin.option}={self.origin.name}: expected a model trained with exact "
-                              f"attention; different keys: {changed}")
+            raise ConfigError(f"{self.origin.option}={self.origin.name}: expected exact attention; different keys: "
+                              f"{changed}")
 
     def check_options(self) -> None:
         if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
@@ -298,14 +298,12 @@ class TransferVision(Teaching, ImageNet):
         if self.init == "scratch":
             raise ConfigError(f"task.init=scratch: {SOURCE.format('imagenet', 'pretrained')}")
         if self.new_head:
-            raise ConfigError("task.new_head=true: not supported by task=transfer_vision, which trains only attention; "
-                              "remove it")
+            raise ConfigError("task.new_head=true: not supported by task=transfer_vision; remove it")
         super().__post_init__()
         checkpoint = vision.checkpoint_of(self.init)
         if checkpoint is not None and checkpoint.attention:
             changed = ", ".join(encoders.differing_keys(checkpoint.attention["described"], encoders.EXACT))
-            raise ConfigError(f"{checkpoint.named}: expected a model trained with exact attention; different keys: "
-                              f"{changed}")
+            raise ConfigError(f"{checkpoint.named}: expected exact attention; different keys: {changed}")
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return self.taught(super().build(mechanism), mechanism, 1)

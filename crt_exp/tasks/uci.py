@@ -55,8 +55,7 @@ class UCI:
         self.table, self.note = tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
         self.features = self.table.encode(coding)  # float64, because float32 rounds a date of 12 digits before scaling
         if scaling == "none" and np.isnan(self.features).any():
-            raise ValueError(f"task.scaling=none: values are missing ({self.note}); set task.scaling=standard or "
-                             "minmax")
+            raise ValueError(f"task.scaling=none: values are missing ({self.note}); set standard or minmax")
         self.file = None if csv else tabular.file_of(dataset, data_dir)
         self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, split, repeats, draws, list(sigmas)
         self.metric = "r2" if self.table.classes is None else "accuracy"
@@ -64,8 +63,7 @@ class UCI:
         if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
             raise unknown("task.baseline (classification only)", self.baseline, [*BASELINES])
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
-            raise ValueError(f"task.split={list(split)}: a part of the {len(self.table)} rows is empty; use larger "
-                             "fractions")
+            raise ValueError(f"task.split={list(split)}: a part of the {len(self.table)} rows is empty")
 
     def inputs(self) -> list[Path | None]:
         return [self.file]

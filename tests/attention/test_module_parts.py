@@ -118,7 +118,7 @@ def test_noises_are_those_of_seed_layer_draw_and_name_on_every_rank(phi, m, name
 
 
 def test_what_maps_with_parts_refuse():
-    with pytest.raises(ValueError, match="omega_1 was saved .* build it with m=3"):
+    with pytest.raises(ValueError, match="omega_1: saved .* use m=3"):
         phi = Product(PosRF(), PosRF())
         make(phi, m=(4, 5)).load_state_dict(make(phi, m=(4, 3)).state_dict())
     with pytest.raises(ValueError, match="take 4 and 3 of them"):

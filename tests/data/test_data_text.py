@@ -104,7 +104,7 @@ def test_vocabularies_give_texts_back(kind, tmp_path, monkeypatch):
     assert len(tokenizer.encode("the old tree\n", add_special_tokens=False)) < 12
     assert len(tokenizer) <= 310 and tokenizer.unk_token_id == 0
     message = refused(make, 200)
-    assert "makes no 200 pieces" in message or "expected at least 258" in message
+    assert "cannot build 200 pieces" in message or "expected at least 258" in message
     monkeypatch.setattr(vocabularies, "lines_of", None)
     assert make().get_vocab() == tokenizer.get_vocab()
 
@@ -149,7 +149,7 @@ def test_bad_text(tokenizer, tmp_path):
         assert f"{path}: expected a text file" in refused(local_blocks, path, tokenizer, 8)
     file = tmp_path / "a.txt"
     file.write_text("a b\n")
-    assert "2 tokens fill no block" in refused(local_blocks, file, tokenizer, 8)
+    assert "2 tokens, fewer than a block" in refused(local_blocks, file, tokenizer, 8)
     assert "length=2" in refused(local_blocks, file, tokenizer, 2)
     file.write_bytes(b"a\nb \xff\n")
     assert f"{file}, line 2" in refused(local_blocks, file, tokenizer, 8)

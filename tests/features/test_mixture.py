@@ -219,7 +219,7 @@ def test_parameters_are_trained_as_those_of_other_maps(weights):
 
 @pytest.mark.parametrize("said, made", [
     ("antithetic=true", lambda: Mixture(antithetic=True)),
-    ("as many centres as projections", lambda: Mixture().fit(Statistics.of(normal(9, D), normal(9, D))))])
+    ("size=None", lambda: Mixture().fit(Statistics.of(normal(9, D), normal(9, D))))])
 def test_refused(said, made):
     with pytest.raises(ValueError, match=said):
         made()

@@ -402,8 +402,8 @@ def test_bad_input_is_refused(head, queries, targets):
         (lambda: SampledSoftmax(OPRF(), nn.Linear(D, 1), negatives=1), "0 classes besides the target"),
         (lambda: Uniform(1), "classes=1"),
         (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes and the head 300"),
-        (lambda: SampledSoftmax("exact", head), "no features that estimate a kernel"),
-        (lambda: SampledSoftmax(3, head), "int is no sampler"),
+        (lambda: SampledSoftmax("exact", head), "no random features"),
+        (lambda: SampledSoftmax(3, head), "proposal: int"),
         (lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8), "are those of the mechanism"),
         (lambda: TreeFeatures(OPRF(), V, D, temperature=0), "temperature = 0"),
         (lambda: TreeFeatures(TrigRF(), V, D, defensive=0), "defensive = 0"),
@@ -419,8 +419,8 @@ def test_bad_input_is_refused(head, queries, targets):
          "class vectors of shape"),
         (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight, torch.zeros(V - 1)),
          "biases of shape"),
-        (lambda: softmax(queries, targets.float()), "targets hold torch.float32"),
-        (lambda: ExactSoftmax(50), "takes the head itself"),
+        (lambda: softmax(queries, targets.float()), "targets: dtype torch.float32"),
+        (lambda: ExactSoftmax(50), "expected a module with"),
     ]
     for call, words in refused:
         with pytest.raises(ValueError, match=words):

@@ -188,7 +188,7 @@ def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
 def test_candidates_and_bad_inputs():
     assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
     for given, message in (
-            ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "expected 32 to 256 tokens"),
+            ({"texts": "one text"}, "pass tokenizer"), ({"length": 1000}, "expected 32 to 256 tokens"),
             ({"length": 8}, "expected 32 to 256"), ({"samples": 50}, "at least 2 and 1, of 18 texts"),
             ({"samples": 1}, "expected at least 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
             ({"attentions": ["nearfar blocks=3"]}, "blocks")):
@@ -200,7 +200,7 @@ def test_candidates_and_bad_inputs():
         crt_exp.advise(transformers.LlamaModel(llama().config), ids(), length=64)
     with pytest.raises(ValueError, match="predicts no tokens"):
         crt_exp.advise(torch.nn.Linear(2, 2), ids(), length=64)
-    with pytest.raises(ValueError, match="is swapped already"):
+    with pytest.raises(ValueError, match="already swapped"):
         crt_exp.advise(swap_attention(llama(), "uniform"), ids(), length=64)
 
 
@@ -231,7 +231,7 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
     code, out, err = typed(*words)
     assert code == 0, err
     assert "loss increase" in out and "nearfar preset=quality" in out and "favorpp m=8" in out
-    assert "64 tokens timed" in err
+    assert "timed 64 tokens" in err
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["final"] and records[-1]["advice"] in out
     assert (tmp_path / "run" / "advise.png").stat().st_size > 10_000
@@ -247,7 +247,7 @@ def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_pa
                                     "task.attentions=[window]", f"hydra.run.dir={tmp_path / 'run'}"),
                            f"task.model={run}")
     assert code == 0, err
-    assert f"{judged} tokens timed" in err and "window computes exact attention" in out
+    assert f"{judged}timed " in err and "window computes exact attention" in out
 
 
 @pytest.mark.parametrize("words, message", [

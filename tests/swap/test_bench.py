@@ -50,7 +50,7 @@ def test_a_model_is_itself_again_where_nothing_can_be_fitted(bench):
     with pytest.raises(ValueError, match="no batches"), Bench(bench.model).swapped(ATTENTION["map"]):
         pass
     assert stands(bench.model) == before
-    with pytest.raises(ValueError, match="swapped already"):
+    with pytest.raises(ValueError, match="already swapped"):
         Bench(swap_attention(bench.model, "uniform"))
 
 

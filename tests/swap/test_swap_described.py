@@ -52,7 +52,7 @@ def test_calibration_fills_causal_statistics_only_and_restores_the_mode():
 
 
 def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match="no attention found in this Linear"):
+    with pytest.raises(ValueError, match="Linear: no supported attention"):
         swap_attention(nn.Linear(2, 2), "favorpp")
     with pytest.raises(ValueError, match="did you mean favorp"):
         swap_attention(made(bert), "favorpq")
@@ -115,10 +115,10 @@ def test_masks_that_are_not_linear_are_refused():
     model, ids = swapped(gpt2), inputs(gpt2)["input_ids"]
     causal = torch.ones(B, 1, L, L, dtype=torch.bool).tril()
     torch.testing.assert_close(run(model, input_ids=ids, attention_mask=causal), run(model, input_ids=ids), **LOOSE)
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn: the attention mask .* neither"):
+    with pytest.raises(ValueError, match=r"transformer.h.0.attn: attention_mask"):
         run(model, input_ids=ids, attention_mask=causal.triu(-2))
     packed = torch.arange(L).remainder(4).expand(B, -1)
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn: the attention mask .* neither"):
+    with pytest.raises(ValueError, match=r"transformer.h.0.attn: attention_mask"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
 

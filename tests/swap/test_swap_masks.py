@@ -161,7 +161,7 @@ REFUSED = {
         **TEXT, num_key_value_heads=2, head_dim=4), "caps its logits"),
     "gemma3": ("Gemma3TextModel", lambda: transformers.Gemma3TextConfig(
         **TEXT, num_key_value_heads=2, head_dim=4, sliding_window=8),
-        "a window of 8 tokens only, in sequences of up to 40"),
+        "a window of 8 tokens for sequences of up to 40"),
     "gpt_oss": ("GptOssModel", lambda: transformers.GptOssConfig(
         **TEXT, num_key_value_heads=2, head_dim=4, num_local_experts=2), "sinks in its softmax"),
     "llama4": ("Llama4TextModel", lambda: transformers.Llama4TextConfig(
@@ -180,7 +180,7 @@ def test_what_changes_the_logits_is_refused_at_the_swap(name):
     kind, config, reason = REFUSED[name]
     model = made(kind, config())
     keys = list(model.state_dict())
-    with pytest.raises(ValueError, match=f"this attention .*{reason}.*which no linear attention represents"):
+    with pytest.raises(ValueError, match=f"this attention .*{reason}.*which linear attention does not support"):
         swap_attention(model, "favorp", m=8)
     assert list(model.state_dict()) == keys and model.config._attn_implementation != "crt_exp"
 
@@ -193,7 +193,7 @@ def test_the_refusal_names_the_layers_that_can_be_swapped():
     before = model(input_ids=ids).last_hidden_state
     with pytest.raises(ValueError, match=r"layers.0.self_attn .*layers='supported' swaps \[1\]"):
         swap_attention(model, "exact", layers=[0, 1])
-    with pytest.raises(ValueError, match="layers='all': expected some of the 2 layers"):
+    with pytest.raises(ValueError, match="layers='all': expected indices of 2 layers"):
         swap_attention(model, "exact", layers="all")
     with pytest.warns(UserWarning, match=r"1 attention layers of this Gemma3TextModel see a window .*: layers.0"):
         after = swap_attention(model, "exact")(input_ids=ids).last_hidden_state

@@ -168,7 +168,7 @@ def test_two_processes_read_the_micro_batches_of_one():
 
 
 def test_weights_that_are_split_are_refused_where_tables_hold_them():
-    with pytest.raises(ConfigError, match="task.softmax=unigram draws from whole embeddings, and trainer=fsdp splits"):
+    with pytest.raises(ConfigError, match="task.softmax=unigram: not supported with trainer=fsdp"):
         task_of(softmax="unigram").check_shards()
 
 
@@ -218,7 +218,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(args, typed, tmp_path, monk
     (["features.m=8"], ["task=ptb: does not use features.m=8"]),
     (["attention=favorpp", "task.softmax=unigram"], ["does not use attention=favorpp"]),
     (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
-    (["trainer.batch=5000"], ["trainer.batch=5000", "makes no step of the 1005 rows"]),
+    (["trainer.batch=5000"], ["trainer.batch=5000", "no step with 1005 training rows"]),
     (["task.temperature=0"], ["task.temperature=0", "expected a number > 0"]),
     (["task.lengths.keys=-1"], ["task.lengths.keys=-1"]),
 ], ids=str)
