@@ -75,7 +75,7 @@ def test_options_of_the_map():
     for given, words in [({"features.x": 1}, "unknown option of features clustered 'x'"),
                          ({"features._target_": "os.system"}, "unknown option of features clustered '_target_'"),
                          ({"_target_": "os.system"}, "unknown option of attention hrf_cluster '_target_'"),
-                         ({"features": PosRF(), "features.n": 1}, "build the object with it")]:
+                         ({"features": PosRF(), "features.n": 1}, "an object takes no options")]:
         with pytest.raises(ConfigError, match=words):
             Mechanism.of("hrf_cluster", **given)
     with pytest.raises(ConfigError, match="does not use features"):
@@ -113,7 +113,7 @@ def test_layers_that_are_no_numbers(layers):
 BAD = {
     "did you mean favorpp": lambda: maker("favorppp"),
     "did you mean redraw_every": lambda: maker("favorp", redraw_evry=3),
-    "does not use m: leave it out": lambda: maker("exact", m=64),
+    "does not use m": lambda: maker("exact", m=64),
     "m=0: expected an integer >= 1": lambda: maker("favorp", m=0),
     "m=true": lambda: maker("favorp", m=True),
     "m=16.0": lambda: maker("favorp", m=16.0),

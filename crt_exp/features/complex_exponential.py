@@ -179,10 +179,10 @@ class Hedgehog(FeatureMap):
         return _softmaxes(y, noise[1])
 
     def log_relative_second_moment(self, x, y, params=()):
-        raise NotImplementedError("hedgehog: no variance, because its features estimate no kernel")
+        raise NotImplementedError("hedgehog features estimate no kernel and have no variance")
 
     def log_kernel(self, x, y):
-        raise NotImplementedError("hedgehog: no kernel, because its features estimate none")
+        raise NotImplementedError("hedgehog features estimate no kernel")
 
 
 def _softmaxes(x: Tensor, noise: Noise) -> Features:

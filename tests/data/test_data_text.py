@@ -165,7 +165,7 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
     found = HubText.load("text", None, "train", "text", {"train": str(file)})
     assert [*lines_of(found)] == SENTENCES
     assert (running_blocks(found, tokenizer, 7, tmp_path / "cache") == running_blocks(file, tokenizer, 7)).all()
-    assert "task.hub.column=body: text has text" in refused(HubText.load, "text", None, "train", "body", str(file))
+    assert "task.hub.column=body: expected a column of text: text" in refused(HubText.load, "text", None, "train", "body", str(file))
     file.write_text("another")
     assert HubText.load("text", None, "train", "text", {"train": str(file)}).key != found.key
 

@@ -58,7 +58,7 @@ def test_the_real_files():
 def test_what_is_missing_is_told_with_where_to_get_it(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     for root, words in ((None, "CRT_DATA, which is not set.*fetch speech/LibriSpeech/dev-clean"),
-                        (str(tmp_path), f"task.subsets: dev-clean is not in {tmp_path}")):
+                        (str(tmp_path), f"task.subsets: dev-clean is missing in {tmp_path}")):
         with pytest.raises(DataError, match=words):
             list(speech.official(["dev-clean"], root, faults()))
     (tmp_path / "own").mkdir()
@@ -129,7 +129,7 @@ def test_bad_input_is_named_and_counted_and_left_out_where_that_was_chosen(break
     left = speech.usable(read(tmp_path, found), 5.0, found)
     found.settle(len(left))
     assert len(left) == len(TEXTS) - 1 and "7-9-0001" not in {each.name for each in left}
-    assert "train utterances: 1 cannot be used, 5 can" in caplog.text and all(word in caplog.text for word in words)
+    assert "train utterances: 1 unusable, 5 usable" in caplog.text and all(word in caplog.text for word in words)
     found.bad = "error"
     with pytest.raises(DataError, match="1 unusable.*task.bad=skip"):
         found.settle(len(left))
@@ -158,7 +158,7 @@ def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_
     path = tmp_path / "a.wav"
     soundfile.write(path, scale * tone(400, 0.5) / np.abs(tone(400, 0.5)).max(), 8000, subtype="FLOAT")
     if peak:
-        with pytest.raises(BadAudio, match=f"a.wav: samples up to {peak}[^,]*, expected -1 to 1"):
+        with pytest.raises(BadAudio, match=f"a.wav: samples up to {peak}[^,]*; expected -1 to 1"):
             decoded(AudioPart(str(path), 0.5), 8000)
     else:
         assert len(decoded(AudioPart(str(path), 0.5), 8000)) == 4000
@@ -397,4 +397,4 @@ def test_a_split_without_utterances_ends_the_run_before_it_trains(without, folde
     (folder / "t.csv").write_text("\n".join(["audio,text,split", *lines]))
     found = typed("task=librispeech", "task.corpus=table", f"task.data_dir={folder / 't.csv'}", "attention=exact",
                   "logger=none", f"hydra.run.dir={folder / 'run'}")
-    check_refused(found, [f"{without} utterances: there are none"], folder / "run")
+    check_refused(found, [f"{without} utterances: no utterances"], folder / "run")

@@ -384,7 +384,7 @@ WITHOUT_SECOND = Moments.known(mean=torch.zeros(3), mean_sq=torch.ones(3))
 BAD = {
     "d=257: expected at most 256": lambda: SDERF().fit(
         Statistics.of(torch.zeros(2, 257), torch.zeros(2, 257))),
-    "balance=True with kernel='gaussian'": lambda: SDERF("gaussian", balance=True),
+    "balance=True: expected kernel='softmax'": lambda: SDERF("gaussian", balance=True),
     "kernel=laplace": lambda: SDERF("laplace"),
     "no 'covariance'": lambda: SDERF().fit(Statistics(WITHOUT_SECOND, WITHOUT_SECOND)),
 }
@@ -398,7 +398,7 @@ def test_bad_input(message):
 
 def test_vectors_that_are_not_finite_are_refused_and_the_diagonal_has_no_limit():
     for phi in (SDERF(), SDERF(diagonal=True)):
-        with pytest.raises(NotFinite, match="fitted A is not finite"):
+        with pytest.raises(NotFinite, match="fitted A: not finite"):
             phi.fit(Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2)))
     wide = torch.randn(2, 300)
     assert SDERF(diagonal=True).fit(Statistics.of(wide, wide)).root.shape == (1, 300)

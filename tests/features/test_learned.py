@@ -162,8 +162,8 @@ def test_rows_begin_as_those_of_the_map_that_is_not_trained():
     (AutoRF(), {"learn": "projections"}, "AutoRF has no trainable"),
     (SMREG(), {"learn": "projections"}, "SMREG has no trainable"),
     (HypRF(), {"learn": "parameters"}, "has none; use learn=projections"),
-    (OPRF(), {"learn": "projections", "redraw_every": 3}, "redraw_every = 3: rows that are trained"),
-    (Hedgehog(), {"redraw_every": 1}, "redraw_every = 1: rows that are trained"),
+    (OPRF(), {"learn": "projections", "redraw_every": 3}, "redraw_every=3: expected 0"),
+    (Hedgehog(), {"redraw_every": 1}, "redraw_every=1: expected 0"),
     (OPRF(), {"learn": "all"}, "attention.learn=all: expected none, parameters or projections")], ids=str)
 def test_what_cannot_be_trained_is_refused(phi, options, words):
     with pytest.raises(ValueError, match=words):

@@ -193,7 +193,7 @@ def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
 
 
 def test_what_cannot_be_loaded(tmp_path):
-    with pytest.raises(DataError, match="run=.*nowhere: there is no such directory"):
+    with pytest.raises(DataError, match="run=.*nowhere: no such directory"):
         language.load(tmp_path / "nowhere", "run")
     with pytest.raises(DataError, match="it holds no config.json"):
         language.load(tmp_path, "run")
@@ -228,7 +228,7 @@ def test_bad_sizes():
         sizes_of("tiny", {"head": 2}, "task.sizes")
     with pytest.raises(ConfigError, match="d=64: expected a multiple of heads=3"):
         sizes_of("tiny", {"heads": 3}, "task.sizes")
-    with pytest.raises(ConfigError, match="expected heads of an even number"):
+    with pytest.raises(ConfigError, match="d / heads"):
         LanguageDescription(11, 32, SIZES | {"heads": 16}, True, "rotary")
     with pytest.raises(ValueError, match="33 symbols: expected at most 32"):
         model_of()(tokens(1, 33))

@@ -264,7 +264,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
             return lambda call: native.NO_MEMORY
 
     monkeypatch.setattr(native, "library", lambda: Full())
-    with pytest.raises(MemoryError, match="20 tokens with d = 8"):
+    with pytest.raises(MemoryError, match="20 tokens with d=8"):
         near_far.choose(x.transpose(0, 1).detach(), y, Sizes(8, 3, 9), None)
 
 

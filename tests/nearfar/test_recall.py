@@ -381,7 +381,7 @@ def test_what_is_refused():
         attend(x, y, v, SIZES._replace(open=0))
     with pytest.raises(ValueError, match="NaN, infinity"):
         attend(x, y * torch.nan, v)
-    with pytest.raises(ValueError, match="holds 2 sequences, got 1"):
+    with pytest.raises(ValueError, match="2 sequences, got 1"):
         state = RecallState(SIZES, 1)
         state.take(y, v)
         state.take(y[:1], v[:1])

@@ -129,7 +129,7 @@ def test_part_of_a_page(tmp_path, monkeypatch):
     assert page.targets == ["a", "b"] and [*page.sweeps("small", "b")] == ["b/c", "b"]
     with pytest.raises(ConfigError, match="unknown sweep of the page mine 'c'"):
         page.sweeps("small", "c")
-    with pytest.raises(ConfigError, match="SIZE=full: the page mine has only small"):
+    with pytest.raises(ConfigError, match="SIZE=full: page mine has only small"):
         page.sweeps("full")
     with pytest.raises(ConfigError, match="unknown method 'nope'"):
         page.run(methods=["nope"])

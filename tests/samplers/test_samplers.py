@@ -80,7 +80,7 @@ def test_gaussian_flag(sampler):
         if exact.gaussian:
             assert phi.phi_q(torch.ones(2, 4), exact, phi.fit(None)).log_scale.isfinite().all()
         else:
-            with pytest.raises(ValueError, match="exactly Gaussian rows"):
+            with pytest.raises(ValueError, match="exactly Gaussian projections"):
                 phi.phi_q(torch.ones(2, 4), exact, phi.fit(None))
 
 

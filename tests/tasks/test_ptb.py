@@ -230,7 +230,7 @@ def test_empty_and_unfitting_files(typed, tmp_path):
     for part, text in (("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")):
         (tmp_path / f"ptb.{part}.txt").write_text(text)
     args = ["task.corpus=ptb", f"task.data_dir={tmp_path}"]
-    check_refused(typed(*args), ["'c' is not in the training text"], tmp_path / "run")
+    check_refused(typed(*args), ["'c' and <unk> are not in the training text"], tmp_path / "run")
     (tmp_path / "ptb.train.txt").write_text("")
     check_refused(typed(*args), ["ptb.train.txt", "too few lines"], tmp_path / "run")
 
