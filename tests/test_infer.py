@@ -256,7 +256,7 @@ def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
     ("run={spoken} input={digit} segment=0", "segment"),
     ("run={proteins} prompt=MKJ", "unknown letter 'J'"),
     ("run={proteins} prompt=AAAAAAAAAAAAAAAA", "has 16 symbols, expected fewer than length=16"),
-    ("run={proteins} length=40 temperature=0 prompt=MKMKMKMKMKMKMKMKMKMK", "expected at most 16, the learned positions"),
+    ("run={proteins} length=40 temperature=0 prompt=MKMKMKMKMKMKMKMKMKMK", "expected at most 16, the learned"),
     ("run={proteins} top_p=0", "top_p"), ("run={proteins} device=foo", "device")], ids=ascii)
 def test_mistakes_are_one_line(arguments, words, root, speech, tmp_path, called, monkeypatch):
     monkeypatch.chdir(tmp_path)

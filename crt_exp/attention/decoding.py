@@ -149,8 +149,7 @@ class DecodingState:
     def _check(self, x: Tensor, version: Hashable = None) -> None:
         changed = any(changes(t) != count for t, count in self._seen)
         if changed or (version is not None and version != self.version):
-            raise ValueError(f"decoding state: noise or parameters have changed ({self.version}, now {version}); start "
-                             "a new one")
+            raise ValueError("decoding state: noise or parameters have changed; start a new one")
         if self.kept is not None and len(self.kept.sums) != x.shape[0]:
             raise ValueError(f"decoding state: {len(self.kept.sums)} sequences, got {x.shape[0]}")
 

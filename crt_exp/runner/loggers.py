@@ -60,9 +60,9 @@ class WandbLogger:
                       for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
 
     def finish(self, failed: bool) -> None:
-        """Finish the run and print how to upload it if offline."""
+        """Finish the run; after a success, print how to upload an offline run."""
         self.run.finish(exit_code=int(failed))
-        if self.run.offline:
+        if self.run.offline and not failed:
             print(f"W&B run saved offline; upload with `wandb sync {Path(self.run.dir).parent}`", file=sys.stderr)
 
 

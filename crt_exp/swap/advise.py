@@ -278,25 +278,24 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
     tried = [row for row in advice.rows if row.attention not in (EXACT, UNIFORM)]
     control = next((row for row in advice.rows if row.attention == UNIFORM), None)
     if control is not None and not is_costly(advice, control):
-        return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost(advice, control)}, "
-                      "so they cannot tell mechanisms apart. Give data that the model predicts well, or longer pieces.")
+        return None, (f"No recommendation: uniform attention costs only {cost(advice, control)}. Use data that the "
+                      "model predicts well, or longer pieces.")
     if not tried:
-        return None, "No advice: only exact and uniform attention were tried."
+        return None, "No recommendation: only exact and uniform attention were measured."
     close = [row for row in tried if row.worst <= advice.tolerance
              and not (advice.uses_repetition and row.repeated + row.repeated_ci95 > REPEATED)]
     if not close:
         best, allowed = min(tried, key=lambda row: row.worst), f" ({REPEATED} on repeated passages)"
-        return None, (f"Keep exact: the closest, {best.attention}, costs {cost(advice, best)}; allowed are "
-                      f"{advice.tolerance}{allowed * advice.uses_repetition}. Fine-tuning after the swap recovers a "
-                      "part of that.")
+        return None, (f"Keep exact: the closest, {best.attention}, costs {cost(advice, best)}; the tolerance is "
+                      f"{advice.tolerance}{allowed * advice.uses_repetition}. Fine-tuning reduces the cost.")
     paying = [row for row in close if row.exact_to < advice.length and row.pays_from is not None]
     if not paying:
         best = max(close, key=lambda row: row.speedup)
-        return None, (f"Keep exact at {advice.length} tokens: {best.attention} stays within {advice.tolerance} nats, "
-                      f"and its speed is {best.speedup:.2f} times that of exact. Try longer {advice.noun}.")
+        return None, (f"Keep exact at {advice.length} tokens: {best.attention} is within {advice.tolerance} nats, but "
+                      f"its speed is {best.speedup:.2f} times that of exact. Use longer {advice.noun}.")
     best = max(paying, key=lambda row: row.speedup)
     below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
-    return best, (f"Take {best.attention}: it costs {cost(advice, best)} at {advice.length} tokens, and a pass is "
+    return best, (f"Use {best.attention}: it costs {cost(advice, best)} at {advice.length} tokens, and a pass is "
                   f"{best.speedup:.2f} times as fast{below}.")
 
 

@@ -297,7 +297,7 @@ BAD = {
     r"r=.*larger sigma": lambda: GaussianHybrid(sigma=1e-3).fit(Statistics.of(1e-3 * POINTS, 1e-3 * POINTS)),
     "noise: expected independent": lambda: AngularHybrid().phi_q(
         POINTS, ((n := samplers.iid(4, 3),), (n, n)), AngularHybrid().fit(None)),
-    "expected independent projections": lambda: AngularHybrid().phi_q(POINTS, samplers.iid(4, 3), AngularHybrid().fit(None)),
+    "independent projections": lambda: AngularHybrid().phi_q(POINTS, samplers.iid(4, 3), AngularHybrid().fit(None)),
     "1 coefficients, 2 bases": lambda: AngularHybrid().phi_q(
         POINTS, ((samplers.iid(4, 3),), (samplers.iid(4, 3),)), AngularHybrid().fit(None)),
     "params: expected a pair": lambda: AngularHybrid().phi_q(POINTS, draw(AngularHybrid(), 4, 3), ()),

@@ -96,7 +96,7 @@ def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
     (folder / "0.png").rename(folder / "0.PNG")
     assert len(images.load("mine", tmp_path / "a")["train"]) == 24
     assert f"{folder}: ignored files: 2 .heic, 1 .npy, 1 without one (expected" in caplog.text
-    assert "hidden" not in caplog.text and caplog.text.count("left out") == 1
+    assert "hidden" not in caplog.text and caplog.text.count("ignored files") == 1
 
 
 def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, caplog):

@@ -94,7 +94,7 @@ def test_words_are_categories_and_classes(cells, tmp_path):
     ("a,y\n1,2\n3", "y", "row 2 has fewer cells"), ("a,y\n1,2\n3,4,5", "y", "line 3, saw 3"),
     ("a,a,y\n1,2,3\n", "y", "names each column"), ("1,2\n3,4\n", "y", "names each column"), ("a,y\n", "y", "0 rows"),
     ("a,price\n1,2\n2,3\n", "prise", "did you mean price"), ("a,y\n1,2\n", None, "task.target"),
-    ("y\n1\n1\n2\n2\n", "y", "no usable column in addition to y"), ("a,y\n1,u\n2,v\n3,w\n", "y", "3 distinct values in 3 rows"),
+    ("y\n1\n1\n2\n2\n", "y", "no usable column"), ("a,y\n1,u\n2,v\n3,w\n", "y", "3 distinct values in 3 rows"),
     ("a,y\n,0\n,1\n,0\n,1\n", "y", "a is empty and is left out"),
     ("a,y\n1,u\n2,\n3,u\n", "y", "column y, row 2 has no value"),
     ("a,y\n1,2.5\n3,NA\n", "y", "column y, row 2 has no value"), ("a,y\n1,2.5\n3,2.5\n", "y", "1 distinct values"),

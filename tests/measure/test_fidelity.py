@@ -137,7 +137,7 @@ def test_a_run_and_its_rows(folder, typed, tmp_path):
     (["model=bert"], ["task.model", "task.text"]),
     (["model=bert", "text=text.txt", "task.length=65"], ["length=65: expected 1 to 64 tokens"]),
     (["model=bert", "text=text.txt", "task.texts=500"], ["task.texts = 500", "pieces of 24 tokens"]),
-    (["model=bert", "text=none.txt"], ["none.txt: expected a text file"]),
+    (["model=bert", "text=none.txt"], ["none.txt: expected a UTF-8 text file"]),
     (["model=bart", "text=text.txt"], ["expected a text encoder or decoder"]),
     (["model=gpt2", "text=text.txt", "attention=linformer"], ["causal", "linformer"]),
 ], ids=str)

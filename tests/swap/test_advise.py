@@ -143,7 +143,7 @@ def test_the_sentence_follows_the_numbers():
     near = row("nearfar preset=cheap", 0.004)
     found = advice_of(row("favorpp", 0.4, ms=(1, 1, 1)), near, row("window", 0.001, repeated=0.5, ms=(1, 2, 3)))
     assert found.chosen is near
-    assert found.sentence == ("Take nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
+    assert found.sentence == ("Use nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
                               "repeated passages at 512 tokens, and a pass is 2.00 times as fast; below 512 tokens "
                               "keep exact.")
     assert found.code == 'swap_attention(model, "nearfar preset=cheap")'
@@ -153,7 +153,7 @@ def test_the_sentence_follows_the_numbers():
     assert far.sentence.startswith("Keep exact: the closest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
     assert far.code == "# keep the model as it is"
     none = advice_of(row("favorpp", 0.0), uniform=0.05)
-    assert none.sentence.startswith("No advice: on these texts even uniform attention costs only 0.0500 ± 0.0010 nats")
+    assert none.sentence.startswith("No recommendation: uniform attention costs only 0.0500 ± 0.0010 nats")
     assert advice_of(row("favorpp", 0.0, fitted=True)).code == (
         'calibrate_attention(swap_attention(model, "favorpp"), batches)')
     assert advice_of(row("window", 0.001, repeated=0.5), repeated=2.9).chosen is not None  # repetition does not help

@@ -99,7 +99,7 @@ def test_a_run_keeps_its_tokenizer(typed, tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.text=/nowhere.txt"], ["/nowhere.txt: expected a text file"]),
+    (["task.text=/nowhere.txt"], ["/nowhere.txt: expected a UTF-8 text file"]),
     (["task.text=null"], ["set CRT_DATA=DIR", "fetch wikitext2"]),
     (["task.validation_text=x"], ["set both or neither"]),
     (["task.max_length=20000"], ["task.max_length=20000", "has only"]),

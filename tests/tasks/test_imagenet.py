@@ -206,13 +206,13 @@ def test_weights_of_the_hub_that_are_not_here(folder):
                    new_head=True)
     with pytest.raises(DataError, match="no weights .*hf download timm/vit_tiny_patch16_224.augreg_in21k"):
         task.build(Mechanism.of("exact"))
-    with pytest.raises(ConfigError, match="other classes \(21843, expected 3\); task.new_head=true"):
+    with pytest.raises(ConfigError, match="other classes .21843, expected 3.; task.new_head=true"):
         replace(task, new_head=False).build(Mechanism.of("exact"))
 
 
 @pytest.mark.parametrize("change, options, words", [
-    ({"classes": 4}, {}, "other classes \(3, expected 4\); task.new_head=true"),
-    ({"names": True}, {}, "other classes \(class0, expected other0\); task.new_head=true"),
+    ({"classes": 4}, {}, "other classes .3, expected 4.; task.new_head=true"),
+    ({"names": True}, {}, "other classes .class0, expected other0.; task.new_head=true"),
     ({}, {"sizes": SIZES | {"width": 64}}, "task.sizes: only for a new model"),
     ({}, {"file": True, "sizes": SIZES | {"width": 64}}, "does not match task.model .*size mismatch.* 32"),
     ({}, {"file": True, "sizes": SIZES | {"depth": 1}}, "does not match task.model .*blocks.1"),

@@ -203,8 +203,8 @@ def test_it_learns(typed, tmp_path):
     (["+task.rules.arguments=1"], ["task.rules.arguments=1: expected int >= 2"]),
     (["+task.rules.shortest=60", "+task.rules.depth=1"], ["task.rules: 0 different sequences"]),
     (["task.dataset=image"], ["task.rules: only for the generated task.dataset=listops or pathfinder"]),
-    (["task.dataset=pathfinder", "task.data_dir=/nowhere"], ["is not used by task.dataset=pathfinder"]),
-    (["task.data_dir=/nowhere"], ["is not used by task.dataset=listops"]),
+    (["task.dataset=pathfinder", "task.data_dir=/nowhere"], [": not used by task.dataset=pathfinder"]),
+    (["task.data_dir=/nowhere"], [": not used by task.dataset=listops"]),
     (["task.dataset=lists"], ["task.dataset=lists", "retrieval"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):

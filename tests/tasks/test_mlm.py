@@ -194,7 +194,7 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.text=/nowhere.txt"], ["/nowhere.txt: expected a text file"]),
+    (["task.text=/nowhere.txt"], ["/nowhere.txt: expected a UTF-8 text file"]),
     (["task.text=null", "task.source=files"], ["wiki.train.tokens", "CRT_DATA is not set", "fetch wikitext2"]),
     (["task.init=uptrain"], ["task.init=uptrain", "task.model=..."]),
     (["task.block=2"], ["task.block=2", "expected an integer >= 3"]),
