@@ -56,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m crt_exp.data", description="The data sets and models of crt_exp.")
     result.add_argument("command", nargs="?", choices=("list", "fetch", "verify"), default="list",
-                        help="list: data of each task and present files (default); fetch: download; verify: compare files "
-                             "with the published ones")
+                        help="list: data of each task and present files (default); fetch: download; verify: compare "
+                             "files with the published ones")
     result.add_argument("names", metavar="NAME", nargs="*", help="such as uci, uci/abalone, models/minilm")
     result.add_argument("--dir", help="folder of uci/, glue/ and others (default: $CRT_DATA)")
     return result

@@ -337,7 +337,7 @@ BAD = {
     "A: not finite": lambda: OPRF().fit(Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2))),
     "(p|shift): not finite": lambda: GeomRFPlus().fit(
         Statistics.of(torch.full((3, 2), torch.nan), torch.zeros(3, 2))),
-    "PoisRF needs exactly Gaussian": lambda: PoisRF().phi_q(torch.ones(3, 4), samplers.orthogonal(4, 4, lengths="sqrt_d"),
+    "needs exactly Gaussian": lambda: PoisRF().phi_q(torch.ones(3, 4), samplers.orthogonal(4, 4, lengths="sqrt_d"),
                                                    PoisRF(rate=1.0).fit(None)),
     "independent projections": lambda: Product(PosRF(), PosRF()).phi_q(torch.ones(3, 4), samplers.iid(2, 4), ((), ())),
     "parts: empty": lambda: Sum(),

@@ -57,7 +57,7 @@ def test_a_model_whose_loss_is_not_finite_is_refused(value):
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = value
-    with pytest.raises(NotFinite, match="own loss of this LlamaForCausalLM is not finite"):
+    with pytest.raises(NotFinite, match="LlamaForCausalLM: loss .* not finite"):
         crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, attentions=["window"], rounds=1)
 
 
@@ -188,7 +188,7 @@ def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
 def test_candidates_and_bad_inputs():
     assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
     for given, message in (
-            ({"texts": "one text"}, "pass tokenizer"), ({"length": 1000}, "expected 32 to 256 tokens"),
+            ({"texts": "one text"}, "tokenizer=None"), ({"length": 1000}, "expected 32 to 256 tokens"),
             ({"length": 8}, "expected 32 to 256"), ({"samples": 50}, "at least 2 and 1, of 18 texts"),
             ({"samples": 1}, "expected at least 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
             ({"attentions": ["nearfar blocks=3"]}, "blocks")):
@@ -247,7 +247,7 @@ def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_pa
                                     "task.attentions=[window]", f"hydra.run.dir={tmp_path / 'run'}"),
                            f"task.model={run}")
     assert code == 0, err
-    assert f"{judged}timed " in err and "window computes exact attention" in out
+    assert f"timed {judged} tokens" in err and "window computes exact attention" in out
 
 
 @pytest.mark.parametrize("words, message", [

@@ -26,7 +26,7 @@ REFUSED = {
                      "mistral": "has a window", "pixtral": "packed",
                      "parakeet_encoder": "masks pairs", "sam3": "box bias", "seamless_m4t": "position bias",
                      "t5": "position bias", "t5gemma2": "one softmax"},
-    "torchaudio": {"wavlm_model": "WavLMSelfAttention from its weights"},
+    "torchaudio": {"wavlm_model": "computed by WavLMSelfAttention"},
 }
 
 

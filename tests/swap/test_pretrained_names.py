@@ -38,7 +38,7 @@ def test_the_folder_of_a_fetched_model(data, tmp_path):
 
 
 def test_not_fetched(data, monkeypatch):
-    with pytest.raises(ConfigError, match="task.model=models/rxnfp: it is not in CRT_DATA=.*fetch models/rxnfp --dir"):
+    with pytest.raises(ConfigError, match="task.model=models/rxnfp: not in CRT_DATA=.*fetch models/rxnfp --dir"):
         encoders.folder_of("models/rxnfp", "task.model")
     monkeypatch.delenv("CRT_DATA")
     with pytest.raises(ConfigError, match=f"{NAME}: CRT_DATA is not set.*fetch {NAME} --dir DIR"):

@@ -105,7 +105,7 @@ def test_a_plain_load_is_refused_where_it_is_saved_again(auto, tmp_path):
 def test_noise_without_a_record_is_refused(tmp_path):
     swapped(bert).save_pretrained(tmp_path)
     edit(tmp_path, lambda config: config.pop("crt_exp"))
-    with pytest.raises(ValueError, match="has no crt_exp, so it holds no swapped model"):
+    with pytest.raises(ValueError, match="no swapped model"):
         crt_exp.from_pretrained(transformers.BertModel, tmp_path)
 
 
@@ -212,7 +212,7 @@ def test_a_record_of_another_form_is_one_line_at_every_door(name, harmless, tmp_
     folder = copied(harmless, tmp_path)
     edit(folder, RECORDS[name])
     for door in doors(folder):
-        with pytest.raises(ConfigError, match="crt_exp|not one of this|levels deep|build it with m=8") as caught:
+        with pytest.raises(ConfigError, match="crt_exp|cannot be restored|levels deep|use m=8") as caught:
             door()
         hostile.check_one_line(caught.value)
     transformers.BertModel.from_pretrained(folder).save_pretrained(tmp_path / "again")
