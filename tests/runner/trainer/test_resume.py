@@ -255,7 +255,7 @@ def test_records_that_a_checkpoint_counts_must_be_there(typed, tmp_path, monkeyp
     metrics.write_text("".join(lines[:1]))
     code, _, err = typed(*ARGS, "resume=auto")
     assert code == 2 and len(err.splitlines()) == 1
-    assert "metrics.jsonl holds 1 records" in err and f"step-13: expected {len(lines)}" in err
+    assert "metrics.jsonl, found 1" in err and f"step-13: expected {len(lines)}" in err
     assert "restore the file" in err and metrics.read_text() == "".join(lines[:1])
     metrics.write_text("".join(lines))
     assert typed(*ARGS, "resume=auto")[0] == 0
@@ -269,4 +269,4 @@ def test_damaged_best_checkpoint(typed, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
     (tmp_path / "run" / "checkpoints" / f"step-{best}" / "model.safetensors").write_bytes(b"")
     code, _, err = typed(*args, "resume=auto")
-    assert code == 2 and "damaged (model.safetensors differs" in err and "it has the best weights" in err
+    assert code == 2 and "is damaged (model.safetensors differs" in err and "it has the best weights" in err
