@@ -61,7 +61,7 @@ def test_errors_name_what_is_wrong():
             swap_attention(made(bert), "favorpp", layers=layers)
     with pytest.raises(ValueError, match=r"layers=\[\]: expected"):
         swap_attention(made(bert), "favorpp", layers=[])
-    with pytest.raises(ValueError, match="no attention of this BertModel is swapped"):
+    with pytest.raises(ValueError, match="BertModel: no swapped attention"):
         unswap_attention(made(bert))
     with pytest.raises(ValueError, match="add_zero_attn"):
         swap_attention(attention(add_zero_attn=True), "favorpp")

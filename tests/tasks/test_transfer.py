@@ -115,7 +115,7 @@ def test_nothing_to_learn_is_said(name, words):
 
 
 def test_what_is_no_swapped_model_or_no_batch_is_refused():
-    with pytest.raises(ValueError, match="no attention of this BertModel is swapped"):
+    with pytest.raises(ValueError, match="BertModel: no swapped attention"):
         transfer_attention(made(bert), [inputs(bert)])
     with pytest.raises(ValueError, match="batches: empty"):
         transfer_attention(swap_attention(made(bert), "hedgehog", m=4), [])
