@@ -38,7 +38,7 @@ def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: flo
     d. Returns float64 per pair, +inf if no m suffices.
     """
     if not (epsilon > 0 and 0 < delta < 1):
-        raise ValueError(f"epsilon = {epsilon} and delta = {delta}: they need epsilon > 0 and 0 < delta < 1")
+        raise ValueError(f"epsilon={epsilon}: expected > 0; delta={delta}: expected 0 < delta < 1")
     x, y = x.double(), y.double()
     log_kernel = phi.log_kernel(x, y)
     log_epsilon = math.log(epsilon) + torch.zeros_like(log_kernel) - (0 if relative else log_kernel)  # relative to K
@@ -81,14 +81,13 @@ def couples(phi: FeatureMap) -> bool:
 def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str) -> tuple[Tensor, Tensor]:
     """Cov(Z_1, Z_2) / K^2 within a block, as (value, log unit): value * exp(log unit)."""
     if ensemble not in ENSEMBLES:
-        raise ValueError(f"unknown ensemble {ensemble!r}: choose one of {', '.join(ENSEMBLES)}")
+        raise ValueError(f"ensemble={ensemble!r}: expected one of {', '.join(ENSEMBLES)}")
     s_plus, s_minus = ((x + s * y).square().sum(-1) for s in (1, -1))
     zero, d = torch.zeros_like(s_plus), x.shape[-1]
     if ensemble == "iid":
         return zero, zero
     if not couples(phi):
-        raise ValueError(f"no exact covariance of coupled rows is known for {type(phi).__name__}, "
-                         "only for exponential maps with one A for all directions")
+        raise ValueError(f"{type(phi).__name__}: no exact covariance of coupled rows; expected a map with scalar A")
     if isinstance(phi, PositiveExponential):
         covariance = smreg_covariance if isinstance(phi, SMREG) else positive_covariance
         cosines = [c * _cosine(ensemble, d) for c in ((1, -1) if phi.antithetic else (1,))]

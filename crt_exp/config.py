@@ -44,10 +44,10 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
     paths = tuple(Path(folder).expanduser().absolute() for folder in folders)
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"{path}: expected a folder with names of your own, as --config-dir and names=... take")
+            raise ConfigError(f"{path}: expected a folder of custom names, as for --config-dir and names=...")
         for file in sorted(path.glob("*/*.yaml")):
             if (taken := CONF / file.parent.name / file.name).is_file() and not taken.samefile(file):
-                raise ConfigError(f"{file}: the name {file.stem} is taken by {taken}: give the file another name")
+                raise ConfigError(f"{file}: the name {file.stem} exists in {taken}; rename the file")
     before = _OWN.set(paths)
     try:
         yield
@@ -94,7 +94,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected keys with values, in at most {LARGEST} characters")
+        raise ConfigError(f"{path}: expected keys with values, at most {LARGEST} characters")
     return content
 
 
@@ -160,7 +160,7 @@ class Group:
 def check_node(path: str, node: Any, group: Group) -> None:
     """Raise ConfigError if a node has the wrong `_target_` or wrong keys."""
     if not isinstance(node, dict) or "_target_" not in node:
-        raise ConfigError(f"{path}={format_value(node)}: expected {group.what}, described in a file with a _target_")
+        raise ConfigError(f"{path}={format_value(node)}: expected {group.what}, a file with a _target_")
     target = imported(node["_target_"])
     if not group.is_one(target):
         raise ConfigError(f"{path}._target_={place(target)}: expected {group.what}")

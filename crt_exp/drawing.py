@@ -79,7 +79,7 @@ def new_figure(*args, **kwargs):
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("pictures need matplotlib: pip install matplotlib, or crt_exp[run]") from None
+        raise ImportError("matplotlib is missing; pip install matplotlib, or crt_exp[run]") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

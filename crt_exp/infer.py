@@ -88,12 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = next((word.removeprefix("run=") for word in arguments if word.startswith("run=")), "")
         if not run:
-            raise ConfigError("run=... is missing: it takes the directory of a run")
+            raise ConfigError("run: missing, expected the directory of a run")
         folder = folder_of(run, "run", "the directory of a run of task=imagenet, librispeech, trembl, books or pixels")
         described = description_in(folder, f"run={run}")
         kind = "imagenet" if "architecture" in described else str(described.get("kind"))
         if kind not in KINDS:
-            raise DataError(f"run={run} is a run of another task than imagenet, librispeech, trembl, books, pixels")
+            raise DataError(f"run={run}: expected a run of task=imagenet, librispeech, trembl, books or pixels")
         options = parse_arguments(KINDS[kind][0], arguments)
         with torch.no_grad(), own_names([options.names] if options.names else []):
             return KINDS[kind][1](options) or 0
@@ -132,7 +132,7 @@ def transcribe(options: AudioOptions) -> int:
         try:
             seconds = seconds_of(file, str(file))
             if seconds < SHORTEST:
-                raise BadAudio(f"{file}: {seconds:.3f} s are too short: speech takes at least {SHORTEST} s")
+                raise BadAudio(f"{file}: {seconds:.3f} s, expected at least {SHORTEST} s")
             audio = as_int16(decoded(AudioPart(str(file), seconds), known.rate))
         except BadAudio as error:
             bad.append(error)
@@ -151,7 +151,7 @@ def transcribe(options: AudioOptions) -> int:
 def exit_code(bad: list, files: list[Path], given: str) -> int:
     """Return 2 and print the unreadable files, if any, or if there are no files."""
     if bad or not files:
-        print(f"{len(bad)} of {len(files)} files of input={given} cannot be read:", *bad, sep="\n  ", file=sys.stderr)
+        print(f"input={given}: {len(bad)} of {len(files)} files are unreadable:", *bad, sep="\n  ", file=sys.stderr)
         return 2
     return 0
 
@@ -174,19 +174,20 @@ def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int
 def sample(options: SequenceOptions) -> None:
     """Generate sequences, then write or print them."""
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: torch finds no GPU here")
+        raise ConfigError("device=cuda: no GPU found; use device=cpu")
     kept = language.load(options.run, "run")
     if not kept.description.causal:
-        raise ConfigError(f"run={options.run} predicts masked symbols: sequences take task.direction=unidirectional")
+        raise ConfigError(f"run={options.run}: a masked model cannot generate; expected task.direction=unidirectional")
     alphabet = next((kind(kept.symbols) for key, kind in ALPHABETS.items() if key in kept.symbols), None)
     if alphabet is None:
-        raise ConfigError(f"run={options.run} has no letters, pixels or text to write")
+        raise ConfigError(f"run={options.run}: expected a run with letters, pixels or text")
     longest = kept.description.length
     given, length = alphabet.prompt(options.prompt), options.length or longest
     if alphabet.end is None and (options.output is None or length != longest):
-        raise ConfigError(f"this run generates images of {longest} values: leave out length, name a PNG, output=FILE")
+        raise ConfigError(f"output={options.output}: this run generates images of {longest} values; expected "
+                          "output=FILE.png and no length")
     if len(given) >= length:
-        raise ConfigError(f"prompt={options.prompt}: its {len(given)} symbols leave none of length={length}")
+        raise ConfigError(f"prompt={options.prompt}: has {len(given)} symbols, expected fewer than length={length}")
     model, prompt = kept.build().to(options.device), torch.tensor([alphabet.begin, *given], device=options.device)
     choice = TokenChoice(options.temperature, options.top_k, options.top_p)
     never = {*range(alphabet.symbols, kept.description.symbols)} - {alphabet.end}
@@ -285,7 +286,7 @@ class Letters:
 
     def prompt(self, given: str) -> list[int]:
         if wrong := [letter for letter in given if letter not in self.letters]:
-            raise ConfigError(f"prompt={given}: {wrong[0]!r} is none of the run's letters, {self.letters}")
+            raise ConfigError(f"prompt={given}: unknown letter {wrong[0]!r}; expected {self.letters}")
         return [self.letters.index(letter) for letter in given]
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:

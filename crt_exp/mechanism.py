@@ -81,7 +81,7 @@ class Mechanism:
         name, options = (text, {}) if isinstance(text, type | FeatureMap) else split_words(text)
         try:
             if twice := options.keys() & given.keys():
-                raise ConfigError(f"{min(twice)} is given beside it: leave one out")
+                raise ConfigError(f"{min(twice)}: given twice, in the string and as an argument; remove one")
             return cls.of(name, **options, **given)
         except ConfigError as error:
             raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
@@ -111,7 +111,7 @@ class Mechanism:
         of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
         if of_map and not is_known("attention", name):
             if features is not None:
-                raise ConfigError(f"features={format_value(features)}: expected none beside a feature map")
+                raise ConfigError(f"features={format_value(features)}: not allowed with a feature map; remove it")
             name, features = None, name
         elif (name is None and features is None) or (isinstance(name, str) and not is_known("attention", name)):
             raise unknown("attention", str(name), dict.fromkeys([*known("attention"), *known("features")]))
@@ -123,7 +123,7 @@ class Mechanism:
             changes.get(part, changes[""])[option if part in changes else key] = value
         given = {"features": features or changes["features"], "sampler": sampler or changes["sampler"], "m": m}
         if unused := [key for key, value in given.items() if value not in (None, {}) and key not in uses(node)]:
-            raise ConfigError(f"attention {what} does not use {' and '.join(unused)}: leave it out")
+            raise ConfigError(f"attention {what} does not use {' and '.join(unused)}; remove it")
         node = with_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
             node["phi"] = with_changes("phi", node.get("phi", {}), changes["phi"])
@@ -196,7 +196,7 @@ class Mechanism:
         Raises ConfigError if the mechanism has no feature map, or one with its own kernel.
         """
         if self.own_kernel:
-            raise ConfigError(f"features={self.features.name}: its own kernel serves task=uci, and no attention")
+            raise ConfigError(f"features={self.features.name}: has its own kernel; expected a softmax feature map")
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:
@@ -207,7 +207,7 @@ class Mechanism:
         if "phi" in self.options:
             return construct(self.options["phi"])
         if self.features is None:
-            raise ConfigError(f"attention {self.name} has no feature map: choose one that has, such as favorpp")
+            raise ConfigError(f"attention {self.name}: no feature map; use one with a feature map, such as favorpp")
         content = self.features.content
         if isinstance(content, dict):
             content = construct(content) if self.own_kernel else construct(content, kernel=kernel)
@@ -244,8 +244,8 @@ class Mechanism:
         made = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **of_map, **sizes)
         asked = {key: size for key in ("kv_heads", "causal", "scaling") if (size := sizes.get(key)) is not None}
         if other := [key for key, size in asked.items() if getattr(made, key, size) != size]:
-            raise ConfigError(f"{type(made).__name__} was asked for {other[0]}={format_value(asked[other[0]])}: its "
-                              "__init__ must hand **options on, super().__init__(heads, d, **options)")
+            raise ConfigError(f"{type(made).__name__}: ignores {other[0]}={format_value(asked[other[0]])}; pass "
+                              "**options on in __init__: super().__init__(heads, d, **options)")
         return made
 
     def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
@@ -299,14 +299,15 @@ class Mechanism:
             check_saved(saved)
             for group, key in (("attention", "name"), ("features", "features"), ("sampler", "sampler")):
                 if saved[key] is not None and not is_known(group, saved[key]):
-                    raise ConfigError(f"unknown {group} {saved[key]!r}; a name of your own: names=FOLDER (in Python "
-                                      "own_names), the --config-dir of that run")
+                    raise ConfigError(f"unknown {group} {saved[key]!r}; for a custom name pass names=FOLDER (Python: "
+                                      "own_names), the --config-dir of the run")
             mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
                                **saved["options"])
         except (ConfigError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{source}: its attention is not one of this installation: {error}") from None
+            raise ConfigError(f"{source}: attention cannot be restored: {error}") from None
         if mechanism.saved()["described"] != saved["described"]:
-            raise ConfigError(f"{source}: attention {saved['name']} is not what it was when that run was made")
+            raise ConfigError(f"{source}: attention {saved['name']} has other options in conf/ than in the saved run; "
+                              "restore that file or pass --config-dir")
         return mechanism
 
     def __str__(self) -> str:
@@ -415,9 +416,9 @@ def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
         check_options(group, made, changes)
         made, changes = made(**changes), {}
     if changes:
-        raise ConfigError(f"{group}.{next(iter(changes))} is an option of a file: build the object with it")
+        raise ConfigError(f"{group}.{next(iter(changes))}: an object takes no options; pass it to the constructor")
     if not (isinstance(made, FeatureMap) if group == "features" else callable(made)):
-        raise ConfigError(f"{group}={format_value(made)}: expected a name of conf/{group} or the object itself")
+        raise ConfigError(f"{group}={format_value(made)}: expected a name of conf/{group} or an object")
     return Choice(getattr(made, "__name__", type(made).__name__), made)
 
 
@@ -470,4 +471,4 @@ def check_saved(saved: Any) -> None:
     of_map = [value for key, value in sizes.items() if key.startswith("features.")] + [saved["m"] or 1]
     largest = sorted(value for key, value in sizes.items() if not key.startswith("features."))[-2:]
     if max(sizes.values(), default=0) > SIZE or max(math.prod(of_map), math.prod(largest)) > TOGETHER:
-        raise ConfigError(f"m={saved['m']}, {format_value([*sizes.items()])}: too large for a layer")
+        raise ConfigError(f"m={saved['m']}, {format_value([*sizes.items()])}: too large; expected at most {SIZE} each")

@@ -21,7 +21,7 @@ def map_names(without=()):
 KERNELS = ("softmax", "gaussian")
 OF_PARTS = ("angular", "gaussian", "clustered", "gaussian_mixture", "hybrid")
 HYBRIDS = dict.fromkeys((*OF_PARTS, "auto"), "noise or parameters of several parts") | {
-    "mixture": "as many centres as projections: tests/features/test_mixture.py"}
+    "mixture": "size is the number of projections: tests/features/test_mixture.py"}
 SIMPLE = [Mechanism.of(features=name).map(kernel) for name in map_names(HYBRIDS) for kernel in KERNELS] + [
     GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"),
     GERF(A=0.02, s=-1), OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7),

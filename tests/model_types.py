@@ -65,7 +65,7 @@ def judge_model(model: nn.Module, batch: dict[str, Any]) -> Verdict:
         stay = any(family(part) and "swapped" not in part._modules for part in model.modules())
     except ValueError as error:
         why = " ".join(str(error).split())
-        none = why.startswith("no attention found") and "other kinds" not in why
+        none = "no supported attention" in why and "unsupported: none" in why
         return Verdict("no attention" if none else "refused", why)
     try:
         worst, note = _exact(model, cases, before)

@@ -149,7 +149,7 @@ def test_names_of_ones_own(tmp_path):
     ("exact m=8", "attention exact does not use m"), ("exact sampler=iid", "does not use sampler"),
     ("exact sampler.lengths=chi", "does not use sampler"),
     ("window block=1.5", "attention.block=1.5: expected an integer"),
-    ("oprf features=pos", "features=pos: expected none beside a feature map"),
+    ("oprf features=pos", "features=pos: not allowed with a feature map"),
     ("os.system", "attention._target_=posix.system: expected a module"),
     ("no.such.Place", "no.such.Place cannot be imported"),
     ("favorp features=os.system", "features=os.system: expected a FeatureMap"),
@@ -176,7 +176,7 @@ def test_swaps_take_the_same_text():
     layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     model = swap_attention(torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "favorp m=4 sampler=iid")
     assert model.layers[0].self_attn.swapped.m == 4
-    with pytest.raises(ConfigError, match="m is given beside it"):
+    with pytest.raises(ConfigError, match="m: given twice"):
         swap_attention(model, "favorp m=4", m=8)
 
 
@@ -188,7 +188,7 @@ def test_a_printed_label_can_be_given_back():
 def test_what_stands_beside_the_text():
     assert Mechanism.parse("favorpp", m=8, seed=2) == Mechanism.of("favorpp", m=8, seed=2)
     assert Mechanism.parse("favorpp m=8", m=None) == Mechanism.of("favorpp", m=8)
-    with pytest.raises(ConfigError, match="attention 'favorpp m=8': m is given beside it"):
+    with pytest.raises(ConfigError, match="attention 'favorpp m=8': m: given twice"):
         Mechanism.parse("favorpp m=8", m=16)
 
 

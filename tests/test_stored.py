@@ -38,7 +38,7 @@ def test_what_is_saved_is_read(tmp_path):
 @pytest.mark.parametrize("given", [{"sampler": {"_target_": "os.getcwd"}}, {"sampler": 5}, {"features": [1]},
                                    {"features": {"_target_": "os.getcwd"}}], ids=str)
 def test_objects_are_samplers_and_maps(given):
-    with pytest.raises(ConfigError, match="expected a name of conf/.* or the object itself"):
+    with pytest.raises(ConfigError, match="expected a name of conf/.* or an object"):
         Mechanism.of("favorpp", **given)
 
 

@@ -46,8 +46,7 @@ class AttentionLayer(nn.Module):
         """Raise ValueError if q or k has a head dimension other than the layer's d."""
         for name, t in (("q", q), ("k", k)):
             if t.shape[-1] != self.d:
-                raise ValueError(f"{name} has d = {t.shape[-1]}, but this {type(self).__name__} layer was made for "
-                                 f"d = {self.d}")
+                raise ValueError(f"{name}: d={t.shape[-1]}, expected d={self.d} of this {type(self).__name__} layer")
 
 
 class LinearAttention(AttentionLayer):

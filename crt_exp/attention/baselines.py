@@ -44,7 +44,7 @@ class Baseline(AttentionLayer):
         Raises ValueError if the layer is not causal.
         """
         if not self.causal:
-            raise ValueError("decoding needs causal attention")
+            raise ValueError("causal=False: decoding needs causal=True")
         return KeysPast(self)
 
 
@@ -105,7 +105,7 @@ class KeysPast:
         if self.window is None or self.held + new <= self.window:
             return
         if new > self.window:
-            raise ValueError(f"{new} tokens at once and a window of {self.window}: give at most as many")
+            raise ValueError(f"T={new}: expected at most window={self.window} tokens per step")
         first, self.held = self.held + new - self.window, self.window - new
         self.buffers = tuple(Buffer(buffer.tensor[:, :, first:first + self.held].clone(), self.held)
                              for buffer in self.buffers)
@@ -180,7 +180,7 @@ def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     check_inputs(x, y, v, None, (), causal, key_mask)
     L, S = x.shape[2], y.shape[2]
     if L != S and not causal:
-        raise ValueError(f"identity attention of {L} queries to {S} keys: it needs as many of both")
+        raise ValueError(f"L={L}, S={S}: identity attention needs L == S")
     return repeat_heads(v[:, :, S - L:], x.shape[1])
 
 
@@ -322,11 +322,10 @@ class Window(Baseline):
 
     def past(self):
         if not self.causal:
-            raise ValueError("decoding needs causal attention")
+            raise ValueError("causal=False: decoding needs causal=True")
         return WholePast(self)
 
     def attend(self, x, y, v, *, causal, key_mask):
         if not causal and x.shape[2] != y.shape[2]:
-            raise ValueError(f"window attention of {x.shape[2]} queries to {y.shape[2]} keys: "
-                             "they must be one sequence")
+            raise ValueError(f"L={x.shape[2]}, S={y.shape[2]}: window attention needs L == S")
         return window_attention(x, y, v, block=self.block, first=self.first, causal=causal, key_mask=key_mask)

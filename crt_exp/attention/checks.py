@@ -15,8 +15,7 @@ from torch.autograd import forward_ad
 from crt_exp.features.base import NotFinite, can_ask, holds
 from crt_exp.samplers.noise import Nested, Noise, leaves, transforming
 
-NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
-              "65504; scale the vectors down, or use bfloat16 or float32")
+NOT_FINITE = "queries, keys: NaN, infinity or overflowing norms; scale the vectors down, or use bfloat16 or float32"
 
 
 def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested, causal: bool,
@@ -28,40 +27,38 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
     """
     for name, t in (("x", x), ("y", y), ("v", v)):
         if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
-            raise ValueError(f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (batch, heads, length, "
-                             "dimension), of which only the batch may be empty")
+            raise ValueError(f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d), not empty")
         if t.device != x.device:
-            raise ValueError(f"x is on {x.device} and {name} on {t.device}: expected one device")
+            raise ValueError(f"x is on {x.device}, {name} is on {t.device}: expected one device")
     if not x.shape[0] == y.shape[0] == v.shape[0] or x.shape[3] != y.shape[3] or y.shape[1:3] != v.shape[1:3]:
-        raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), "
-                         "(B, Hkv, S, d), (B, Hkv, S, dv)")
+        raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), (B, Hkv, "
+                         "S, d), (B, Hkv, S, dv)")
     check_shared(x.shape[1], y.shape[1])
     if causal and x.shape[2] > y.shape[2]:
-        raise ValueError(f"causal attention of {x.shape[2]} queries to {y.shape[2]} keys: expected at most as many "
-                         "queries, the last of the sequence")
+        raise ValueError(f"causal=True: L={x.shape[2]}, S={y.shape[2]}: expected L <= S (queries are the last tokens)")
     check_key_mask(key_mask, y)
     for part in leaves(noise):
         if not isinstance(part, Noise) or part.d != x.shape[3] or not _broadcasts(part.batch, x.shape[:2]):
-            raise ValueError(f"noise {part!r}: expected what a sampler draws, with d = {x.shape[3]} and a batch that "
-                             f"broadcasts to (batch, heads) = {tuple(x.shape[:2])}")
+            raise ValueError(f"noise={part!r}: expected a sampler's output with d={x.shape[3]} and batch broadcastable "
+                             f"to (B, H)={tuple(x.shape[:2])}")
     for part in leaves(params):
         if not isinstance(part, Tensor) or (part.ndim > 2 and not _broadcasts(part.shape[:-2], x.shape[:2])):
-            raise ValueError(f"parameter of shape {tuple(getattr(part, 'shape', ()))}: expected tensors as `fit` gives "
-                             f"them, which broadcast to (batch, heads, 1, ...) = {(*x.shape[:2], 1)}")
+            raise ValueError(f"parameter {tuple(getattr(part, 'shape', ()))}: expected a tensor of `fit`, "
+                             f"broadcastable to (B, H, 1, ...)={(*x.shape[:2], 1)}")
     return torch.float64 if torch.float64 in (x.dtype, y.dtype, v.dtype) else torch.float32
 
 
 def check_shared(heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads: expected a multiple")
+        raise ValueError(f"kv_heads={kv_heads}: expected a divisor of heads={heads}")
 
 
 def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
     if key_mask is not None and (key_mask.shape != (y.shape[0], y.shape[2]) or key_mask.dtype != torch.bool
                                  or key_mask.device != y.device):
-        raise ValueError(f"key mask {tuple(key_mask.shape)} {key_mask.dtype} on {key_mask.device}: expected (batch, "
-                         f"keys) = {(y.shape[0], y.shape[2])}, boolean, True = keep, on {y.device}; a mask of pairs "
-                         "cannot be linearised")
+        raise ValueError(f"key_mask={tuple(key_mask.shape)} {key_mask.dtype} on {key_mask.device}: expected a boolean "
+                         f"(B, S)={(y.shape[0], y.shape[2])}, True = keep, on {y.device}; pairwise masks are not "
+                         "supported")
 
 
 def _broadcasts(shape, batch) -> bool:
@@ -114,8 +111,7 @@ def learning(noise: Nested, params: Nested) -> bool:
 def check_gradient(grad: Tensor) -> None:
     """Raise ValueError for a batched gradient and for one with a tangent."""
     if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")) or transformed(grad):
-        raise ValueError("attention takes no batches of gradients (is_grads_batched=True, vectorize=True) and no "
-                         "tangents of gradients: use torch.func.jacrev, jacfwd, hessian or vmap")
+        raise ValueError("batched gradients are not supported: use torch.func.jacrev, jacfwd, hessian or vmap")
 
 
 def check_result(logs: Tensor) -> None:

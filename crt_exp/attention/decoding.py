@@ -67,7 +67,7 @@ class DecodingState:
         """
         dtype = check_inputs(x, y, v, self._noise, self._params, True, key_mask)
         if x.shape[2] != y.shape[2]:
-            raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
+            raise ValueError(f"T={x.shape[2]} queries, {y.shape[2]} keys: a step needs equal numbers")
         self._check(x, version)
         if x.shape[2] == 1:
             out, self.kept = self.token(self.kept, x, y, v, key_mask)
@@ -149,11 +149,9 @@ class DecodingState:
     def _check(self, x: Tensor, version: Hashable = None) -> None:
         changed = any(changes(t) != count for t, count in self._seen)
         if changed or (version is not None and version != self.version):
-            raise ValueError(f"the decoding state belongs to version {self.version} of the noise and parameters, which "
-                             f"have changed since (now {version}): start a new state, and keep them fixed while "
-                             "decoding")
+            raise ValueError("decoding state: noise or parameters have changed; start a new one")
         if self.kept is not None and len(self.kept.sums) != x.shape[0]:
-            raise ValueError(f"the decoding state holds {len(self.kept.sums)} sequences, got {x.shape[0]}")
+            raise ValueError(f"decoding state: {len(self.kept.sums)} sequences, got {x.shape[0]}")
 
 
 class RecurrentPast:

@@ -88,7 +88,7 @@ class RandomFeatureAttention(Redraws, Running):
                  learn: Literal["none", "parameters", "projections"] = "none"):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         if phi.kernel != "softmax":
-            raise ValueError(f"{phi} estimates the {phi.kernel} kernel: attention needs kernel='softmax'")
+            raise ValueError(f"{phi}: kernel={phi.kernel}; attention needs kernel='softmax'")
         phi = phi.of_size(m) if phi.on_sequences else phi
         self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every
         self.normalize, self.denominator, self.decay = normalize, denominator, decay
@@ -181,7 +181,7 @@ class RandomFeatureAttention(Redraws, Running):
         Raises ValueError if the layer is not causal.
         """
         if not self.causal:
-            raise ValueError("decoding needs causal attention")
+            raise ValueError("causal=False: decoding needs causal=True")
         return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
                              normalize=self.normalize, counter=self.denominators, version=self.version)
 
@@ -229,8 +229,7 @@ class RandomFeatureAttention(Redraws, Running):
         """Fold in the statistics of the last pass, and redraw if that is due."""
         fitting = self.clusters is not None and not self.clusters.done
         if transforming() and (self.running or self.redraw_every or fitting):
-            raise ValueError("this layer changes its statistics or noise in training mode, which transforms of "
-                             "torch.func cannot follow: call eval() before")
+            raise ValueError("training mode updates state, which torch.func cannot trace: call eval() first")
         if self.running:
             self._fold((1 - self.decay) * self.pending_weight)
         if fitting:
@@ -257,9 +256,9 @@ class RandomFeatureAttention(Redraws, Running):
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
             return
         self._said = True
-        empty = self.phi.until_fitted if self.clusters else "no statistics yet: it uses those of zero vectors (A = 0)"
+        empty = self.phi.until_fitted if self.clusters else "using A = 0"
         if not float(self.clusters.fits if self.clusters else self.running_weight) > 0:
-            warnings.warn(f"{type(self.phi).__name__} attention has {empty}; train it, or call "
+            warnings.warn(f"{type(self.phi).__name__}: no statistics yet, {empty}: train, or call "
                           "calibrate_attention(model, batches)", stacklevel=4)
 
     def _see(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
@@ -293,9 +292,8 @@ class RandomFeatureAttention(Redraws, Running):
         for name in self.gaussian:
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and saved.shape != own.shape:
-                raise ValueError(f"{prefix}{name} was saved with (heads, m, d) = {tuple(saved.shape)}, but this model "
-                                 f"has {tuple(own.shape)}: build it with m={saved.shape[1]}, or leave these buffers "
-                                 "out")
+                raise ValueError(f"{prefix}{name}: saved (heads, m, d)={tuple(saved.shape)}, expected "
+                                 f"{tuple(own.shape)}; use m={saved.shape[1]}, or load without these buffers")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -305,12 +303,12 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
     Trained projections cannot be redrawn either.
     """
     if learn != "none" and not phi.trainable:
-        raise ValueError(f"learn = {learn}: {type(phi).__name__} has nothing that can be trained; maps that have: pos, "
-                         "hyp, oprf, sderf, mixture, hedgehog")
+        raise ValueError(f"learn={learn}: {type(phi).__name__} has no trainable parameters; expected pos, hyp, oprf, "
+                         "sderf, mixture or hedgehog")
     if learn == "parameters" and not (phi.fitted or phi.learned):
-        raise ValueError(f"learn = parameters: {phi} has none; learn = projections trains its rows")
+        raise ValueError(f"learn=parameters: {phi} has none; use learn=projections")
     if redraw_every and (phi.learned or learn == "projections"):
-        raise ValueError(f"redraw_every = {redraw_every}: rows that are trained cannot be drawn again")
+        raise ValueError(f"redraw_every={redraw_every}: expected 0 with trained projections")
 
 
 def _buffer_of(p: Projections) -> str:

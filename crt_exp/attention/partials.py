@@ -232,14 +232,13 @@ class DenominatorCount:
     def warn(self) -> None:
         """Warn about non-positive denominators, unless that would wait for a device."""
         if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
-            warnings.warn(f"{self.nonpositive} of {self.total} attention denominators are not positive: these rows are "
-                          "noise. Take more features or a positive map, set denominator='clamp' or 'abs', or pass "
-                          "counter=DenominatorCount() to count them without this warning", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{self.nonpositive} of {self.total} denominators <= 0: those outputs are unreliable. Use "
+                          "more features, a positive map or denominator='clamp'", RuntimeWarning, stacklevel=3)
 
 
 def check_policy(policy: str) -> None:
     if policy not in POLICIES:
-        raise ValueError(f"denominator = {policy!r}: choose one of {', '.join(POLICIES)}")
+        raise ValueError(f"denominator={policy!r}: expected one of {', '.join(POLICIES)}")
 
 
 def _scale_queries(f: Features | Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:

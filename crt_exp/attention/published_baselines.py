@@ -52,7 +52,7 @@ class Generalized(FeatureMap):
 
     def phi_q(self, x, noise=None, params=()) -> Features:
         if self.projection and noise is None:
-            raise ValueError("generalised features with projection=True need a noise")
+            raise ValueError("noise=None: expected a noise with projection=True")
         u = noise.project(x) if self.projection else at_least_float32(x)
         scale = math.log(u.shape[-1]) / 2
         if self.f == "exp":  # logs cannot overflow
@@ -62,7 +62,7 @@ class Generalized(FeatureMap):
         return Features(value, u.new_zeros(1, 1))
 
     def log_kernel(self, x, y):
-        raise NotImplementedError(f"generalised features ({self.f}) estimate no known kernel")
+        raise NotImplementedError(f"generalised features ({self.f}): no known kernel")
 
 
 class Redrawn(Redraws, Baseline):
@@ -113,7 +113,7 @@ class Linformer(Redrawn):
                  seed: int = 0, layer: int = 0, **sizes):
         super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
         if not 1 <= rank <= length:
-            raise ValueError(f"rank = {rank}: it must lie between 1 and the length {length}")
+            raise ValueError(f"rank={rank}: expected 1 <= rank <= length={length}")
         self.shape = (rank, length)
         if redraw_every:
             self.register_drawn(self.rows_of_draw(0))
@@ -128,9 +128,9 @@ class Linformer(Redrawn):
         check_inputs(x, y, v, None, (), causal, key_mask)
         most, S = self.shape[1], y.shape[2]
         if causal:
-            raise ValueError("linformer mixes all keys: it cannot be causal")
+            raise ValueError("causal=True: not supported by linformer")
         if most < S:
-            raise ValueError(f"linformer was made for up to {most} keys, got {S}")
+            raise ValueError(f"S={S}: linformer expected at most length={most} keys")
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         if key_mask is not None:
             y, v = (from_first(torch.where(key_mask[:, None, :, None], t, 0.0), key_mask, S) for t in (y, v))
@@ -171,7 +171,7 @@ class Reformer(Redrawn):
                  redraw_every: Whole = 1, seed: int = 0, layer: int = 0, **sizes):
         super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
         if buckets > 1 and buckets % 2:
-            raise ValueError(f"buckets = {buckets}: each rotated axis has two of them, so their number is even, or 1")
+            raise ValueError(f"buckets={buckets}: expected 1 or an even integer")
         self.chunk, self.buckets, self.shape = chunk, buckets, (heads, hashes, d, buckets // 2)
         self.register_drawn(self.rows_of_draw(0))
 
@@ -180,18 +180,17 @@ class Reformer(Redrawn):
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"reformer's keys are its queries, and there are {q.shape[2]} queries and {k.shape[2]} "
-                             "keys: it attends to its own sequence alone, of which a cache holds no queries "
-                             "(use_cache=False)")
+            raise ValueError(f"reformer: L={q.shape[2]}, S={k.shape[2]}: expected L == S (self-attention); set "
+                             "use_cache=False")
         return q
 
     def attend(self, x, y, v, *, causal, key_mask):
         if x.shape[1] != self.heads:
-            raise ValueError(f"q has {x.shape[1]} heads, but this Reformer layer was made for heads = {self.heads}")
+            raise ValueError(f"q: {x.shape[1]} heads, expected heads={self.heads} of this Reformer layer")
         v = repeat_heads(v, x.shape[1])
         check_inputs(x, y, v, None, (), causal, key_mask)
         if x.shape[2] != y.shape[2] and not causal:
-            raise ValueError(f"reformer with {x.shape[2]} queries and {y.shape[2]} keys: they must be one sequence")
+            raise ValueError(f"reformer: L={x.shape[2]}, S={y.shape[2]}: expected self-attention with L == S")
         factor = (self.scaling * x.shape[3]) ** 0.5  # y is scaling^(1/2) q
         out = lsh_attention(y, v, self.hash(y, key_mask), self.chunk, causal, key_mask, factor)
         return out[:, :, -x.shape[2]:]

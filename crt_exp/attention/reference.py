@@ -46,7 +46,7 @@ def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise,
     Arguments, result and errors are those of `attention`. Differentiable by autograd.
     """
     if denominator not in ("none", "clamp", "abs"):
-        raise ValueError(f"denominator = {denominator!r}: choose one of none, clamp, abs")
+        raise ValueError(f"denominator={denominator!r}: expected one of none, clamp, abs")
     check_inputs(x, y, v, noise, params, causal, key_mask)
     seen = _seen(x, y, causal, key_mask)
     groups = x.shape[1] // y.shape[1]

@@ -283,9 +283,9 @@ class FittedOnce(nn.Module):
         for name in leaves(self.names):
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and saved.shape != own.shape:
-                raise ValueError(f"{prefix}{name} was saved with (heads, clusters, d) = {tuple(saved.shape)}, but this "
-                                 f"model has {tuple(own.shape)}: build it with as many clusters (features.queries and "
-                                 "features.keys), or leave these buffers out")
+                raise ValueError(f"{prefix}{name}: saved (heads, clusters, d)={tuple(saved.shape)}, expected "
+                                 f"{tuple(own.shape)}; set features.queries and features.keys, or load without these "
+                                 "buffers")
         self.make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.done = int(self.fits) > 0

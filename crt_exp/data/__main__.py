@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "list":
             return list_sets(root)
         if root is None:
-            raise DataError("CRT_DATA is not set: set CRT_DATA=DIR, or give --dir DIR")
+            raise DataError("CRT_DATA: not set; set CRT_DATA=DIR, or pass --dir DIR")
         return (verify if options.command == "verify" else fetch)(options.names, root)
     except DataError as error:
         print(error, file=sys.stderr)
@@ -56,15 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m crt_exp.data", description="The data sets and models of crt_exp.")
     result.add_argument("command", nargs="?", choices=("list", "fetch", "verify"), default="list",
-                        help="show what each task needs and what is there (the default); download it from the official "
-                             "server; compare the files that are there with the published ones")
+                        help="list: data of each task and present files (default); fetch: download; verify: compare "
+                             "files with the published ones")
     result.add_argument("names", metavar="NAME", nargs="*", help="such as uci, uci/abalone, models/minilm")
-    result.add_argument("--dir", help="the folder that holds uci/, glue/ and so on (default: $CRT_DATA)")
+    result.add_argument("--dir", help="folder of uci/, glue/ and others (default: $CRT_DATA)")
     return result
 
 
 def list_sets(root: Path | None) -> int:
-    print(f"Data folder: {root or 'none: set CRT_DATA=DIR or give --dir DIR'}")
+    print(f"Data folder: {root or 'none; set CRT_DATA=DIR, or pass --dir DIR'}")
     for source in SOURCES.values():
         there = sum(root is not None and (root / file.path).exists() for file in source.files)
         here = "embedded" if source.embedded else f"{there} of {len(source.files)}"
@@ -154,17 +154,17 @@ def fetch_source(source: Source, root: Path) -> None:
         print(f"{source.name}: nothing to fetch")
     for file in wanted:
         if (root / file.path).is_dir():
-            raise DataError(f"{root / file.path} is there already: move it away to fetch the whole of {source.name}")
+            raise DataError(f"{root / file.path}: already exists; move it to fetch all of {source.name}")
         if not file.url:
-            raise DataError(f"{file.path} has no link: get it from {source.page} and put it at {root / file.path}")
+            raise DataError(f"{file.path}: no download link; save the file from {source.page} as {root / file.path}")
     for url, files in groupby((file for file in wanted if file.url), key=lambda file: file.url):
         try:
             root.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=root, prefix=".fetch-") as folder:
                 bring(url, list(files), Path(folder), root)
         except FAILED as error:
-            raise DataError(f"{source.name}: {url} cannot be brought to {root} ({error}): run the command again, or "
-                            f"get the files from {source.page}") from None
+            raise DataError(f"{source.name}: {url}: download failed ({error}); run again, or see "
+                            f"{source.page}") from None
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -186,7 +186,7 @@ def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
     part = folder / posixpath.basename(urlsplit(url).path)
     download(url, part)
     if files[0].archive_sha256 and digest(part, "sha256") != files[0].archive_sha256:
-        raise DataError(f"{url} gave an archive with another checksum than the published one: run the command again")
+        raise DataError(f"{url}: wrong checksum of the archive; run the command again")
     places = {file: folder / "unpacked" / file.member if file.member else part for file in files}
     if part.name.endswith((".zip", ".tgz", ".tar.gz")):
         unpack(part, folder / "unpacked")
@@ -202,12 +202,11 @@ def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
                 path.rename(path.with_name(path.name + file.ending))
         state, detail = inspect(file, place)
         if state != OK:
-            raise DataError(f"{url} gave {file.path} with {detail}: run the command again; if this comes back, the "
-                            "published file has changed")
+            raise DataError(f"{url}: {file.path} has {detail}; run again. If this persists, the published file changed")
     for file, place in places.items():
         (root / file.path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, root / file.path)
-        print(f"{root / file.path}: brought from {url}")
+        print(f"{root / file.path}: downloaded from {url}")
 
 
 def download(url: str, path: Path) -> None:
@@ -218,7 +217,7 @@ def download(url: str, path: Path) -> None:
         with tqdm.wrapattr(file, "write", total=reply.length, desc=path.name, leave=False, disable=None) as out:
             shutil.copyfileobj(reply, out, 1 << 20)
         if reply.length:  # read() does not report a short body
-            raise ConnectionError(f"it broke off {reply.length} bytes before its end")
+            raise ConnectionError(f"connection closed {reply.length} bytes before the end")
 
 
 # ---- pretrained models -----------------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ def install_model(model: Source, root: Path, bring: Callable[[Path], str]) -> No
     folder = root / model.name
     if folder.is_dir():
         verify(folder, model.name)
-        print(f"{folder}: already there")
+        print(f"{folder}: already present")
         return
     try:
         with whole_folder(folder.parent, folder.name, then="run the command again") as made:
@@ -253,10 +252,10 @@ def copy_from_hub(model: Source, folder: Path) -> str:
 
     otherwise = f"Or run `{SCRIPT} {model.name}` in a checkout of crt_exp"
     if not model.hub:
-        raise DataError(f"{model.name} is not on the Hugging Face hub. {otherwise}")
+        raise DataError(f"{model.name}: not on the Hugging Face hub. {otherwise}")
     snapshot = Path(from_hub(lambda: snapshot_download(model.hub, allow_patterns=WANTED), model.hub, otherwise))
     if not (snapshot / "model.safetensors").is_file():
-        raise DataError(f"{model.name}: the Hugging Face hub gives {model.hub} without model.safetensors. {otherwise}")
+        raise DataError(f"{model.name}: {model.hub} on the Hugging Face hub has no model.safetensors. {otherwise}")
     shutil.copytree(snapshot, folder, dirs_exist_ok=True)
     return f"the Hugging Face hub, {model.hub}, revision {snapshot.name}"
 

@@ -105,7 +105,7 @@ def load(dataset: Dataset, data_dir: str | None, rules: dict[str, Any], scale: s
         symbols, classes = (len(SYMBOLS), 10) if dataset == "listops" else (BYTES, 2)
         return Arena(generated(dataset, rules, scale, cache_dir), symbols, classes)
     if rules:
-        raise ConfigError("task.rules: expected task.dataset=listops or pathfinder, which are generated")
+        raise ConfigError("task.rules: only for the generated task.dataset=listops or pathfinder; remove it")
     if dataset == "image":
         return grey_images(data_dir)
     if data_dir is None:
@@ -203,7 +203,7 @@ def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np
     """Picture (size, size) uint8: curves, and a dot on each of two ends."""
     curves = next(filter(None, (laid(rules, rng) for _ in range(PICTURES))), None)
     if curves is None:
-        raise DataError("task.rules: the curves do not fit into a picture; set a larger size, or fewer, shorter ones")
+        raise DataError("task.rules: the curves do not fit into an image; set a larger size, or fewer curves")
     image = np.zeros((rules["size"], rules["size"]), np.uint8)
     for curve in curves:
         image[tuple(curve.T)] = LINE
@@ -256,8 +256,8 @@ def pairs(path: Path) -> Labelled:
     lines = [line.split("\t") for _, line in numbered_lines(path)]
     wrong = [i for i, cells in enumerate(lines, 1) if len(cells) != 5 or cells[0] not in LABELS or not all(cells[3:])]
     if wrong or not lines:
-        raise DataError(f"{path}, line {[*wrong, 1][0]}: expected a label (0.0 or 1.0), two ids and two texts, with "
-                        f"tabs between; get the file from {PAGES['retrieval']}")
+        raise DataError(f"{path}, line {[*wrong, 1][0]}: expected a label (0.0 or 1.0), two ids and two texts, "
+                        f"separated by tabs; get the file from {PAGES['retrieval']}")
     return Labelled([np.frombuffer(text.encode(), np.uint8) for cells in lines for text in cells[3:]],
                     np.array([LABELS.index(cells[0]) % 2 for cells in lines], np.int64))
 
@@ -279,7 +279,7 @@ def reviews(folder: Path) -> Arena:
         files = [sorted((folder / split / name).glob("*.txt")) for name in ("neg", "pos")]
         texts = [np.frombuffer(file.read_bytes(), np.uint8) for part in files for file in part]
         if not all(files) or not all(map(len, texts)):
-            raise DataError(f"{folder / split}: expected folders neg and pos of .txt files, none of them empty")
+            raise DataError(f"{folder / split}: expected folders neg and pos with non-empty .txt files")
         read[split] = Labelled(texts, np.repeat([0, 1], [*map(len, files)]))
     chosen = np.random.default_rng(0).permutation(len(read["train"]))
     count = max(1, round(HELD_OUT * len(chosen)))

@@ -82,8 +82,7 @@ def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | 
         every, held = lines[0], math.ceil(HELD_OUT * len(lines[0]))
         lines = [every[:-2 * held], every[-2 * held:-held], every[-held:]]
     if not all(lines):
-        raise DataError(f"{', '.join(map(str, files))}: too few lines for training, validation and test; give more "
-                        "text, a sentence a line")
+        raise DataError(f"{', '.join(map(str, files))}: too few lines for three splits; expected one sentence per line")
     texts = [[word for line in part for word in (*line, EOS)] for part in lines]
     counts, min_count = Counter(texts[0]), min_count or (1 if name in OFFICIAL else 2)
     rare = {word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)}
@@ -92,8 +91,7 @@ def word_corpus(name: str, data_dir: str | Path | None = None, min_count: int | 
     ids = {word: i for i, word in enumerate(words)}
     lacking = next((word for text in texts for word in text if word not in ids), None)
     if lacking is not None and UNKNOWN not in ids:
-        raise DataError(f"{files[0]}: {lacking!r} is not in the training text, which has no <unk> either; set "
-                        "task.min_count=2, or fetch the files again")
+        raise DataError(f"{files[0]}: {lacking!r} and <unk> are not in the training text; set task.min_count=2")
     return Corpus(words, {part: np.array([ids.get(word, ids.get(UNKNOWN)) for word in text], np.int32)
                           for part, text in zip(PARTS, texts)})
 
@@ -156,8 +154,8 @@ class TokenText:
         counted = len(self.ends) if apart else len(self.tokens)
         held = round(share * counted)
         if not 0 < held < counted / 2:
-            raise DataError(f"task.held_out={share}: none of {counted} {'lines' if apart else 'tokens'} is left for "
-                            "validation, test or training; give more text, or task.validation_text and task.test_text")
+            raise DataError(f"task.held_out={share}: no {'lines' if apart else 'tokens'} of {counted} left for one of "
+                            "the splits; use a longer text, or set task.validation_text and task.test_text")
         cuts = [counted - 2 * held, counted - held]
         first, last = (int(self.ends[cut - 1]) for cut in cuts) if apart else cuts
         return {"train": self.part(0, first), "validation": self.part(first, last),
@@ -183,7 +181,7 @@ def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> dict[s
             if apart:
                 close()
         if len(tokens) == start:
-            raise DataError(f"{file}: the text is empty; leave it out, or get it again")
+            raise DataError(f"{file}: empty; remove it, or fetch it again")
         if not apart:
             close()
     kind = np.uint16 if max(tokens) < 2**16 else np.uint32

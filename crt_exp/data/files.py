@@ -41,7 +41,7 @@ def files_ending(folder: Path, endings: tuple[str, ...], paths: Iterable[str | P
     if len(taken) < len(files):
         others = sorted(os.path.splitext(path)[1].lower() or "without one" for path in set(files) - set(taken))
         counts = ", ".join(f"{count} {ending}" for ending, count in Counter(others).most_common(6))
-        warn("%s: left out by their endings: %s (taken are %s)", folder, counts, " ".join(endings))
+        warn("%s: ignored files: %s (expected %s)", folder, counts, " ".join(endings))
     return taken
 
 
@@ -71,7 +71,7 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
     try:
         return {path.stem: np.load(path, "r") for path in folder.iterdir()}
     except ValueError as error:
-        raise DataError(f"{folder}: {error}; remove this folder, and it is made again") from None
+        raise DataError(f"{folder}: {error}; remove this folder to rebuild it") from None
 
 
 def alone(directory: Path) -> FileLock:

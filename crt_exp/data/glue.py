@@ -140,11 +140,10 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
     rows = [(place, dict(zip(header, fields))) for place, fields in lines if len(fields) == len(header)]
     broken = [place for place, fields in lines if len(fields) != len(header)]
     if not rows or not {*task.columns, task.label} <= {*header} or len(broken) > task.broken * len(rows):
-        raise DataError(f"{broken[0] if broken else path}: expected examples of {len(header)} columns, with "
-                        f"{', '.join(task.columns)} and {task.label}; get the published file: "
-                        f"`python -m crt_exp.data fetch {task.source}`")
+        raise DataError(f"{broken[0] if broken else path}: expected rows of {len(header)} columns, with "
+                        f"{', '.join(task.columns)} and {task.label}; run `python -m crt_exp.data fetch {task.source}`")
     if broken:
-        warn("%s: %s broken rows are left out", path, len(broken))
+        warn("%s: skipped %s broken rows", path, len(broken))
     return Examples([[row[column] for _, row in rows] for column in task.columns],
                     [label_of(task, row[task.label], place) for place, row in rows])
 

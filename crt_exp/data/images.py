@@ -60,8 +60,8 @@ class Images:
             rows = rng.permutation(np.flatnonzero(self.labels == label))
             chosen[rows[:round(share * len(rows))]] = True
         if chosen.all() or not chosen.any():
-            raise DataError(f"task.held_out={share}: of {len(self)} images it leaves none to "
-                            f"{'train on' if chosen.all() else 'hold out'}: choose another share")
+            raise DataError(f"task.held_out={share}: no images left to {'train on' if chosen.all() else 'hold out'} of "
+                            f"{len(self)}")
         return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
 
 
@@ -88,7 +88,7 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
         return divided(root)
     splits = {split: images_in(root / split) for split in SPLITS}
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
-        raise DataError(f"{root}: {min(different)} is in only one of train/ and val/: expected the same classes")
+        raise DataError(f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes")
     return splits
 
 
@@ -98,10 +98,10 @@ def divided(root: Path) -> dict[str, Images]:
     inner = [f"{name}/{each}" for name in names for each in folders_in(root / name)]
     splits = [name for name in [*names, *inner] if SPLIT.fullmatch(Path(name).name)]
     if splits or names and all(re.search("train|test|val", name, re.IGNORECASE) for name in names):
-        raise DataError(f"{root}: {(splits or names)[0]}/ seems to be a split: expected train/<class>/, val/<class>/ "
-                        "or <class>/ alone, rename the folders")
+        raise DataError(f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
+                        "val/<class>/, or <class>/ only; rename it")
     every = images_in(root)
-    warn("%s has no train/ and val/: a fifth of the images of each class is held out as val", root)
+    warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
     return dict(zip(SPLITS, every.held_out(SHARE)))
 
 
@@ -111,7 +111,7 @@ def images_in(folder: Path) -> Images:
     counts = [len(each) for each in files.values()]
     if 0 in counts or not counts:
         place = folder / [*files][counts.index(0)] if counts else f"{folder}/<class>"
-        raise DataError(f"{place}: no images there: expected files that end with {' '.join(IMAGES)}")
+        raise DataError(f"{place}: no images; expected files that end with {' '.join(IMAGES)}")
     paths = np.array([os.fsencode(path) for each in files.values() for path in each])   # 100 MB for a million paths
     return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read)
 
@@ -157,7 +157,7 @@ def read(source: str | Path | bytes | tuple[bytes, str]) -> Any:
             return in_rgb(image)
     except Exception as error:  # decoders differ in their errors
         reason = "no image" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
-        raise Unreadable(f"{name} cannot be read as an image: {reason}.") from None
+        raise Unreadable(f"{name}: not a readable image ({reason}).") from None
 
 
 def read_pixels(pixels: np.ndarray) -> Any:
@@ -174,7 +174,7 @@ def in_rgb(image: Any) -> Any:
     if image.mode.startswith("I;16"):                        # convert() would clip values above 255
         return read_pixels((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no scale: expected 8 or 16 bits a channel")
+        raise ValueError(f"pixel mode {image.mode}; expected 8 or 16 bits per channel")
     return image.convert("RGBA" if image.mode == "P" else "RGB").convert("RGB")
 
 
@@ -197,7 +197,7 @@ def in_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
     width, height = image.size
     least = min(width, height)
     if least < side:
-        raise DataError(f"task.size={side}: {name} has {width} x {height} pixels: choose a smaller size")
+        raise DataError(f"task.size={side}: {name} has {width} x {height} pixels; use a smaller size")
     left, top = (width - least) // 2, (height - least) // 2
     image = image.crop((left, top, left + least, top + least)).convert("RGB" if channels == 3 else "L")
     image = image if least == side else image.resize((side, side), Image.Resampling.BOX)

@@ -81,8 +81,7 @@ class Streamed:
         self.hub, self.marks = hub, deque([Mark()])
         self.stream = self.split(hub["split"])
         if (files := self.stream.num_shards) < world_size():
-            raise DataError(f"task.hub.split={hub['split']}: {files} files for {world_size()} processes, expected one "
-                            "for each; start fewer processes, or cut the files")
+            raise DataError(f"task.hub.split={hub['split']}: {files} files, expected at least {world_size()}")
         names = getattr((self.stream.features or {}).get(hub["label"]), "names", [])
         self.classes = tuple(names or map(str, range(hub["classes"] or 0)))
 
@@ -125,7 +124,7 @@ class Streamed:
                 later += islice(following, 1)
                 yield now.pop()
             now = [*later, *following] or list(window())
-        raise DataError(f"task.hub.split={self.hub['split']}: a process found no image in its files")
+        raise DataError(f"task.hub.split={self.hub['split']}: no image in the files of one process")
 
     def passes(self, plan: Plan, mark: Mark) -> Iterator[dict[str, Any] | None]:
         """This process's images from a mark on, in stored order; None ends a pass."""
@@ -145,7 +144,7 @@ class Streamed:
         try:
             yield from examples
         except Exception as error:  # of tarfile, zlib, the network
-            raise DataError(f"{self.hub['name']} cannot be read: {reason_of(error)}") from None
+            raise DataError(f"{self.hub['name']}: not readable ({reason_of(error)})") from None
 
     def trained(self, step: int) -> None:
         """Drop the marks that a checkpoint of this step does not need."""
@@ -158,8 +157,8 @@ class Streamed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises DataError if the number of processes changed, or if there is no mark."""
         if state.get("processes") != world_size():
-            raise DataError(f"the checkpoint has stream positions of {state.get('processes', 0)} processes, expected "
-                            f"{world_size()}; continue with as many, or start over in another hydra.run.dir")
+            raise DataError(f"checkpoint: stream positions of {state.get('processes', 0)} processes, expected "
+                            f"{world_size()}; use the same number of processes, or another hydra.run.dir")
         self.marks = deque([Mark(*json.loads(state["stream"]))])
 
     def validation(self, plan: Plan) -> Asked:
@@ -174,16 +173,16 @@ class Streamed:
             at += len(batch)
             yield batch
         if at < last:
-            raise DataError(f"task.hub.validation_images={wanted}: {self.hub['validation']} holds fewer, lower it")
+            raise DataError(f"task.hub.validation_images={wanted}: split {self.hub['validation']} has fewer; set less")
 
     def row(self, number: int, example: dict[str, Any]) -> Row:
         """Row of an example; raises DataError for a missing image or an invalid label."""
         image, label = example.get(self.hub["image"]), example.get(self.hub["label"])
         name = f"{self.hub['name']}, {example.get('__key__') or f'image {number}'}"
         if not image or label not in range(len(self.classes)):
-            raise DataError(f"{name}: {self.hub['image']} is {'there' if image else 'missing'}, {self.hub['label']} is "
-                            f"{label} of {len(self.classes)} classes: set task.hub.image, task.hub.label (of "
-                            f"{', '.join(example)}) and task.hub.classes")
+            raise DataError(f"{name}: {self.hub['image']} is {'present' if image else 'missing'}, {self.hub['label']} "
+                            f"is {label}, expected 0 to {len(self.classes) - 1}; set task.hub.image, task.hub.label "
+                            f"(columns: {', '.join(example)}) and task.hub.classes")
         return number, (image["bytes"], name), label
 
 
@@ -252,7 +251,7 @@ def drawing(draw: Draw) -> Iterator[None]:
     Raises ConfigError outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("task.workers=0 draws in the process that trains: set trainer.prefetch=0, or task.workers=1")
+        raise ConfigError("task.workers=0: not supported with trainer.prefetch; set trainer.prefetch=0")
     kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     seeds = draw.integers(2**32, size=3).tolist()
     random.seed(seeds[0])

@@ -79,7 +79,7 @@ class Plan:
         """
         costs = np.asarray(costs, np.float64)
         if costs.max(initial=0) > budget:
-            raise ValueError(f"a row costs {costs.max():g}: expected at most the budget of {budget:g}")
+            raise ValueError(f"a row costs {costs.max():g}; expected at most the budget of {budget:g}")
         return self._packed(costs, budget) if split == "train" else self._cut(costs, budget)
 
     def steps(self, costs: Sequence[float], budget: float) -> int:
@@ -103,8 +103,7 @@ class Plan:
         """Rows of each micro-batch; the largest are halved until all steps are full."""
         group = self.micro * self.world
         if len(ascending) < group:
-            raise ValueError(f"{len(ascending)} rows do not fill the {group} micro-batches of a step; set a smaller "
-                             "trainer.accumulate, or fewer processes")
+            raise ValueError(f"{len(ascending)} rows for {group} micro-batches per step; set trainer.accumulate lower")
         sizes = packed(ascending, budget)
         while len(sizes) % group:
             largest = max(range(len(sizes)), key=sizes.__getitem__)

@@ -105,7 +105,7 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
     try:
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="latin-1") as stream:
             if stream.read(1) != ">":
-                raise DataError(f"{path}: expected a FASTA file, which begins with >")
+                raise DataError(f"{path}: expected a FASTA file, which starts with >")
             stream.seek(0)
             for header, letters in SimpleFastaParser(stream):
                 match, tokens = HEADER.match(header), letters.encode("latin-1").translate(CODES)
@@ -142,7 +142,7 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
                     write_arrays(files, Path(part, "arrays"))
                     Path(part, "arrays").rename(folder)
     except OSError as error:
-        raise DataError(f"task.cache_dir={cache_dir}: {error}; expected a folder to write to, or null") from None
+        raise DataError(f"task.cache_dir={cache_dir}: {error}; expected a writable folder, or null") from None
     names = tuple(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE) for file in files)
     arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
     return Sequences(**arrays, names=names, held=held)
@@ -181,7 +181,7 @@ def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.nd
     known = sequences.names
     names = (known[-1:] if len(known) > 1 else ()) if names is None else names
     if not set(names) <= set(known) or set(names) == set(known):
-        raise ConfigError(f"task.held_out_files={list(names)}: expected some of the files {', '.join(known)}, not all")
+        raise ConfigError(f"task.held_out_files={list(names)}: expected some, not all, of {', '.join(known)}")
     return np.isin(sequences.files, [known.index(name) for name in names])
 
 
@@ -200,7 +200,7 @@ def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequenc
         raise DataError(f"task.families={path}: {error}; expected columns uniprot_acc and pfamA_acc") from None
     out = np.isin(np.char.partition(sequences.accessions, b"-")[:, 0], np.array([*held], "S"))   # isoforms: P12345-2
     if not out.any():
-        raise DataError(f"task.families={path}: no sequence is of {', '.join(families[:3])} ...; expected some")
+        raise DataError(f"task.families={path}: expected some sequences of {', '.join(families[:3])} ...")
     return out
 
 
@@ -216,11 +216,11 @@ def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: f
     which[digests.isin(digests[out])] = 3
     which[sequences.repeated] = -1
     if count := int(sequences.repeated.sum()):
-        warn("%d of %d sequences repeat an earlier one and are left out", count, len(sequences))
+        warn("skipped %d of %d sequences, which repeat earlier ones", count, len(sequences))
     rows = {split: np.flatnonzero(which == i) for i, split in enumerate(SPLITS)}
     if empty := [split for split in SPLITS[:3] if not len(rows[split])]:
-        raise DataError(f"{empty[0]}: no sequence of {len(sequences)} with task.validation_share={validation} and "
-                        f"task.test_share={test}; give more sequences or other shares")
+        raise DataError(f"{empty[0]}: none of {len(sequences)} sequences with task.validation_share={validation}, "
+                        f"task.test_share={test}; use more sequences, or other shares")
     return rows if len(rows["ood"]) else {split: rows[split] for split in SPLITS[:3]}
 
 

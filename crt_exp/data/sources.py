@@ -83,7 +83,7 @@ def select(name: str) -> list[Source]:
     found = [SOURCES[name]] if name in SOURCES else [SOURCES[each] for each in SOURCES if each.startswith(name + "/")]
     if not found:
         known = ", ".join(dict.fromkeys(each.split("/")[0] for each in SOURCES))
-        raise DataError(f"there is no data set {name!r}: expected one of {known}, or a part such as uci/abalone")
+        raise DataError(f"unknown data set {name!r}; expected one of {known}, or a part such as uci/abalone")
     return found
 
 
@@ -108,7 +108,7 @@ def no_folder(data_dir: str | Path | None, by: str, instead: str = "leave it out
     Otherwise a user would believe that the folder was read.
     """
     if data_dir:
-        raise DataError(f"task.data_dir={data_dir} is not used by {by}: {instead}")
+        raise DataError(f"task.data_dir={data_dir}: not used by {by}; {instead}")
 
 
 def missing(name: str, path: Path | None, file: int = 0) -> DataError:
@@ -227,7 +227,7 @@ def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text 
         return load()
     except Exception as error:  # each library has its own errors
         place, check = (files, "") if files else ("the Hugging Face hub", " Check the name and the network.")
-        raise DataError(f"{name} cannot be read from {place}: {reason_of(error)}.{check} {otherwise}") from None
+        raise DataError(f"{name}: not readable from {place}: {reason_of(error)}.{check} {otherwise}") from None
 
 
 def reason_of(error: Exception) -> str:

@@ -77,10 +77,10 @@ class Faults:
         Raises DataError if nothing usable is left, or for any fault with bad="error".
         """
         if left == 0 and not self.noted:
-            raise DataError(f"{self.what}: there are none; expected some for training, validation and test each")
-        found = f"{self.what}: {len(self.noted)} cannot be used, {left} can: {'; '.join(self.noted[:3])}"
+            raise DataError(f"{self.what}: no utterances; expected at least one in train, validation and test")
+        found = f"{self.what}: {len(self.noted)} unusable, {left} usable: {'; '.join(self.noted[:3])}"
         if left == 0 or self.noted and self.bad == "error":
-            raise DataError(f"{found}; mend them, or leave them out with task.bad=skip if others are left")
+            raise DataError(f"{found}; fix the files{', or set task.bad=skip' if left else ''}")
         if self.noted:
             warn("%s", found)
 
@@ -96,7 +96,7 @@ def audio_files(name: str | Path, option: str) -> list[Path]:
     path = Path(name).expanduser()
     files = [path] if path.is_file() else [Path(file) for file in files_ending(path, AUDIO)]
     if not files:
-        raise DataError(f"{option}={name}: expected an audio file, or a folder with some ({' '.join(AUDIO)})")
+        raise DataError(f"{option}={name}: expected an audio file, or a folder of audio files ({' '.join(AUDIO)})")
     return files
 
 
@@ -109,8 +109,8 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
     for subset in subsets:
         if root is None or not (root / subset).is_dir():
             where = root or "CRT_DATA, which is not set"
-            raise DataError(f"task.subsets: {subset} is not in {where}; get it with python -m crt_exp.data fetch "
-                            f"speech/LibriSpeech/{subset}")
+            raise DataError(f"task.subsets: {subset} is missing in {where}; run `python -m crt_exp.data fetch "
+                            f"speech/LibriSpeech/{subset}`")
         audio = {path.with_suffix(""): path for path in audio_files(root / subset, "task.data_dir")}
         lines = [(path.parent, *line.strip().partition(" ")) for path in (root / subset).rglob("*.trans.txt")
                  if not hidden(path.relative_to(root))
@@ -164,7 +164,7 @@ def read_table(path: Path):
     if "split" not in cells:
         cells["split"] = [by_hash(os.path.relpath(path.parent / name, path.parent)) for name in cells.audio]
     if wrong := sorted(set(cells.split) - SPLITS.keys()):
-        raise DataError(f"{path}: split={wrong[0]!r}: expected {', '.join(SPLITS)} in each row, or no such column")
+        raise DataError(f"{path}: split={wrong[0]!r}: expected {', '.join(SPLITS)} in each row, or no split column")
     cells["audio"] = [str(path.parent / name) for name in cells.audio]
     return cells
 
@@ -185,7 +185,7 @@ def recordings(data_dir: str | None) -> list[AudioPart]:
         raise missing(DIGITS, folder)
     files = audio_files(folder, "task.data_dir")
     if wrong := [path for path in files if not re.fullmatch(r"\d_[a-z]+_\d+", path.stem)]:
-        raise DataError(f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove it")
+        raise DataError(f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove the file")
     return [AudioPart(str(path), seconds_of(path, str(path))) for path in files]
 
 
@@ -255,10 +255,10 @@ def seconds_of(source: Path | io.BytesIO, name: str) -> float:
     try:
         info = soundfile.info(source)
     except (soundfile.SoundFileError, OSError, TypeError) as error:
-        raise BadAudio(f"{name}: cannot be read: {error}") from None
+        raise BadAudio(f"{name}: not readable: {error}") from None
     cut = re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M)
     if cut and int(cut[1]) < ENDLESS:
-        raise BadAudio(f"{name}: is cut off: {cut[2]} of {cut[1]} bytes of audio are there")
+        raise BadAudio(f"{name}: truncated: {cut[2]} of {cut[1]} bytes of audio")
     return info.frames / info.samplerate
 
 
@@ -273,11 +273,11 @@ def decoded(part: AudioPart, rate: int) -> np.ndarray:
         source = part.name if part.content is None else io.BytesIO(part.content())
         audio, own = soundfile.read(source, dtype="float32", always_2d=True)
     except (soundfile.SoundFileError, OSError) as error:
-        raise BadAudio(f"{part.name}: cannot be read: {error}") from None
+        raise BadAudio(f"{part.name}: not readable: {error}") from None
     if len(audio) < round(part.seconds * own):
-        raise BadAudio(f"{part.name}: is cut off: {len(audio) / own:.3f} of {part.seconds:.3f} s are there")
+        raise BadAudio(f"{part.name}: truncated: {len(audio) / own:.3f} of {part.seconds:.3f} s")
     if not (peak := np.abs(audio).max()) <= LOUDEST:
-        raise BadAudio(f"{part.name}: holds samples up to {peak:g}, expected -1 to 1: divide 16-bit numbers by 32768")
+        raise BadAudio(f"{part.name}: samples up to {peak:g}; expected -1 to 1; divide 16-bit numbers by 32768")
     return resampled(audio.mean(1), own, rate)
 
 

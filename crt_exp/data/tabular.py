@@ -104,11 +104,11 @@ def read_official(name: str, path: Path | None) -> Table:
         frame = pd.read_csv(path, sep=r"\s+" if name in BLANKS else ",", header=None, dtype=str, quoting=csv.QUOTE_NONE,
                             keep_default_na=False, encoding="utf-8-sig")
         if frame.shape != (source.files[0].rows, len(layout)):
-            raise ValueError(f"it has (rows, columns) {frame.shape}, expected {source.files[0].rows, len(layout)}")
+            raise ValueError(f"(rows, columns) = {frame.shape}, expected {source.files[0].rows, len(layout)}")
         arrays = [values_of(field, frame[i].str.strip()) for i, field in enumerate(layout) if field.role != "dropped"]
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {str(error).strip()}; get the published file by "
-                        f"`python -m crt_exp.data fetch uci/{name}`, or from {source.page}") from None
+        raise DataError(f"{path}: {str(error).strip()}; run `python -m crt_exp.data fetch uci/{name}`, or get the file "
+                        f"from {source.page}") from None
     return table_of(name, arrays, f"{path} ({source.page})")
 
 
@@ -182,7 +182,7 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
         except ValueError as error:
             raise DataError(f"task.csv={path}: column {name}, {error}") from None
     if not features:
-        raise DataError(f"task.csv={path}: no column beside {target} can be used: {'; '.join(notes)}")
+        raise DataError(f"task.csv={path}: no usable column in addition to {target}: {'; '.join(notes)}")
     return Table(path.stem.removesuffix(".csv"), tuple(features), goal, classes, str(path)), "; ".join(notes)
 
 
@@ -202,7 +202,7 @@ def cells(path: Path) -> pd.DataFrame:
             if short.any():
                 raise ValueError(f"row {short.idxmax()} has fewer cells than the header")
     except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"task.csv={path} cannot be read as a table of UTF-8 text: {str(error).strip()}") from None
+        raise DataError(f"task.csv={path}: not readable as a UTF-8 table: {str(error).strip()}") from None
     frame = frame.apply(lambda texts: texts.str.strip())
     names = frame.iloc[0].tolist()
     if "" in names or len({*names}) < len(names) or pd.to_numeric(frame.iloc[0], errors="coerce").notna().all():
@@ -222,9 +222,9 @@ def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
         return values.reindex(texts.index)
     lines = known.str.contains("\n")
     if lines.any():
-        raise ValueError(f"row {lines.idxmax()}: a cell holds a line end: does a quotation mark not end?")
+        raise ValueError(f"row {lines.idxmax()}: line end inside a cell; check for an unclosed quotation mark")
     if not mixed and known.str.fullmatch(LIKE_NUMBER).mean() > 0.5:
-        raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r} among numbers: expected one as 1234.5, or no value")
+        raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r}; expected a number such as 1234.5, or no value")
     return texts
 
 
@@ -232,9 +232,9 @@ def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[s
     """Numbers and None, or codes and the names of their classes. Raises ValueError."""
     number = labels.dtype == np.float64
     if labels.isna().any():
-        raise ValueError(f"row {labels.isna().idxmax()} has no value to learn: fill it in, or remove the row")
+        raise ValueError(f"row {labels.isna().idxmax()} has no value; fill it in, or remove the row")
     if kind == "regression" and not number:
-        raise ValueError("the target of task.kind=regression, holds words: expected numbers")
+        raise ValueError("task.kind=regression: the target holds words; expected numbers")
     if kind is None:
         few_whole = labels.nunique() <= MOST_CLASSES and number and (labels % 1 == 0).all()
         kind = "regression" if number and not few_whole else "classification"
@@ -242,8 +242,8 @@ def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[s
         return labels.to_numpy(), None
     classes, codes = np.unique(labels.to_numpy(), return_inverse=True)
     if not 2 <= len(classes) <= len(codes) / 2:
-        raise ValueError(f"{len(classes)} different values in {len(codes)} rows: it takes classes of several rows, or "
-                         "different numbers with task.kind=regression")
+        raise ValueError(f"{len(classes)} distinct values in {len(codes)} rows; expected at least 2 classes with "
+                         "several rows each, or task.kind=regression")
     return codes, tuple(f"{each:.15g}" if number else each for each in classes)
 
 

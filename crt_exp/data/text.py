@@ -48,7 +48,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     except UnicodeDecodeError:
         raise DataError(f"{path}, line {number}: expected UTF-8 text") from None
     except OSError as error:
-        raise DataError(f"{path}: the file cannot be read ({error.strerror or error})") from None
+        raise DataError(f"{path}: not readable ({error.strerror or error})") from None
 
 
 def text_files(paths: Paths) -> list[Path]:
@@ -62,8 +62,7 @@ def text_files(paths: Paths) -> list[Path]:
         inside = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and
                                                       not f"/{file.relative_to(path)}".count("/."))
         if not inside:
-            raise DataError(f"{path}: expected a text file (UTF-8), a folder of {' '.join(SUFFIXES)} files, or "
-                            f"{WORDNET}, which needs no file")
+            raise DataError(f"{path}: expected a UTF-8 text file, a folder of {' '.join(SUFFIXES)} files, or {WORDNET}")
         files += inside
     return files
 
@@ -90,7 +89,7 @@ def wordnet_file() -> Path:
         with whole(path) as part:
             part.write_text("\n".join([*lines, ""]))
     if content(path) != WORDNET_DIGEST:
-        raise DataError(f"{path}: expected the definitions of timm 1.0.31; install it and remove this file")
+        raise DataError(f"{path}: expected the definitions of timm 1.0.31; install timm 1.0.31 and remove this file")
     return path
 
 
@@ -148,7 +147,7 @@ class HubText(NamedTuple):
 
         data = from_hub(lambda: load_dataset(name, config, split=split, data_files=data_files), name)
         if column not in data.column_names:
-            raise DataError(f"task.hub.column={column}: {name} has {', '.join(data.column_names)}")
+            raise DataError(f"task.hub.column={column}: expected a column of {name}: {', '.join(data.column_names)}")
         return cls(data[column], f"{data._fingerprint} {column}")
 
 
@@ -174,7 +173,7 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
     path = path / "vocab.txt" if path.is_dir() else path
     words = [line for _, line in numbered_lines(path)]
     if not {*SPECIAL} <= {*words} or len({*words}) < len(words):
-        raise DataError(f"{path}: expected a BERT vocabulary, a token a line, each once, with {' '.join(SPECIAL)}")
+        raise DataError(f"{path}: expected a BERT vocabulary, one unique token per line, with {' '.join(SPECIAL)}")
     return BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}, do_lower_case=lowercase)
 
 
@@ -191,7 +190,7 @@ def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None
     elif pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
         problem = f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with id {pad_token_id}"
     if problem:
-        raise DataError(f"Tokenizer and model disagree: {problem}; use the tokenizer that the model was trained with")
+        raise DataError(f"tokenizer: does not fit the model: {problem}; use the tokenizer of the model's training")
 
 
 def fingerprint(tokenizer) -> str:
@@ -237,7 +236,8 @@ def running_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | N
     key = content_key(cache_dir, text, "tokens 1", end, fingerprint(tokenizer))
     tokens = cached(cache_dir, key, make)["tokens"]
     if len(tokens) < length:
-        raise DataError(f"{text}: {len(tokens)} tokens fill no block of {length}; give more text or shorter blocks")
+        raise DataError(f"{text}: {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a smaller "
+                        "block")
     return tokens[:len(tokens) // length * length].reshape(-1, length)
 
 
@@ -248,8 +248,8 @@ def local_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | Non
 
 def body_length(tokenizer, length: int) -> int:
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id) or length < 3:
-        raise DataError(f"length={length}, {type(tokenizer).__name__}: expected a length >= 3 and a tokenizer with "
-                        "[CLS] and [SEP], of a BERT-type encoder")
+        raise DataError(f"length={length}, {type(tokenizer).__name__}: expected length >= 3 and a BERT-type tokenizer "
+                        "with [CLS] and [SEP]")
     return length - 2
 
 
@@ -277,7 +277,7 @@ class Masking:
     def of(cls, tokenizer, share: float = 0.15) -> "Masking":
         """Masking of a tokenizer; raises DataError without a mask token."""
         if tokenizer.mask_token_id is None:
-            raise DataError(f"{type(tokenizer).__name__} has no mask token: expected one of a masked language model")
+            raise DataError(f"{type(tokenizer).__name__}: expected a mask token, as in masked language models")
         size = max(tokenizer.get_vocab().values()) + 1
         return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), share)
 

@@ -121,7 +121,7 @@ def unigram_model(texts: Iterable[str], wanted: str, instead: str, **options: An
                                    num_threads=1, bos_id=-1, eos_id=-1, normalization_rule_name="identity",
                                    minloglevel=2, **options)
     except (RuntimeError, ValueError, OSError) as error:
-        raise DataError(f"sentencepiece makes no {wanted}: {error}; choose another {instead}") from None
+        raise DataError(f"sentencepiece cannot build {wanted}: {error}; set another {instead}") from None
     return model.getvalue()
 
 
@@ -141,7 +141,7 @@ def lowercased(tokenizer, lowercase: bool):
 
 def check_size(size: int, least: int, what: str) -> None:
     if size < least:
-        raise DataError(f"task.vocabulary_size={size}: expected at least {least}, room for {what}")
+        raise DataError(f"task.vocabulary_size={size}: expected at least {least}, for {what}")
 
 
 # ---- symbols of speech recognition -----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Symbols:
         else:
             parts = text if self.kind == "characters" else text.split()
         if unknown := next((part for part in parts if part not in self.numbers), None):
-            raise DataError(f"{unknown!r} is not among the {len(self)} {self.kind} of the vocabulary")
+            raise DataError(f"{unknown!r} is not in the vocabulary of {len(self)} {self.kind}")
         return [self.numbers[part] for part in parts]
 
     def decode(self, numbers: Sequence[int]) -> str:

@@ -62,13 +62,13 @@ class RandomFeatureEstimator(BaseEstimator):
         check_kernel(self.kernel)
         name = self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
         if self._own_kernel and self.kernel != "gaussian":
-            raise ValueError(f"kernel={self.kernel}: {name} has a kernel of its own; leave kernel out")
+            raise ValueError(f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it")
         if self.gamma is None or isinstance(self.gamma, str) and self.gamma == "scale" and not self._by_length:
             return
         if self._own_kernel:
-            raise ValueError(f"gamma={self.gamma}: {name} takes length_scale")
+            raise ValueError(f"gamma={self.gamma}: not supported by {name}; use length_scale")
         if self._by_length:
-            raise ValueError(f"gamma={self.gamma}: length_scale stands in its place; give one of them")
+            raise ValueError(f"gamma={self.gamma}: cannot be combined with length_scale")
         if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
             raise ValueError(f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
 
@@ -168,8 +168,8 @@ class RandomFeatureEstimator(BaseEstimator):
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
             name = type(self.map_).__name__
-            raise ValueError(f"some entries lie below those that {name} was fitted to: take mechanism="
-                             f"{name}({self.kernel!r}, margin=1.0) (now {self.map_.margin}), or oprf")
+            raise ValueError(f"X has entries below the fitted minimum of {name}: use margin=1.0 (now "
+                             f"{self.map_.margin}), or mechanism='oprf'")
         return x
 
     def __sklearn_tags__(self):
@@ -247,9 +247,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     def _writer(self) -> Callable:
         """Return a function that writes the features of validated rows into `out`."""
         if not self.map_.one_map:
-            raise ValueError(f"{type(self.map_).__name__} has different features for the two sides of the kernel, "
-                             "which one transform cannot give: use KernelRegressionClassifier or "
-                             "KernelRegressionRegressor, or map_.phi_q and map_.phi_k")
+            raise ValueError(f"mechanism={type(self.map_).__name__}: queries and keys have different features; use "
+                             "map_.phi_q and map_.phi_k, or KernelRegressionClassifier or KernelRegressionRegressor")
         write = self._write_odd if self._odd else self.map_.writer(self.noise_, self.params_)
         return lambda X, out: write(self._check_range(self._scaled(X)), out)
 
@@ -263,7 +262,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         if phi.width(m) != self.n_components and not (
                 phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))):
             fewer = f"{phi.width(m - 1)} or " if m > 1 else ""
-            raise ValueError(f"n_components={self.n_components}: {type(phi).__name__} makes {fewer}{phi.width(m)}")
+            raise ValueError(f"n_components={self.n_components}: {type(phi).__name__} supports {fewer}{phi.width(m)}")
         return m
 
     @property
@@ -292,8 +291,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         """Return weights and offsets of the columns, in the dtype of the data."""
         phi = getattr(self, "map_", None)
         if not isinstance(phi, (Trigonometric, PositiveExponential)) or isinstance(phi, Dense):
-            raise AttributeError("random_weights_ and random_offset_ exist after a fit, for trig, pos, hyp, smreg and "
-                                 "oprf")
+            raise AttributeError("random_weights_, random_offset_: expected a fitted trig, pos, hyp, smreg or oprf")
         n, m = self._n_features_out, self.noise_.m
         if isinstance(self.map_, Trigonometric):
             rows = self.map_.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()

@@ -115,7 +115,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         X, y = validated(self, X, y, reset=first)
         if first:
             if classes is None:
-                raise ValueError("the first call of partial_fit needs classes, all labels that will ever come")
+                raise ValueError("classes=None: the first partial_fit needs all labels")
             self.classes_ = label_set(classes)
             self._begin(X)
         self._add(X, self._one_hot(y))
@@ -147,7 +147,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         if not np.array_equal(self.classes_[places], y):
             unseen = sorted(set(y.tolist()) - set(self.classes_.tolist()))
-            raise ValueError(f"unseen label {unseen[0]!r}: it is not among the classes {self.classes_.tolist()}")
+            raise ValueError(f"label {unseen[0]!r}: expected one of classes={self.classes_.tolist()}")
         return np.eye(len(self.classes_))[places]
 
 
@@ -199,10 +199,8 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         mass = sums[:, -1:]
         bad = ~(mass[:, 0] > 0)
         if bad.any():
-            warnings.warn(f"{bad.sum()} of {len(X)} rows have no positive kernel mass under {self.mechanism}: they get "
-                          "the mean of the training targets; more columns, a smaller gamma or a positive mechanism "
-                          "(oprf) help",
-                          stacklevel=2)
+            warnings.warn(f"{bad.sum()} of {len(X)} rows have no positive kernel mass: predicting the mean training "
+                          "target. Use more features, a smaller gamma or mechanism='oprf'", stacklevel=2)
         mean = np.where(bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass))
         return mean.clip(*self.range_).reshape(len(X), *self._shape)
 

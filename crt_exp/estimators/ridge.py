@@ -78,8 +78,7 @@ class Solution:
 
     def __init__(self, sums: Sums, alpha: float | Choice, floor: float, together: bool):
         if not bool(sums.gram.diagonal().isfinite().all()):
-            raise ValueError("features overflow: the rows lie too far apart for this mechanism; scale them down, take "
-                             "longer length scales, or mechanism='trig', which is bounded")
+            raise ValueError("features overflow: scale X down, use a larger length_scale, or mechanism='trig'")
         self.weight, self.mean = sums.weight, sums.features / sums.weight
         shift = sums.targets / sums.weight
         self.targets = shift + sums.origin
@@ -96,8 +95,7 @@ class Solution:
         self.count[exact] = self.count[exact].clamp(max=int((self.values > 0).sum()) + 1)
         if isinstance(alpha, str):
             if sums.weight <= 1 + 1e-9 and sums.rows > 1:
-                raise ValueError(f"the weights sum to {sums.weight:g}, which leaves nothing to choose alpha by: they "
-                                 "count as repetitions of rows, so scale them to a mean of 1, or give alpha")
+                raise ValueError(f"sample_weight sums to {sums.weight:g}: too small for alpha={alpha}; use mean 1")
             grid = ridges(least, max(float(values[-1]), least))
             score = (self._gcv if alpha == "gcv" else self._evidence)(
                 grid / (self.values[:, None] + grid), explained, rest)                 # (A, T)
@@ -158,8 +156,7 @@ def check_memory(columns: int) -> None:
     """Raise ValueError if the sums over `columns` features exceed the free memory."""
     need = 32 * columns**2
     if need > 2**28 and need > (free := free_memory(torch.device("cpu"))):
-        raise ValueError(f"n_components={columns}: the sums take {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of "
-                         "memory are free; choose fewer")
+        raise ValueError(f"n_components={columns}: needs {need / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free")
 
 
 class RidgeOfFeatures(BaseEstimator):
@@ -197,7 +194,7 @@ class RidgeOfFeatures(BaseEstimator):
         X, y = validated(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
         if (weight < 0).any():
-            raise ValueError(f"sample_weight holds {weight.min():g}: weights must not be negative")
+            raise ValueError(f"sample_weight: {weight.min():g}; expected numbers >= 0")
         if first and not weight.any():
             raise ValueError("Sample weights must contain at least one non-zero number: there is nothing to fit to")
         if not weight.all():
@@ -344,8 +341,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
         if first:
             self._shape = y.shape[1:]
         if y.shape[1:] != self._shape:
-            raise ValueError(f"y has shape {('n', *y.shape[1:])}, expected that of the first batch, "
-                             f"{('n', *self._shape)}")
+            raise ValueError(f"y: shape {('n', *y.shape[1:])}, expected {('n', *self._shape)} as in the first batch")
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 
@@ -457,7 +453,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
 
         X, y, weight = self._kept
         if len(np.unique(y)) < 2:
-            raise ValueError(f"the rows so far hold one class only, {y[0]}: expected at least two classes")
+            raise ValueError(f"y: one class only ({y[0]}) so far; expected at least two")
         scores = solution.left_out(self._features(X), torch.from_numpy(self._columns_of(y)))
         fitted = LogisticRegression(C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False)
         slopes = fitted.fit(scores.numpy(), y, weight).coef_  # (K, C); scores sum to 1, which serves as the intercept

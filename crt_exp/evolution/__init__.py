@@ -126,9 +126,7 @@ def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
         with without_interrupts():
             return joblib.Parallel(n_jobs=workers, batch_size=1)(joblib.delayed(play)(*call) for call in calls)
     except BrokenProcessPool:
-        raise Stopped("a process that plays rollouts has died (killed, or out of memory); the generations that ended "
-                      "are kept: continue with resume=auto, with fewer task.workers where memory was short",
-                      1) from None
+        raise Stopped(f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1) from None
 
 
 # ---- evolution strategies
@@ -268,8 +266,7 @@ def trained(plan: Search, player: Player, state: State, seed: int, number: int) 
     returns = play_all(player, members(state.theta, eps, plan.sigma), seeds, plan.together, plan.workers)
     dropped = int(np.isnan(returns).sum())
     if dropped == plan.population * plan.rollouts:
-        raise ValueError(f"generation {number}: no rollout has a finite return; the environment or its options are at "
-                         "fault, or task.sigma is too large")
+        raise ValueError(f"generation {number}: no finite return; check the environment, or use a smaller task.sigma")
     ascend(state, gradient(shaped(of_members(returns)), eps, plan.sigma), plan.lr)
     state.rollouts, state.dropped = state.rollouts + plan.population * plan.rollouts, state.dropped + dropped
     return {"step": number + 1, "epoch": 0, "split": "train", "return": float(np.nanmean(returns)),
@@ -293,7 +290,7 @@ def tested(plan: Search, player: Player, state: State, seed: int, split: str, co
     returns = np.concatenate(groups)
     finite = returns[np.isfinite(returns)]
     if not len(finite):
-        raise ValueError(f"{split}: none of {count} rollouts has a finite return")
+        raise ValueError(f"{split}: no finite return in {count} rollouts")
     return {"step": state.generation if step is None else step, "epoch": 0, "split": split,
             "return": float(finite.mean()), "std": float(finite.std()), "rollouts": state.rollouts,
             "dropped": count - len(finite), "seeds": seeds, "returns": finite.tolist()}
@@ -319,7 +316,6 @@ def restored(directory: Path | None, done: int) -> State | None:
         return None
     counts = checkpoint.load_state(path)
     if done < counts["records"]:
-        raise checkpoint.CheckpointError(
-            f"{directory / 'metrics.jsonl'} holds {done} records, and {path} was written after {counts['records']}: "
-            f"lines are missing. Put the whole file back, or move {path.parent} away: then the run starts over")
+        raise checkpoint.CheckpointError(f"{path}: expected {counts['records']} records in metrics.jsonl, found "
+                                         f"{done}; restore the file, or move {path.parent} away to start over")
     return State(**checkpoint.load_tensors(path / "evolution.safetensors"), **counts)

@@ -49,8 +49,7 @@ def need(task: str, *packages: str) -> None:
     """Raise ConfigError, naming the extra, if a package is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"task={task} needs {' and '.join(packages)} ({' and '.join(missing)} missing): "
-                          "pip install 'crt_exp[robotics]'")
+        raise ConfigError(f"task={task}: {' and '.join(missing)} missing; pip install 'crt_exp[robotics]'")
 
 
 # ---- an Ant on stepping stones ---------------------------------------------------------------------------------------

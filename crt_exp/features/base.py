@@ -195,8 +195,7 @@ class FeatureMap:
         Raises:
             ValueError: the map has no closed form.
         """
-        raise ValueError(f"features={type(self).__name__}: no closed form of its variance, which this needs: define "
-                         "log_relative_second_moment")
+        raise ValueError(f"features={type(self).__name__}: no closed-form variance; define log_relative_second_moment")
 
     def log_mse(self, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
         """Return the log variance with m i.i.d. projections; shapes as `log_variance`."""
@@ -225,8 +224,7 @@ def distinct(needed: Nested) -> list[Projections]:
     named = {}
     for p in leaves(needed):
         if named.setdefault(p.name, p).m != p.m:
-            raise ValueError(f"parts that share their projections take {named[p.name].m} and {p.m} of them: they must "
-                             "take as many")
+            raise ValueError(f"shared projections: parts need {named[p.name].m} and {p.m} rows; use equal m")
     return list(named.values())
 
 
@@ -279,7 +277,7 @@ def check_finite(value: Tensor, name: str) -> Tensor:
     if not can_ask(value):
         return torch.where(value.isfinite(), value, torch.nan)
     if not holds(value.isfinite()):
-        raise NotFinite(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
+        raise NotFinite(f"fitted {name}: not finite; expected vectors without NaN, infinity or overflow")
     return value
 
 

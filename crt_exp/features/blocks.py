@@ -322,7 +322,7 @@ class GaussianCoefficient(Coefficient):
         super().__post_init__()
         M = torch.as_tensor(self.M, dtype=torch.float64)
         if M.ndim > 1 or not bool(M.isfinite().all()):
-            raise ValueError(f"M = {self.M!r}: give a real number, or the d numbers of a diagonal")
+            raise ValueError(f"M={self.M!r}: expected a real number, or d real numbers for a diagonal")
         object.__setattr__(self, "M", tuple(M.tolist()) if M.ndim else float(M))
 
     def rho(self, x, noise, params, key):
@@ -339,14 +339,13 @@ class GaussianCoefficient(Coefficient):
     def _m(self, x: Tensor) -> Tensor:
         M = x.new_tensor(self.M)
         if M.ndim and len(M) != x.shape[-1]:
-            raise ValueError(f"M has {len(M)} numbers but the vectors have {x.shape[-1]} dimensions")
+            raise ValueError(f"M: {len(M)} entries for vectors of {x.shape[-1]} dimensions; expected equal numbers")
         return M
 
 
 def _check_product(product: float) -> None:
     if product < LEAST:
-        raise ValueError(f"sigma r = {product:.3g}: below {LEAST} the coefficient is 0 / 0 (varrho -> 0): choose a "
-                         "larger sigma, or the vectors are too short for a Gaussian hybrid")
+        raise ValueError(f"sigma * r={product:.3g}: expected >= {LEAST}; use a larger sigma")
 
 
 def column(constant: Tensor | float, like: Tensor, key: bool) -> Tensor:

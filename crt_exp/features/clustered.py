@@ -62,7 +62,7 @@ class ClusteredMap(InBlocks):
     field: Field = "real"
     by: Literal["moments", "centres"] = "moments"
     fitted = on_vectors = True
-    until_fitted = "no clusters yet, so it takes all vectors for one (M = 1, the features of FAVOR+)"
+    until_fitted = "using one cluster with M = 1 (FAVOR+)"
 
     @property
     def pairs(self) -> int:
@@ -226,7 +226,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def __post_init__(self):
         super().__post_init__()
         if self.default is None and self.pairs == 1:
-            raise ValueError("one pair of clusters and no default base: there is nothing to weight; use CERF")
+            raise ValueError("default=None with one pair of clusters: expected a base; set default=trig, or use CERF")
 
     def _made(self):
         default = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, None: None}[self.default]
@@ -276,7 +276,7 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
     check_finite(points, f"centre of the {what}")
     if len(points) < count:
         samples = "1 sample" if len(points) == 1 else f"{len(points)} samples"
-        raise ValueError(f"{count} clusters of {what} but {samples}: take fewer clusters")
+        raise ValueError(f"{what}: {samples} for {count} clusters; use fewer clusters")
     if count == 1:
         return points.mean(0, keepdim=True)
     from sklearn.cluster import KMeans
@@ -288,8 +288,7 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
         try:
             centres = KMeans(count, n_init=STARTS, random_state=SEED).fit(values).cluster_centers_
         except ConvergenceWarning:
-            raise ValueError(f"a cluster of {what} stays empty: fewer than {count} of the {len(points)} vectors "
-                             "differ; take fewer clusters") from None
+            raise ValueError(f"{what}: fewer than {count} distinct vectors; use fewer clusters") from None
     return torch.from_numpy(centres).to(points)
 
 
@@ -323,8 +322,7 @@ def nearest(x: Tensor, centres: Tensor) -> Tensor:
 
 def check_dimension(centres: Tensor, x: Tensor) -> None:
     if centres.shape[-1] != x.shape[-1]:
-        raise ValueError(f"the centres have {centres.shape[-1]} dimensions but the vectors have {x.shape[-1]}: the "
-                         "clusters were fitted to others")
+        raise ValueError(f"cluster centres: {centres.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors")
 
 
 def _paired(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class CERF(FeatureMap):
         M = _matrix(self.M)
         object.__setattr__(self, "M", _as_tuples(M))
         if self.field == "real" and M.is_complex():
-            raise ValueError("M has complex entries, which field='real' rules out")
+            raise ValueError("M: complex entries; expected real entries with field='real'")
         object.__setattr__(self, "field", self.field or ("complex" if M.is_complex() else "real"))
 
     @property
@@ -179,7 +179,7 @@ class Hedgehog(FeatureMap):
         return _softmaxes(y, noise[1])
 
     def log_relative_second_moment(self, x, y, params=()):
-        raise NotImplementedError("hedgehog features estimate no kernel: there is no variance to give")
+        raise NotImplementedError("hedgehog features estimate no kernel and have no variance")
 
     def log_kernel(self, x, y):
         raise NotImplementedError("hedgehog features estimate no kernel")
@@ -235,15 +235,15 @@ def _matrix(M: Any) -> Tensor:
     try:
         M = M.detach().cpu() if isinstance(M, Tensor) else torch.from_numpy(np.array(M, complex))
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"M = {M!r}: give a number, the d numbers of a diagonal, or d rows of d numbers") from None
+        raise ValueError(f"M={M!r}: expected a number, d numbers (a diagonal), or d rows of d numbers") from None
     M = M.to(torch.complex128)
     if M.ndim > 2 or (M.ndim == 2 and M.shape[0] != M.shape[1]) or M.numel() == 0:
-        raise ValueError(f"M has shape {tuple(M.shape)}: give a number, d numbers or d rows of d numbers")
+        raise ValueError(f"M: shape {tuple(M.shape)}; expected a number, d numbers, or d rows of d numbers")
     if not bool(M.abs().isfinite().all()):
-        raise ValueError("M holds NaN or infinite values")
+        raise ValueError("M: expected finite entries")
     singular = bool((M == 0).any()) if M.ndim < 2 else float(torch.linalg.cond(M)) > 1e12
     if singular:
-        raise ValueError("M is singular: the features of the keys are made of its inverse")
+        raise ValueError("M: singular; expected an invertible matrix")
     return M if bool((M.imag != 0).any()) else M.real
 
 
@@ -255,5 +255,5 @@ def _as_tuples(M: Tensor) -> Any:
 def _for_dimension(M: Tensor, x: Tensor) -> Tensor:
     """Return M; raise ValueError if its dimension differs from that of x (..., d)."""
     if M.shape[-1] not in (1, x.shape[-1]) or (M.shape[-2] > 1 and M.shape[-1] != x.shape[-1]):
-        raise ValueError(f"M is made for {M.shape[-1]} dimensions but the vectors have {x.shape[-1]}")
+        raise ValueError(f"M: {M.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors")
     return M

@@ -148,13 +148,12 @@ class SDERF(Dense):
     centred: bool = True
     balance: bool | None = None
 
-    until_fitted = "no parameters yet, so it takes A = 0 and neither shift nor balance"
+    until_fitted = "using A = 0, no shift and no balance"
 
     def __post_init__(self):
         super().__post_init__()
         if self.balance and self.kernel != "softmax":
-            raise ValueError(f"balance=True with kernel={self.kernel!r}: x -> G x, y -> G^-T y leaves x.y as it is, "
-                             "but not x - y: choose balance=False, or kernel='softmax'")
+            raise ValueError(f"balance=True: expected kernel='softmax', got {self.kernel!r}; use balance=False")
 
     @property
     def balanced(self) -> bool:
@@ -170,8 +169,7 @@ class SDERF(Dense):
 
     def fit(self, stats: Statistics) -> SDERFParams:
         if not self.diagonal and stats.d > LARGEST_D:
-            raise ValueError(f"SDERF with full matrices takes vectors of at most {LARGEST_D} dimensions, not "
-                             f"{stats.d}: choose diagonal=True (features.diagonal=true)")
+            raise ValueError(f"d={stats.d}: expected at most {LARGEST_D} for full matrices; set features.diagonal=true")
         x_mean, y_mean = (side.mean.double().unsqueeze(-2) for side in (stats.x, stats.y))
         x, y = (check_finite(self._spread(side), "A") for side in (stats.x, stats.y))
         G = None
@@ -292,7 +290,7 @@ class AutoRF(Dense):
     antithetic: bool = True
     trainable = False
     on_vectors = True
-    until_fitted = "no choice of maps yet, so it takes A = 0 (the features of FAVOR+, in pairs where it is antithetic)"
+    until_fitted = "using A = 0 (FAVOR+)"
 
     @property
     def one_map(self) -> bool:

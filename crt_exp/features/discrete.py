@@ -123,8 +123,8 @@ class DiscreteRF(FeatureMap):
             ValueError: the projections are not exactly Gaussian.
         """
         if not noise.gaussian:
-            raise ValueError(f"{type(self).__name__} needs noise with exactly Gaussian rows (iid, orthogonal, simplex, "
-                             "scrambled halton or sobol): counts made of approximate rows are badly biased")
+            raise ValueError(f"sampler: {type(self).__name__} needs exactly Gaussian projections; use iid, orthogonal, "
+                             "simplex, or scrambled halton or sobol")
         return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
 
     def _quantile(self, g: Tensor, rate: Tensor) -> Tensor:
@@ -319,7 +319,8 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
-        raise ValueError(f"the Poisson rate {top:.3g} is too large: scale the vectors down or use another map")
+        raise ValueError(f"Poisson rate {top:.3g}: expected <= {MAX_COUNT:.3g}; scale the vectors down, or use another "
+                         "map")
     k = torch.arange(size, dtype=torch.float64, device=g.device)
     log_pmf = k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)  # (..., d, size)
     survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)  # P(omega >= k), exact in the tail

@@ -253,7 +253,7 @@ class OPRF(PositiveExponential):
 
     A: Annotated[float, Field(lt=1 / 8)] | None = None
 
-    until_fitted = "no parameters yet, so it takes A = 0"
+    until_fitted = "using A = 0"
 
     @property
     def fitted(self) -> bool:
@@ -308,7 +308,7 @@ class GERF(FeatureMap):
             object.__setattr__(self, "A", complex(self.A))
             check_a(self.A)
             if self.s == "auto":
-                raise ValueError("a fixed A needs a fixed s: set s to 1 or -1")
+                raise ValueError(f"A={self.A} with s='auto': expected s=1 or s=-1")
 
     def width(self, m: int) -> int:
         return 2 * m
@@ -487,7 +487,7 @@ def check_a(A: Tensor | complex) -> None:
     """
     w = 1 - 8 * torch.as_tensor(A)
     if can_ask(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
-        raise ValueError(f"A = {A}: Re(1 - 8A) must be positive (A < 1/8 for real A), or the variance is infinite")
+        raise ValueError(f"A={A}: expected Re(1 - 8A) > 0 (A < 1/8 for real A) for a finite variance")
 
 
 def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -94,13 +94,11 @@ class HybridMap(InBlocks):
     def _check(self, noise: Nested, params: Nested) -> None:
         coefficients, bases = self.made_of()
         if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
-            raise ValueError("a hybrid needs a pair of noises, of the coefficients and of the bases, that are "
-                             "independent: with shared ones it is biased")
-        for given, what in ((noise, "noises"), (params, "parameters")):
+            raise ValueError("noise: expected independent projections for the two parts; use phi.noise(m, draw)")
+        for given, what in ((noise, "noise"), (params, "params")):
             if len(given) != 2 or [len(part) for part in given] != [len(coefficients), len(bases)]:
-                raise ValueError(f"the {what} of this hybrid are a pair of tuples, {len(coefficients)} of the "
-                                 f"coefficients and {len(bases)} of the bases: draw noise by phi.noise(m, draw), and "
-                                 "take parameters of phi.fit")
+                raise ValueError(f"{what}: expected a pair of tuples ({len(coefficients)} coefficients, {len(bases)} "
+                                 "bases); use phi.noise and phi.fit")
 
     def bind(self, noise, params) -> BoundMap:
         self._check(noise, params)
@@ -191,8 +189,7 @@ class Hybrid(HybridMap):
         coefficients = tuple(_part("coefficients", each, COEFFICIENTS) for each in self.coefficients)
         bases = tuple(_part("bases", each, BASES, kernel=self.kernel) for each in self.bases)
         if len(bases) != len(coefficients) + 1:
-            raise ValueError(f"{len(coefficients)} coefficients and {len(bases)} bases: expected one base more than "
-                             "coefficients")
+            raise ValueError(f"coefficients: {len(coefficients)}; expected one fewer than bases ({len(bases)})")
         if any(b.kernel != self.kernel or isinstance(b, SMREG) for b in bases):
             raise ValueError(f"kernel={self.kernel}: expected bases that all estimate this kernel")
         return coefficients, bases
@@ -308,8 +305,7 @@ def _meeting(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
         return 1j * (x - y)
     if type(base) in (PosRF, HypRF):
         return (x + y).to(torch.complex128)
-    raise NotImplementedError(f"the covariance of {type(base).__name__} with another base that shares its projections "
-                              "is not known: take shared=False")
+    raise NotImplementedError(f"{type(base).__name__}: unknown covariance with shared projections; set shared=False")
 
 
 def _named(what: str, part: int | None, needed: Nested) -> Nested:

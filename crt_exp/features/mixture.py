@@ -71,7 +71,7 @@ class Mixture(Dense):
     def __post_init__(self):
         super().__post_init__()
         if self.antithetic:
-            raise ValueError("antithetic=true: rows around centres have no mirrored ones; leave it out")
+            raise ValueError("antithetic=true: not supported by Mixture; use antithetic=false")
 
     @property
     def one_map(self) -> bool:
@@ -79,8 +79,7 @@ class Mixture(Dense):
 
     @property
     def until_fitted(self) -> str:
-        return "no centres yet, so it takes zeros: " + (
-            "the features of FAVOR+" if self.weights == "unbiased" else "uniform attention")
+        return "using zero centres: " + ("FAVOR+" if self.weights == "unbiased" else "uniform attention")
 
     def of_size(self, m: int) -> "Mixture":
         return replace(self, size=m)
@@ -124,7 +123,7 @@ class Mixture(Dense):
             causal: queries attend to keys up to their own position, else to all keys of the sequence.
         """
         if self.size is None:
-            raise ValueError("a mixture has as many centres as projections: fit mixture.of_size(m)")
+            raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
         of_heads = [self._of_head(*(check_finite(t.double(), "mixture") for t in pair), causal)
                     for pair in zip(x, y, strict=True)]
         return MixtureParams(*(None if each[0] is None else torch.stack(each) for each in zip(*of_heads)))

@@ -51,8 +51,7 @@ class RadialRF(SpectralRF):
         """
         sq_norm = noise.sq_norm.double()
         if not noise.gaussian and noise.m > 1 and bool((sq_norm.amax() - sq_norm.amin()) < 1e-6 * sq_norm.amax()):
-            raise ValueError(f"{type(self).__name__} needs rows whose lengths vary as those of Gaussian rows do, which "
-                             "lengths of sqrt_d or fixed do not: take chi")
+            raise ValueError(f"lengths=sqrt_d or fixed: {type(self).__name__} needs chi-distributed lengths; use chi")
         squares = sq_norm.clamp(min=1e-300).cpu().numpy()
         factor = np.sqrt(self.squared_length(squares, noise.d) / squares)
         return noise.scaled(torch.from_numpy(factor).mT.to(noise.sq_norm))
@@ -144,8 +143,8 @@ class LaplaceRF(SpectralRF):
 
     def directions(self, noise: Noise) -> Noise:
         if not noise.gaussian:
-            raise ValueError("LaplaceRF needs noise with exactly Gaussian rows (iid, orthogonal, simplex, "
-                             "scrambled halton or sobol)")
+            raise ValueError("sampler: LaplaceRF needs exactly Gaussian projections; use iid, orthogonal, simplex, or "
+                             "scrambled halton or sobol")
         g = noise.rows().double()
         cauchy = g.sign() / torch.tan(math.pi * torch.special.ndtr(-g.abs()))
         return DenseNoise(cauchy.to(noise.dtype), gaussian=False)
@@ -247,9 +246,9 @@ class Sum(Composite):
 
     def __init__(self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False):
         if not parts:
-            raise ValueError("a Sum needs at least one part")
+            raise ValueError("parts: empty; expected at least one")
         if weights is not None and len(weights) != len(parts):
-            raise ValueError(f"{len(weights)} weights for {len(parts)} parts")
+            raise ValueError(f"weights: {len(weights)}, expected {len(parts)}, one per part")
         self._set(kernel=_common_kernel(parts), parts=parts, shared=shared,
                   weights=tuple(weights) if weights is not None else (1.0,) * len(parts))
 
@@ -281,7 +280,7 @@ class Sum(Composite):
             NotImplementedError: the parts share projections.
         """
         if self.shared:
-            raise NotImplementedError("the parts of this Sum share their projections: its variance has no closed form")
+            raise NotImplementedError("Sum with shared projections: no closed-form variance; use shared=False")
         logs = torch.stack([p.log_variance(x, y, q) for p, q in zip(self.parts, _each(params, self.parts))])
         return _log_weighted_sum(logs, [w * w for w in self.weights])
 
@@ -301,7 +300,7 @@ class Product(Composite):
 
     def bind(self, noise, params) -> BoundMap:
         if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
-            raise ValueError("a Product needs a pair of two independent noises: with shared ones it is biased")
+            raise ValueError("noise: expected a pair of independent projections; use phi.noise(m, draw)")
         first, second = self._bound(noise, params)
         return BoundMap(lambda x: _outer(first.phi_q(x), second.phi_q(x)),
                         lambda y: _outer(first.phi_k(y), second.phi_k(y)))
@@ -326,8 +325,7 @@ def _spread(given: Nested, parts: Sequence[FeatureMap]) -> tuple:
 
 def _each(given: tuple, parts: Sequence[FeatureMap]) -> tuple:
     if len(given) != len(parts):
-        raise ValueError(f"{len(given)} entries for {len(parts)} parts: noise and parameters of a Sum or Product are "
-                         "tuples with one entry for each part")
+        raise ValueError(f"noise, params: {len(given)} entries, expected {len(parts)}, one per part")
     return given
 
 

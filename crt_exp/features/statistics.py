@@ -85,11 +85,11 @@ class Moments:
     def of(cls, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> "Moments":
         """Return the moments of scale * x, without computing this product."""
         if x.ndim < 2:
-            raise ValueError(f"statistics need a set of vectors (..., L, d), not a tensor of shape {tuple(x.shape)}")
+            raise ValueError(f"vectors: shape {tuple(x.shape)}, expected (..., L, d)")
         if 0 in x.shape[-2:]:
-            raise ValueError(f"the set is empty (shape {tuple(x.shape)}): there is nothing to take statistics of")
+            raise ValueError(f"vectors: shape {tuple(x.shape)}; expected at least one vector")
         if mask is not None and mask.shape[-1] != x.shape[-2]:
-            raise ValueError(f"the mask has {mask.shape[-1]} positions but the set has {x.shape[-2]}")
+            raise ValueError(f"mask: {mask.shape[-1]} positions, expected {x.shape[-2]}")
         self = cls()
         x = at_least_float32(x.detach())
         self._mask = mask
@@ -105,7 +105,7 @@ class Moments:
         return self
 
     def __getattr__(self, name):  # reached only for missing moments
-        raise AttributeError(f"these statistics do not hold {name!r}; they hold {sorted(self.__dict__)}")
+        raise AttributeError(f"statistics: no {name!r}; expected one of {sorted(self.__dict__)}")
 
     @cached
     def count(self) -> Tensor:
@@ -173,8 +173,7 @@ class Moments:
             ValueError: the moments were given by `known`, without vectors.
         """
         if "_x" not in self.__dict__:
-            raise ValueError("these are moments without the vectors that they are of, which this map is fitted to: "
-                             "give Statistics.of(x, y)")
+            raise ValueError("statistics without vectors: this map is fitted to vectors; use Statistics.of(x, y)")
         batch, x = self._x.shape[:-2], self._x * self._scale
         keep = torch.ones_like(x[..., 0], dtype=torch.bool) if self._mask is None else self._mask.expand(x.shape[:-1])
         return batch, [v[k] for v, k in zip(x.reshape(-1, *x.shape[-2:]), keep.reshape(-1, x.shape[-2]))]
@@ -238,9 +237,9 @@ class Statistics:
         Masks have shapes (..., L) and (..., S), True = keep.
         """
         if x.shape[-1] != y.shape[-1]:
-            raise ValueError(f"x has {x.shape[-1]} dimensions and y has {y.shape[-1]}: they must agree")
+            raise ValueError(f"x has {x.shape[-1]} dimensions, y has {y.shape[-1]}: expected equal numbers")
         if x.device != y.device:
-            raise ValueError(f"x is on {x.device} and y on {y.device}: queries and keys must be on one device")
+            raise ValueError(f"x is on {x.device}, y is on {y.device}: expected one device")
         return cls(Moments.of(x, x_mask, scale), Moments.of(y, y_mask, scale))
 
     @property

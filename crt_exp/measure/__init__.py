@@ -77,4 +77,4 @@ class Series(Measurement):
 
 def check_estimates(mechanism: Mechanism) -> None:
     if mechanism.is_exact:
-        raise ValueError("attention=exact has no error: choose features=...")
+        raise ValueError("attention=exact: expected an approximation, such as features=pos or attention=favorpp")

@@ -47,10 +47,10 @@ class Advise(Measurement):
                  tokenizer: str | None, length: Count | None, attentions: Sequence[str] | None, samples: Count | None,
                  calibration: Count, rounds: Count, tolerance: Positive, cache_dir: str | None):
         if model is None or [text, images, audio].count(None) != 2:
-            raise ValueError("task=advise needs task.model (a folder, a run or a hub name) and one of task.text, "
-                             "task.images and task.audio (which the model was not trained on)")
+            raise ValueError("task=advise: expected task.model (a folder, a run or a hub name), and held-out data in "
+                             "one of task.text, task.images and task.audio")
         if text is None and (given := [key for key, value in (("tokenizer", tokenizer), ("length", length)) if value]):
-            raise ValueError(f"task.{given[0]} is of texts: leave it out with task.images and task.audio")
+            raise ValueError(f"task.{given[0]}: only for task.text; remove it")
         self.model, self.text, self.images, self.audio = model, text, images, audio
         self.tokenizer, self.length, self.attentions, self.samples = tokenizer, length, attentions, samples
         self.calibration, self.rounds, self.tolerance, self.cache_dir = calibration, rounds, tolerance, cache_dir
@@ -108,8 +108,8 @@ def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> n
     found = [kind for architecture in config.architectures or () for end, kind in kinds.items()
              if architecture.endswith(end)]
     if not found and otherwise is None:
-        raise ValueError(f"task.model={name}: expected a model of transformers {' or '.join(kinds)}, not "
-                         f"{', '.join(config.architectures or ['one without a head'])}")
+        raise ValueError(f"task.model={name}: expected a transformers model {' or '.join(kinds)}, got "
+                         f"{', '.join(config.architectures or ['no head'])}")
     return encoders.load_model([*found, otherwise][0], config, origin, Mechanism.of("exact")).eval()
 
 
@@ -133,8 +133,7 @@ def config_of(name: str) -> Mapping[str, Any] | None:
 
 def refuse_other(name: str, described: Mapping[str, Any]) -> None:
     if changed := encoders.differing_keys(dict(described), encoders.EXACT):
-        raise ValueError(f"task.model={name}: expected a model trained with exact attention, these keys differ: "
-                         f"{', '.join(changed)}")
+        raise ValueError(f"task.model={name}: expected exact attention; different keys: {', '.join(changed)}")
 
 
 # ---- text
@@ -146,7 +145,7 @@ def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
     """
     model = load(name, TEXT, "AutoModel")
     if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
-        raise ValueError(f"task.model={name}: expected an encoder or a decoder of text, not {type(model).__name__}")
+        raise ValueError(f"task.model={name}: expected a text encoder or decoder, got {type(model).__name__}")
     if tokenizer is not None and tokenizer.endswith(".txt"):
         made = bert_tokenizer(tokenizer)
     else:
@@ -183,7 +182,7 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
     loaded, classes, transform = classifier(model)
     place = Path(folder).expanduser()
     if not place.is_dir():
-        raise DataError(f"task.images={folder}: there is no such folder")
+        raise DataError(f"task.images={folder}: no such folder")
     files = files_ending(place, IMAGES)
     judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
     pieces = {i: transform(images.read(files[i]))[None] for i in [*judged, *training]}
@@ -235,7 +234,7 @@ def of_audio(model: str, source: str, samples: int | None, calibration: int, see
     except speech.BadAudio as error:
         raise DataError(f"task.audio={source}: {error}") from None
     if len({"labels" in each for each in made}) > 1:
-        raise DataError(f"task.audio={source}: some utterances have labels that the model knows, and others do not")
+        raise DataError(f"task.audio={source}: only some utterances have labels known to the model")
     return BatchBench(loaded, made[:len(judged)], made[len(judged):], noun="utterances", seed=seed)
 
 
@@ -257,8 +256,8 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
 
     def batch(utterance: speech.Utterance) -> dict[str, Tensor]:
         if not utterance.text:
-            raise DataError(f"{utterance.name}: a run of task=librispeech is judged by transcripts: give task.audio a "
-                            "csv, tsv or jsonl file with the columns audio and text")
+            raise DataError(f"{utterance.name}: no transcript; for a run of task=librispeech set task.audio to a csv, "
+                            "tsv or jsonl file with columns audio and text")
         audio = torch.from_numpy(speech.as_int16(speech.audio_of(utterance, known.rate)))[None]
         targets = torch.tensor([known.symbols.encode(utterance.text)], dtype=torch.int32)
         return {"audio": audio, "samples": torch.tensor([audio.shape[1]]), "targets": targets,

@@ -64,9 +64,9 @@ class Approximation(SwapMeasurement):
                  tokenizer: str | None = None, layers: Sequence[int] | None = None, length: Count | None = None,
                  turn: Positive | None = None):
         if (model is None) != (text is None):
-            raise ValueError("task.model and task.text go together: a model, and the text that it reads")
+            raise ValueError("task.model and task.text: expected both or neither")
         if model is None and (layers is not None or tokenizer is not None):
-            raise ValueError("task.layers and task.tokenizer need task.model")
+            raise ValueError("task.layers, task.tokenizer: expected task.model; remove them")
         self.ms, self.samples, self.row_count, self.pairs = list(ms), samples, rows, pairs
         self.source = (Synthetic(length or 1024, heads, d, scale, depth, turn) if model is None
                        else Pretrained(model, text, tokenizer, length, layers))
@@ -193,8 +193,7 @@ class Approximation(SwapMeasurement):
                          if r["output_error"] is None or r["output_error"] > r["uniform_error"])
         layers = len({r["layer"] for r in layer_rows})
         shown = ", ".join(f"in {n} of {layers} layers" + f" with m = {m}" * bool(m) for m, n in counts.items())
-        return shown and ("\nWARNING: the output is further from exact attention than uniform attention is, the mean "
-                          f"of the values, {shown}")
+        return shown and f"\nWARNING: further from exact attention than uniform attention is, {shown}"
 
     def table(self, records: list[dict]) -> str:
         """Format one line per layer, at the largest m."""

@@ -215,7 +215,7 @@ def of_proteins(start: str) -> language.KeptLanguageModel:
     """
     kept = language.load(start, "task.start")
     if kept.symbols.get("letters") != LETTERS:
-        raise ConfigError(f"task.start = {start} reads other symbols than amino acids: give a run of task=trembl")
+        raise ConfigError(f"task.start={start}: expected a run of task=trembl (amino-acid tokens)")
     return kept
 
 
@@ -223,7 +223,7 @@ def entry_of(path: Path, accession: str) -> list[int]:
     """Return the tokens of an entry of a FASTA file. Raises DataError."""
     entries = {name.decode(): list(tokens) for name, tokens in protein.entries(path)}
     if accession not in entries:
-        raise DataError(f"{path}: no entry {accession}; expected one of its accessions, such as {next(iter(entries))}")
+        raise DataError(f"{path}: no entry {accession}; expected an accession such as {next(iter(entries))}")
     return entries[accession]
 
 
@@ -259,7 +259,7 @@ def attention_matrices(model: nn.Module, *inputs: Tensor,
     found, states = [], swapped_states(model)
     states = states or [part for part in model.modules() if isinstance(part, (LinearAttention, Baseline))]
     if not states:
-        raise ValueError(f"no attention of this {type(model).__name__} is swapped: call swap_attention(model, 'exact')")
+        raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention(model, 'exact') first")
 
     def note(state: nn.Module, args: tuple, out: Tensor) -> None:
         q, k, _, *mask = args
@@ -311,8 +311,7 @@ def similarity(values: np.ndarray) -> np.ndarray:
     """
     same = "".join(np.array([*STANDARD])[values.std(0) <= 1e-6 * values.mean(0)])
     if len(values) < 3 or same:
-        which = f"the shares of {same} are equal in all" if same else "too few"
-        raise ValueError(f"similarity of amino acids: {len(values)} heads or sequences: {which}; give more of them")
+        raise ValueError(f"similarity: {len(values)} heads or sequences{same and f', equal in {same}'}; use more")
     return np.corrcoef(values.T)
 
 

@@ -156,8 +156,7 @@ class Subject(TextBench):
 
     def fit(self, attention: Mechanism) -> None:
         if self.training is None and learns(self.model):
-            raise ValueError(f"attention {attention.name} of this model is fitted to training text: give "
-                             "task.calibration=<file>, another than task.text")
+            raise ValueError(f"attention={attention.name}: fitted to training text; set task.calibration=FILE")
         super().fit(attention)
 
 
@@ -173,7 +172,7 @@ def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | N
 def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
     """Select `count` rows, spread over the text. Raises ValueError if there are fewer."""
     if len(rows) < count:
-        raise ValueError(f"{option} = {count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; give more "
+        raise ValueError(f"{option}={count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; use a longer "
                          "text, fewer pieces or a smaller task.length")
     return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
@@ -185,8 +184,7 @@ def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | No
     seen = {data.content(file): file for file in data.text_files(text)}
     both = [seen[digest] for digest in map(data.content, data.text_files(calibration)) if digest in seen]
     if both:
-        raise ValueError(f"task.calibration holds {Path(both[0]).name}, which is task.text too: fit to training text, "
-                         "and judge on text that was held out")
+        raise ValueError(f"task.calibration: {Path(both[0]).name} is also in task.text; expected disjoint files")
 
 
 # ---- task=fidelity
@@ -220,8 +218,7 @@ class Fidelity(SwapMeasurement):
                  tokenizer: str | None, length: Count | None, texts: Count, calibration_texts: Count, draws: Whole,
                  cache_dir: str | None):
         if model is None or text is None:
-            raise ValueError("task=fidelity needs task.model=... (a folder, a run or a hub name) and task.text=... "
-                             "(held out, or a part of WikiText-2)")
+            raise ValueError("task=fidelity: expected task.model=... (a folder, a run or a hub name) and task.text=...")
         self.draws = draws
         self.read = {"model": model, "text": files(text), "calibration": files(calibration), "tokenizer": tokenizer,
                      "length": length, "texts": texts, "calibration_texts": calibration_texts, "cache_dir": cache_dir}

@@ -112,8 +112,8 @@ def passage(model: str, split: str, seed: int, length: int) -> Tensor:
     """Return (length,) tokens of row `seed`. Raises ValueError for a short split."""
     text, first = tokens(model, split), seed * APART
     if first + length > len(text):
-        raise ValueError(f"row {seed} of {length} tokens ends at token {first + length}, and the {split} text of "
-                         f"WikiText-2 has {len(text)}: take fewer seeds")
+        raise ValueError(f"seed={seed}: rows of {length} tokens exceed the {len(text)} of WikiText-2 {split}; use "
+                         "fewer seeds")
     return text[first:first + length]
 
 

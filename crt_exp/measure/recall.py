@@ -316,6 +316,6 @@ class Baseline(AttentionLayer):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if key_mask is not None and not bool(key_mask.all()):
-            raise ValueError("dense baselines take no padding: give rows of one length")
+            raise ValueError("key_mask: not supported by dense baselines; expected rows of one length")
         k, v = (repeat_heads(t, q.shape[1]) for t in (k, v))
         return torch.cat([self.attend(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))])

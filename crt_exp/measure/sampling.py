@@ -304,7 +304,7 @@ def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor
         positive = found.clamp(min=0)
         total = positive.sum(-1, keepdim=True)
         if not bool(found.isfinite().all() and (total > 0).all()):
-            raise ValueError("estimates of the softmax: expected finite values and a positive one for each query")
+            raise ValueError("softmax estimates: expected finite values and at least one positive per query")
         apart = (exact - positive / total).cumsum(-1)[:, :-1].abs()
         sums += torch.stack([apart.sum(dtype=torch.float64), apart.amax(-1).sum(dtype=torch.float64),
                              (found < 0).sum() / len(keys)])

@@ -66,7 +66,7 @@ def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
         sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
         return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
     except (OSError, EOFError, IndexError, ValueError) as error:
-        raise DataError(f"{folder / name} is damaged ({error}): `python -m crt_exp.data fetch mnist` gets it") from None
+        raise DataError(f"{folder / name}: damaged ({error}); run `python -m crt_exp.data fetch mnist`") from None
 
 
 def mnist(n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ class Variance(Series):
     def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, Field(ge=2)], sigmas: Several[Positive],
                  kernel: Kernel, fit: Literal[*FITS] = "pair", resize: dict[str, Any] | None = None):
         if resize and regime != "mnist":
-            raise ValueError(f"task.resize is of the regime mnist, not of {regime}")
+            raise ValueError("task.resize: only for task.regime=mnist; remove it")
         self.regime, self.pairs, self.values, self.kernel = regime, pairs, list(sigmas), kernel
         self.fit, self.resize = fit, resize or {}
 

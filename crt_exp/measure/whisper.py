@@ -60,7 +60,8 @@ def group(subset: str, count: int, number: int, fit: int) -> list[speech.Utteran
     every = utterances(subset)
     found = every[number * count:(number + 1) * count]
     if len(found) < count or (number + 1) * count > len(every) - fit:
-        raise ValueError(f"{subset} has {len(every)} utterances: group {number} of {count} is not there")
+        raise ValueError(f"seed={number}: expected a group of task.count={count} utterances within the "
+                         f"{len(every) - fit} available; use a smaller seed or task.count")
     return found
 
 
@@ -192,8 +193,8 @@ class Whisper(SwapMeasurement):
         ours = [each for each in every if each.name.partition("-")[0] in self.speakers]
         others = [each for each in every if each not in ours]
         if len(ours) < self.tested or not others:
-            raise ValueError(f"{self.subset} has {len(ours)} utterances of {', '.join(self.speakers)} and "
-                             f"{len(others)} of others: {self.tested} are to be judged")
+            raise ValueError(f"task.tested={self.tested}: expected at most {len(ours)} utterances of task.speakers, "
+                             "and at least one other speaker")
         return ours[:self.tested], others
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:

@@ -74,7 +74,7 @@ def check_sizes(sizes: ConformerSizes) -> None:
     if sizes["dim"] % sizes["heads"]:
         raise ConfigError(f"task.sizes.dim={sizes['dim']}: expected a multiple of heads={sizes['heads']}")
     if sizes["kernel"] % 2 == 0:
-        raise ConfigError(f"task.sizes.kernel={sizes['kernel']}: expected an odd number, around a frame")
+        raise ConfigError(f"task.sizes.kernel={sizes['kernel']}: expected an odd number")
 
 
 # ---- front end -------------------------------------------------------------------------------------------------------

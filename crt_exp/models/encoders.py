@@ -65,7 +65,7 @@ def load_tokenizer(origin: Origin):
     tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin, "tokenizer")
     # transformers returns an empty tokenizer for a folder without tokenizer files
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise DataError(f"{origin.option}={origin.name} holds no tokenizer: expected tokenizer.json or vocab.txt there")
+        raise DataError(f"{origin.option}={origin.name}: no tokenizer; expected tokenizer.json or vocab.txt")
     return tokenizer
 
 
@@ -89,8 +89,8 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
     if origin.noise:
         changed = differing_keys(saved_attention(config), mechanism.describe())
         if changed:
-            raise ConfigError(f"{origin.option}={origin.name} was trained with another attention: {', '.join(changed)}"
-                              f"; choose it, or task.init=uptrain task.model={origin.name}")
+            raise ConfigError(f"{origin.option}={origin.name}: trained with another attention ({', '.join(changed)}); "
+                              f"use that attention, or task.init=uptrain task.model={origin.name}")
     if origin.weights:
         model, info = loaded(lambda: auto.from_pretrained(
             origin.name, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
@@ -137,8 +137,8 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     wrong = sorted(name for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
                    if name.startswith(prefix) and not name.startswith(f"{prefix}pooler."))
     if wrong:
-        raise DataError(f"{origin.option}={origin.name}: it lacks weights of {type(model).__name__}, or has them in "
-                        f"another shape: {', '.join(wrong[:3])}")
+        raise DataError(f"{origin.option}={origin.name}: wrong weights for {type(model).__name__}: "
+                        f"{', '.join(wrong[:3])}")
 
 
 def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
@@ -153,9 +153,9 @@ def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
         source = f"{origin.option}={origin.name}: its {what}"
         if "trust_remote_code" in str(error):
-            raise DataError(f"{source} asks for code that lies there (auto_map), which is not run") from None
+            raise DataError(f"{source} needs the code of its repository (auto_map), which is not run") from None
         fix = "" if local else f"; `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
-        raise DataError(f"{source} cannot be read: {reason_of(error)[:300]}{fix}") from None
+        raise DataError(f"{source} is not readable: {reason_of(error)[:300]}{fix}") from None
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def check_length(config, length: int, option: str) -> None:
     skipped = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
     most -= max(skipped, default=0)
     if length > most:
-        raise ConfigError(f"{option}={length}: this model has positions for {most} tokens")
+        raise ConfigError(f"{option}={length}: expected at most {most} tokens, the positions of the model")
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def buildable(option: str) -> Iterator[None]:
         with quiet():
             yield
     except Exception as error:  # exception types differ between models and libraries
-        raise ConfigError(f"{option} makes no model: {reason_of(error)[:300]}") from None
+        raise ConfigError(f"{option}: transformers cannot build the model: {reason_of(error)[:300]}") from None
 
 
 def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:

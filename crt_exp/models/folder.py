@@ -28,7 +28,7 @@ ADAPTER, TRAINED = "adapter", "trained.safetensors"              # LoRA adapters
 def refuse_adapters(path: Path, named: str) -> None:
     """Raise DataError if a run saved adapters without the weights they modify."""
     if (path / ADAPTER).is_dir() and not (path / MODEL).is_dir():
-        raise DataError(f"{named}: this run kept its adapters alone ({ADAPTER}/). Run it with trainer.lora.merge=true")
+        raise DataError(f"{named}: only adapters are saved ({ADAPTER}/); run it with trainer.lora.merge=true")
 
 
 @contextmanager
@@ -73,14 +73,14 @@ def verify(folder: Path, named: str) -> None:
     for name, digest in digests.items():
         file = folder / Path(name).name
         if not file.is_file() or digest_of(file) != digest:
-            raise DataError(f"{named}: {file} is damaged: it is not what the run wrote; copy it again")
+            raise DataError(f"{named}: {file} is damaged (wrong checksum); copy it again")
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
     """Raise DataError naming the first tensor that holds NaN."""
     for name, tensor in tensors:
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise DataError(f"{named}: {name} holds NaN: the run diverged")
+            raise DataError(f"{named}: {name} holds NaN; the run diverged")
 
 
 def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str) -> None:
@@ -90,17 +90,16 @@ def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[st
     number of layers in the configuration.
     """
     if layers > len(tensors):
-        raise ConfigError(f"{named}: its {CONFIG} describes {layers} layers, and there are {len(tensors)} tensors")
+        raise ConfigError(f"{named}: {CONFIG} describes {layers} layers, but there are {len(tensors)} tensors")
     try:
         with torch.device("meta"):
             state = make().state_dict()
     except RuntimeError:  # overflow of the number of elements
-        raise ConfigError(f"{named}: its {CONFIG} describes a model that is too large") from None
+        raise ConfigError(f"{named}: {CONFIG} describes a model that is too large") from None
     for name, tensor in state.items():
         found = tuple(tensors[name].shape) if name in tensors else "not"
         if found != tuple(tensor.shape):
-            raise ConfigError(f"{named}: its weights do not fit its {CONFIG}: {name} is {found}, "
-                              f"expected {tuple(tensor.shape)}")
+            raise ConfigError(f"{named}: {name} is {found}, expected {tuple(tensor.shape)} from {CONFIG}")
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -111,8 +110,7 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            raise ConfigError(f"{source}: {name} is not of shape {tuple(tensor.shape)}; choose task.preset and "
-                              "task.sizes of that run")
+            raise ConfigError(f"{source}: {name}: expected shape {tuple(tensor.shape)}; use the task.sizes of that run")
     model.load_state_dict({name: tensors[name] for name in state}, strict=False)
 
 
@@ -121,7 +119,7 @@ def description_in(folder: Path, named: str) -> dict[str, Any]:
     try:
         return json_object(folder / CONFIG)
     except ConfigError as error:
-        raise DataError(f"{named}: {folder} cannot be read: {error}") from None
+        raise DataError(f"{named}: {folder}: not readable: {error}") from None
 
 
 def block_of(folder: str | Path) -> int | None:
@@ -147,8 +145,8 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
             verify(folder, named)
             return folder
     refuse_adapters(path, named)
-    no_model = f"it holds no {CONFIG}; a run that has not ended goes on with resume=auto"
-    raise DataError(f"{named}: {no_model if path.is_dir() else 'there is no such directory'}: expected {wanted}")
+    no_model = f"no {CONFIG}; continue an unfinished run with resume=auto"
+    raise DataError(f"{named}: {no_model if path.is_dir() else 'no such directory'}; expected {wanted}")
 
 
 # ---- config.json and tensors -----------------------------------------------------------------------------------------
@@ -174,11 +172,11 @@ def read_kept(run: str | Path, option: str, kind: str,
     try:
         config = description_in(folder, named)
         if config.pop("kind", None) != kind:
-            raise DataError(f"{named} is a run of another task: give a run of {task}")
+            raise DataError(f"{named}: expected a run of {task}")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), named)
         yield folder, config, tensors
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"{named}: {folder} cannot be read: {type(error).__name__}: {error}") from None
+        raise DataError(f"{named}: {folder}: not readable: {type(error).__name__}: {error}") from None

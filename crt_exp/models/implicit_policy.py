@@ -67,7 +67,7 @@ class ImplicitPolicy:
 
     def __post_init__(self):
         if self.size % self.patch:
-            raise ConfigError(f"task.patch={self.patch}: expected a divisor of the {self.size} pixels of a side")
+            raise ConfigError(f"task.patch={self.patch}: expected a divisor of the image size, {self.size} pixels")
         if not 0 < self.top <= self.length:
             raise ConfigError(f"task.top={self.top}: expected 1 to {self.length}, the patches of an image")
 

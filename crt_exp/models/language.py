@@ -75,8 +75,8 @@ class LanguageDescription:
 
     def __post_init__(self):
         if self.positions == "rotary" and self.sizes["d"] // self.sizes["heads"] % 2:
-            raise ConfigError("task.positions=rotary: expected heads of an even number of coordinates, got d / heads = "
-                              f"{self.sizes['d']} / {self.sizes['heads']}")
+            raise ConfigError(f"task.positions=rotary: d / heads = {self.sizes['d']} / {self.sizes['heads']}; expected "
+                              "even")
 
 
 class SequenceModel(nn.Module):
@@ -111,7 +111,7 @@ class SequenceModel(nn.Module):
         x = self.symbol(tokens)
         if self.place is not None:
             if start + tokens.shape[1] > (most := self.description.length):
-                raise ValueError(f"this model has learned positions for {most} symbols, got {start + tokens.shape[1]}")
+                raise ValueError(f"{start + tokens.shape[1]} symbols: expected at most {most}, the learned positions")
             x = x + self.place(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         return self.body(self.dropout(x), key_mask, pasts)
 
@@ -253,7 +253,7 @@ class Transformer(nn.Module):
         `pasts` are decoding states of `begin`, which the call updates, without gradients.
         """
         if pasts and key_mask is not None:
-            raise ValueError("symbol by symbol there is no padding: give sequences of one length, without key_mask")
+            raise ValueError("key_mask: not supported when decoding with pasts; expected sequences of one length")
         turn = self.rotary and self.rotary(pasts[0].length if pasts else 0, x.shape[1])
         again = self.checkpointing and not pasts and torch.is_grad_enabled()
         for block, past in zip(self.blocks, pasts or [None] * len(self.blocks)):
@@ -332,7 +332,7 @@ def fill(model: LanguageModel, kept: KeptLanguageModel, mechanism: Mechanism) ->
               for part in (taken, own)]
     for name in sorted(shapes[0].keys() | shapes[1].keys()):
         if shapes[0].get(name) != shapes[1].get(name):
-            raise ConfigError(f"{kept.named}: {name} is {shapes[0].get(name)} there and {shapes[1].get(name)} in this "
-                              "model: choose the sizes, length and positions of that run")
+            raise ConfigError(f"{kept.named}: {name}: saved {shapes[0].get(name)}, expected {shapes[1].get(name)}; use "
+                              "the sizes, length and positions of that run")
     model.load_state_dict(taken, strict=same)
     return same

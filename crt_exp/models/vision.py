@@ -106,7 +106,7 @@ class VisionDescription:
             options = {k: v for k, v in content.get("model_args", {}).items() if k not in ("img_size", "num_classes")}
             return cls.of_timm(content["architecture"], config, options)
         except (ConfigError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DataError(f"{path} is no configuration as timm writes it: {type(error).__name__}: {error}") from None
+            raise DataError(f"{path}: not a configuration of timm: {type(error).__name__}: {error}") from None
 
     @classmethod
     def of_timm(cls, model: str, config: dict[str, Any], options: dict[str, Any]) -> "VisionDescription":
@@ -129,7 +129,7 @@ class VisionDescription:
 def check_patch(size: int, patch: int) -> None:
     """Raise ConfigError if the image side is not a multiple of the patch side."""
     if size % patch:
-        raise ConfigError(f"task.size={size}: expected a multiple of the patch of {patch} pixels")
+        raise ConfigError(f"task.size={size}: expected a multiple of the patch size, {patch} pixels")
 
 
 def known(model: str) -> VisionDescription:
@@ -142,7 +142,7 @@ def known(model: str) -> VisionDescription:
     base, _, tag = model.partition(".")
     if not timm.is_model(base) or tag and not timm.is_model_pretrained(model):
         near = did_you_mean(model, timm.list_models("*vit*", pretrained=bool(tag)))
-        raise ConfigError(f"task.model={model}: timm has no such model{near}")
+        raise ConfigError(f"task.model={model}: unknown to timm{near}")
     config = timm.get_pretrained_cfg(model)
     return VisionDescription.of_timm(model, config.to_dict(), {}) if config else VisionDescription(model, 224)
 
@@ -186,8 +186,8 @@ def checkpoint_of(init: str) -> Checkpoint | None:
                               {} if own.get("described", EXACT) == EXACT else own)
     refuse_adapters(path, named)
     if (path / "config.yaml").is_file():
-        raise DataError(f"{named}: this run has not ended: continue it with resume=auto hydra.run.dir={init}")
-    raise DataError(f"{named}: expected scratch, pretrained, a file of weights, a model's folder with {CONFIG} or run "
+        raise DataError(f"{named}: unfinished run; continue it with resume=auto hydra.run.dir={init}")
+    raise DataError(f"{named}: expected scratch, pretrained, a file of weights, a model folder with {CONFIG}, or a run "
                     f"of task=imagenet or task=mae{did_you_mean(init, ('scratch', 'pretrained'))}")
 
 
@@ -203,7 +203,7 @@ def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
         safe = file.suffix == ".safetensors"
         tensors = load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # safetensors, zipfile and pickle raise their own exceptions
-        raise DataError(f"{named}: {file} cannot be read as weights: {reason_of(error)[:300]}") from None
+        raise DataError(f"{named}: {file}: not readable as weights: {reason_of(error)[:300]}") from None
     for key in ("model", "state_dict"):                      # wrappers of training scripts
         tensors = tensors[key] if isinstance(tensors.get(key), dict) else tensors
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
@@ -221,7 +221,7 @@ def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
             # reads files of all versions of transformers
             theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()
     except Exception as error:
-        raise DataError(f"{named}: its weights cannot be read: {reason_of(error)[:300]}") from None
+        raise DataError(f"{named}: weights are not readable: {reason_of(error)[:300]}") from None
     state = {}
     for name, tensor in theirs.items():
         for old, new in MAE_NAMES.items():
@@ -275,16 +275,16 @@ def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -
         with quiet():
             model = timm.create_model(name, pretrained=True, drop_path_rate=drop_path, **description.arguments())
     except (OSError, RuntimeError) as error:
-        raise DataError(f"task.init=pretrained: the weights of task.model={name} are not here ({reason_of(error)[:300]}"
-                        f"): `hf download timm/{name} --local-dir DIR`, task.init=DIR") from None
+        raise DataError(f"task.init=pretrained: no weights of task.model={name} ({reason_of(error)[:300]}); `hf "
+                        f"download timm/{name} --local-dir DIR`, task.init=DIR") from None
     if new_head and config.num_classes:
         model.reset_classifier(len(description.classes))
     return model
 
 
 def other_classes(named: str, theirs: Any, ours: Any) -> ConfigError:
-    return ConfigError(f"{named} was trained on other classes: {theirs}, the images have {ours}: task.new_head=true "
-                       "starts a new head on the same encoder")
+    return ConfigError(f"{named}: trained on other classes ({theirs}, expected {ours}); task.new_head=true trains a "
+                       "new head")
 
 
 def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_head: bool) -> None:
@@ -308,8 +308,8 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
     """
     changed = differing_keys(checkpoint.attention["described"], mechanism.describe()) if checkpoint.attention else []
     if changed:
-        raise ConfigError(f"{checkpoint.named} was trained with another attention; these keys differ: "
-                          f"{', '.join(changed)}. Choose the same, or take its weights alone with new noise: "
+        raise ConfigError(f"{checkpoint.named}: trained with another attention; these keys differ: "
+                          f"{', '.join(changed)}. Use that attention, or only the weights: "
                           f"task.init={checkpoint.path / 'model.safetensors'}")
 
 
@@ -329,8 +329,7 @@ def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool)
     wrong = [name for name in missing if not name.startswith(HEAD)]
     wrong += [name for name in more if not name.startswith((*HEAD, *FOREIGN))]
     if wrong:
-        raise DataError(f"{named} does not fit this task.model with these task.sizes (a head of other classes: "
-                        f"task.new_head=true), first at: {wrong[0]}")
+        raise DataError(f"{named}: does not match task.model at {wrong[0]}; for other classes set task.new_head=true")
 
 
 def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -341,7 +340,7 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
     own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
     wrong = sorted(set(own) ^ set(noise)) or [name for name in own if own[name].shape != noise[name].shape]
     if wrong:
-        raise DataError(f"{checkpoint.named}: {checkpoint.path / ATTENTION} does not fit this model: {wrong[0]}")
+        raise DataError(f"{checkpoint.named}: {checkpoint.path / ATTENTION} does not match the model: {wrong[0]}")
     model.load_state_dict(noise, strict=False)
 
 
@@ -377,7 +376,7 @@ def load(run: str | Path) -> KeptClassifier:
     """
     checkpoint = checkpoint_of(str(run))
     if checkpoint is None or checkpoint.description is None or checkpoint.description.classes is None:
-        raise DataError(f"{run} holds no classifier: give the directory of a run of task=imagenet")
+        raise DataError(f"{run}: no classifier; expected the directory of a run of task=imagenet")
     description, saved = checkpoint.description, checkpoint.attention
     mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
     return KeptClassifier(build(description, mechanism, str(run)).eval(), description.classes, description.transform())

@@ -100,10 +100,9 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) -> Non
         if getattr(sizes, name) < least:
             raise ValueError(f"{name}={getattr(sizes, name)}: expected an integer >= {least}")
     if isinstance(y.shape[2], torch.SymInt) and torch.compiler.is_exporting():
-        raise ValueError("near-far attention cannot be exported with an open length: export it for each length")
+        raise ValueError("dynamic sequence length: near-far attention must be exported with a fixed length")
     if not causal and not cross and x.shape[2] != y.shape[2]:
-        raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys of one sequence: expected as many of both, or "
-                         "cross=True for two sequences")
+        raise ValueError(f"L={x.shape[2]}, S={y.shape[2]}: expected L == S, or cross=True for two sequences")
 
 
 # ---- rows of a batch
@@ -142,9 +141,8 @@ def _from_first_renewal(method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mas
     Renewals are counted from there.
     """
     if torch.compiler.is_compiling() or transforming():
-        raise ValueError("key_mask: causal near-far attention starts at the first real token of each row, which "
-                         "torch.compile, torch.export and torch.func cannot follow: leave the mask out, or take "
-                         "favorpp")
+        raise ValueError("key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
+                         "torch.func: omit it, or use attention=favorpp")
     firsts, before, parts = first_kept(key_mask), y.shape[2] - x.shape[2], []
     if not bool(firsts.any()):
         return _by_heads(method, x, y, v, key_mask)

@@ -82,7 +82,7 @@ class RecallState:
         """
         check_inputs(x, y, v, None, (), True, key_mask)
         if x.shape[2] != y.shape[2]:
-            raise ValueError(f"{x.shape[2]} queries and {y.shape[2]} keys: a step takes both of each new token")
+            raise ValueError(f"T={x.shape[2]} queries, {y.shape[2]} keys: a step needs equal numbers")
         start = self.length
         self._take(y, v, key_mask)
         x = x if key_mask is None else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
@@ -111,10 +111,9 @@ class RecallState:
     def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
         if self.buffers and len(self.firsts) != B:
-            raise ValueError(f"the decoding state holds {len(self.firsts)} sequences, got {B}")
+            raise ValueError(f"decoding state: {len(self.firsts)} sequences, got {B}")
         if self.buffers and self.columns[:2] != (y.shape[3], v.shape[3]):
-            raise ValueError(f"the decoding state holds keys and values with d, dv = {self.columns[:2]}, got "
-                             f"{(y.shape[3], v.shape[3])}")
+            raise ValueError(f"decoding state: d, dv = {self.columns[:2]}, got {(y.shape[3], v.shape[3])}")
         self.firsts, self.columns = self.firsts if self.buffers else [None] * B, (y.shape[3], v.shape[3], 1)
         parts = [y.to(dtype), v.to(dtype)]
         if len(self.buffers) == len(KeptKeys._fields) or not (key_mask is None or bool(key_mask.all())):

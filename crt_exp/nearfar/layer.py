@@ -150,7 +150,7 @@ class NearFar(LinearAttention):
 
     def decoding(self) -> RecallState:
         if not self.causal:
-            raise ValueError("decoding needs causal attention")
+            raise ValueError("causal=False: decoding needs causal=True")
         return RecallState(self.sizes, self.kv_heads)
 
     def _uses_moments(self, q: Tensor, k: Tensor) -> bool:
@@ -160,8 +160,7 @@ class NearFar(LinearAttention):
         if not self._uses_moments(q, k):
             return
         if transforming():
-            raise ValueError("this layer changes its moments of queries in training mode, which transforms of "
-                             "torch.func cannot follow: call eval() before")
+            raise ValueError("training mode updates state, which torch.func cannot trace: call eval() first")
         self.clusters.advance()
 
     @contextmanager

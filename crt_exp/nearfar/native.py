@@ -151,8 +151,7 @@ class _InC(torch.autograd.Function):
     def backward(ctx, grad):
         check_gradient(grad)
         if torch.is_grad_enabled():
-            raise NotImplementedError("near-far attention has no second derivatives by torch.autograd: use torch.func, "
-                                      "such as torch.func.hessian, which goes through plain operations")
+            raise NotImplementedError("near-far attention: no second derivatives; use torch.func.hessian")
         (x, y, v, out), (name, plain, numbers) = ctx.saved_tensors, ctx.call
         dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
         views = {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1), "out": out, "grad": grad, "dx": dx,
@@ -176,6 +175,6 @@ def _call(name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], 
                 **{key: t.data_ptr() for key, t in plain.items()})
     status = getattr(native.library(), name)(ctypes.byref(call))
     if status == NO_MEMORY:
-        raise MemoryError(f"no memory for near-far attention of {S} tokens with d = {d}")
+        raise MemoryError(f"out of memory for near-far attention of {S} tokens with d={d}")
     if status == NOT_FINITE:
         check_result(torch.tensor(torch.inf, device="cpu"))

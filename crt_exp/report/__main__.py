@@ -30,8 +30,7 @@ def main() -> None:
         print(f"crt_exp.report: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
-        print("crt_exp.report: stopped by SIGINT; finished runs are kept, and the same command goes on",
-              file=sys.stderr)
+        print("crt_exp.report: stopped by SIGINT; repeat the command to continue", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
 
@@ -64,7 +63,7 @@ def render_all(folder: Path, size: str) -> None:
             tested[name] = pages.render(pages.load(name), folder, size)
             print(f"written: {folder / name}.md", flush=True)
     if missing := [name for name in pages.names() if name not in tested]:
-        print(f"no results.md and index.md: no rows of {', '.join(missing)}")
+        print(f"results.md and index.md not written: no rows of {', '.join(missing)}")
         return
     results.write(folder, tested)
 

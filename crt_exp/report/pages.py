@@ -82,7 +82,7 @@ class Page:
         """Return the sweeps of a size, or only the wanted one. Raises ConfigError."""
         made = getattr(self, size)
         if not made:
-            raise ConfigError(f"SIZE={size}: the page {self.name} has only {'small' if size == 'full' else 'full'}")
+            raise ConfigError(f"SIZE={size}: page {self.name} has only {'small' if size == 'full' else 'full'}")
         found = {name: runs for name, runs in made.items() if _is_part(name, wanted)}
         if not found:
             raise unknown(f"sweep of the page {self.name}", wanted, [*made])
@@ -167,7 +167,7 @@ def load(name: str) -> ModuleType:
     """
     if name.endswith(".py"):
         if not Path(name).is_file():
-            raise ConfigError(f"{name}: there is no such file")
+            raise ConfigError(f"{name}: no such file")
         spec = importlib.util.spec_from_file_location(Path(name).stem, name)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -186,7 +186,7 @@ def check(page: Page) -> None:
         seen: dict[str, tuple[str, ...]] = {}
         for run in runs:
             if seen.setdefault(run.name, run.overrides) != run.overrides:
-                raise ConfigError(f"{page.name}, {name}: two runs are called {run.name}")
+                raise ConfigError(f"{page.name}, {name}: two different runs have the name {run.name}; add a column")
 
 
 # ---- Markdown

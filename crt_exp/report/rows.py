@@ -110,19 +110,19 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
     try:
         text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
         if not text.endswith("\n"):
-            raise ValueError("the last line has no end")
+            raise ValueError("the last line is incomplete")
         frame = pd.read_csv(StringIO(text), keep_default_na=False, na_values={}, dtype={"sample": str, "versions": str},
                             low_memory=False)
         if frame.isna().any(axis=None):
             raise ValueError("a line has too few fields")
     except (EOFError, OSError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path}: cut off or damaged ({error}): get the committed file again, or run "
-                         f"`python -m crt_exp.report {page} --run`") from None
+        raise ValueError(f"{path}: truncated or damaged ({error}); restore the file, or run `python -m crt_exp.report "
+                         f"{page} --run`") from None
     for name in frame.columns:
         if name not in ("sample", *ORIGIN):
             frame[name] = _numbers(frame[name])
     if missing := {"method", "sample", "metric", "value", *ORIGIN} - {*frame.columns}:
-        raise ValueError(f"{path}: columns {', '.join(frame.columns)}, expected also {', '.join(sorted(missing))}")
+        raise ValueError(f"{path}: columns {', '.join(frame.columns)}; missing {', '.join(sorted(missing))}")
     return Rows(frame)
 
 
@@ -138,8 +138,7 @@ def rows_path(page: str, folder: Path = FOLDER) -> Path:
     for path in (folder / f"{page}.csv", folder / f"{page}.csv.gz"):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{folder / page}.csv: no rows of this page; `python -m crt_exp.report {page} --run` "
-                            "makes them")
+    raise FileNotFoundError(f"{folder / page}.csv: no rows; run `python -m crt_exp.report {page} --run`")
 
 
 def write_rows(page: str, frame: pd.DataFrame, folder: Path = FOLDER) -> Path:
@@ -191,7 +190,7 @@ def mean_ci(values: Sequence[float], against: float = 0.0, level: float = LEVEL,
     if n < 2:
         return Mean(float(values[0]) if n else math.nan, math.nan, 1.0, n)
     if not np.isfinite(values).all():
-        raise ValueError(f"sample {np.argmin(np.isfinite(values))} is not finite: count such samples apart")
+        raise ValueError(f"sample {np.argmin(np.isfinite(values))}: expected a finite value; exclude diverged samples")
     mean, error = float(values.mean()), float(values.std(ddof=1)) * math.sqrt(1 / n + overlap)
     p = float(2 * stats.t.sf(abs(mean - against) / error, n - 1)) if error else float(mean == against)
     return Mean(mean, float(stats.t.isf(level / 2, n - 1)) * error, p, n)

@@ -112,7 +112,7 @@ def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "
             prepare(overrides)
         failed += (_in_new_processes if alone else _launched)(jobs, folder, launcher)
     if failed:
-        raise RunsFailed(f"{len(failed)} of {len(runs)} runs failed, their errors stand above: "
+        raise RunsFailed(f"{len(failed)} of {len(runs)} runs failed, see the errors above: "
                          f"{', '.join(str(folder / name) for name in failed[:5])}; `make data` fetches missing data")
 
 
@@ -194,8 +194,7 @@ def _rows_of_run(run: Run, directory: Path, sweep: str, columns: Sequence[str], 
     if not records or not records[-1].get("final"):
         return
     if PARTIAL in records[-1]:
-        raise ConfigError(f"{directory}: trainer.evaluate limited its evaluations, and a page needs complete ones: "
-                          "delete the directory and run again")
+        raise ConfigError(f"{directory}: incomplete evaluation (trainer.evaluate); delete the directory and run again")
     made, written = json_object(directory / "versions.json"), directory / (DIVERGED if diverged else "metrics.jsonl")
     origin = {"seconds": records[-1].get("time_s", ""), "commit": (made["commit"] or "")[:12],
               "date": str(date.fromtimestamp(written.stat().st_mtime)),

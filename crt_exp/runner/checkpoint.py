@@ -56,8 +56,7 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"cannot write the checkpoint of step {step}: {error}; steps that remain: "
-                              f"{steps(root) or 'none'}") from None
+        raise CheckpointError(f"checkpoint of step {step}: {error}; remaining steps: {steps(root) or 'none'}") from None
     return final
 
 
@@ -90,7 +89,7 @@ def newest(root: Path) -> Path | None:
         path = root / f"step-{step}"
         if not (reason := damage(path)):
             return path
-        print(f"checkpoint {path} is damaged ({reason}): it is removed, going back to the one before")
+        print(f"checkpoint {path}: damaged ({reason}); removed, using the previous one")
         shutil.rmtree(path)
     return None
 
@@ -139,8 +138,8 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str,
     own = model.state_dict()
     here, there = ({name: tuple(t.shape) for name, t in each.items() if name not in absent} for each in (own, tensors))
     if odd := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
-        raise CheckpointError(f"{source} does not fit this model: {odd[0]} has shape {there.get(odd[0], 'none')}, the "
-                              f"model's has {here.get(odd[0], 'none')}; tensors that differ: {len(odd)}")
+        raise CheckpointError(f"{source}: {odd[0]} has shape {there.get(odd[0], 'none')}, expected "
+                              f"{here.get(odd[0], 'none')}; {len(odd)} tensors differ")
     model.load_state_dict({name: sharded_like(own[name], t) for name, t in tensors.items()}, strict=not absent)
 
 
@@ -232,8 +231,8 @@ class TrainingState:
             return
         state, left = load_state(path), self.distributed.broadcast(len(self.run.records))
         if left < state["records"]:
-            raise CheckpointError(f"{self.run.metrics} holds {left} records, and {path} was written after "
-                                  f"{state['records']}; put the file back, or move {self.root} away to start over")
+            raise CheckpointError(f"{path}: expected {state['records']} records in metrics.jsonl, found {left}; "
+                                  f"restore the file, or move {self.root} away to start over")
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
         if self.scaler and state["scaler"]:
@@ -245,12 +244,12 @@ class TrainingState:
         if same:
             set_rng_state(state["rng"][self.distributed.rank])
         if self.distributed.main:
-            print(f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', random generators start afresh'})")
+            print(f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', new random seeds'})")
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Load weights and task state. Raises CheckpointError for those of another run."""
         if state.get("stay") != self.digest:
-            raise CheckpointError(f"{path} holds adapters of other weights than those that this run starts from")
+            raise CheckpointError(f"{path}: adapters of a different base model; use the task.init of the original run")
         load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
         tasks, file = [dict(plain) for plain in state.get("task", [{}])], path / "task.safetensors"
         for key, tensor in (load_tensors(file) if file.exists() else {}).items():
@@ -258,16 +257,14 @@ class TrainingState:
             tasks[int(rank)][name] = tensor
         same = len(tasks) == self.distributed.size
         if not same and not all(same_state(each, tasks[0]) for each in tasks):
-            raise CheckpointError(f"{path} was written by {len(tasks)} processes, each with its own state of this "
-                                  "task; continue with as many")
+            raise CheckpointError(f"{path}: has task states of {len(tasks)} processes; use the same number")
         self.task.load_state_dict(tasks[self.distributed.rank if same else 0])
 
     def load_best(self) -> None:
         """Load weights and task state of the best evaluation. Raises CheckpointError."""
         path = self.root / f"step-{self.progress.best['step']}"
         if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
-            raise CheckpointError(f"{path}: damaged ({reason}), and it has the best weights; train again in another "
-                                  "directory")
+            raise CheckpointError(f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir")
         self._load_weights(path, load_state(path))
 
 

@@ -43,7 +43,7 @@ def check_command_line(args: list[str]) -> str | None:
     if flags.hydra_help or flags.info or flags.shell_completion:
         return None
     if flags.multirun and inside_torchrun():
-        raise ConfigError("-m: a sweep cannot run inside torchrun, start each of its runs with torchrun")
+        raise ConfigError("-m: not supported inside torchrun; start torchrun for each run")
     with own_names([flags.config_dir] if flags.config_dir else []):
         for job in varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]:
             cfg = compose(job)
@@ -103,8 +103,8 @@ def one_line() -> Iterator[None]:
         yield
     except OverrideParseException as error:
         key = error.override.partition("=")[0]
-        raise ConfigError(f"{error.override}: expected key=value; a value with more than letters, digits and "
-                          f"./-+_:@%* takes quotes within quotes, '{key}=\"...\"', and $HOME for ~") from None
+        raise ConfigError(f"{error.override}: expected key=value; quote values with special characters twice, "
+                          f"'{key}=\"...\"', and write $HOME for ~") from None
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         known = [*(error.options or []), *ALIASES.get(group, ())]
@@ -118,7 +118,7 @@ def one_line() -> Iterator[None]:
             raise explained(cause) from None
         raise ConfigError(" ".join(str(error).split())) from None
     except ValueError as error:  # features=null
-        raise ConfigError(f"{error}; to leave a group out, write ~group") from None
+        raise ConfigError(f"{error}; to remove a group, write ~group") from None
 
 
 def unknown_key(error: OmegaConfBaseException) -> ConfigError:
@@ -135,7 +135,7 @@ def check_writable(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"hydra.run.dir={directory}: {error.strerror}, expected a folder to write to") from None
+        raise ConfigError(f"hydra.run.dir={directory}: {error.strerror}; expected a writable folder") from None
     with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
         directory.rmdir()
 

@@ -170,8 +170,7 @@ def check_unused(attention: dict[str, Any] | None) -> None:
     """Raise ConfigError for choices that the attention does not use."""
     unused = [o for o in overrides() if attention and part_of(o) in {"features", "sampler", "m"} - uses(attention)]
     if unused:
-        raise ConfigError(f"attention={choice('attention')} does not use {' '.join(unused)}: leave it out "
-                          "(a sweep: two commands)")
+        raise ConfigError(f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it")
 
 
 # ---- the configuration in a run directory

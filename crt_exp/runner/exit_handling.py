@@ -97,7 +97,7 @@ def errors_reported() -> Iterator[None]:
             raise  # a bug: keep the traceback
         if no_memory:
             error = ConfigError(f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
-                                "trainer.batch (larger trainer.accumulate) or task")
+                                "trainer.batch or task")
         end_run(error, ERROR_CODE)
 
 

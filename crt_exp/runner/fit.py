@@ -48,7 +48,7 @@ def errors_of(group: str) -> Iterator[None]:
 
 def refuse(unused: list[str]) -> None:
     if unused:
-        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; leave that out")
+        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
 
 
 def given(node: str) -> list[str]:
@@ -59,12 +59,12 @@ def given(node: str) -> list[str]:
 def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     """Raise ConfigError for several processes, or a mechanism that is not measurable."""
     if world_size() > 1:
-        raise ConfigError(f"task={choice('task')}: runs on one process; leave torchrun out")
+        raise ConfigError(f"task={choice('task')}: supports one process only; remove torchrun")
     refuse(given("trainer"))
     whole = getattr(task, "measures_whole", None)  # the task accepts attention without a feature map
     if not (mechanism.estimates or mechanism.is_exact or whole and whole(mechanism)):
-        raise ConfigError(f"task={choice('task')}: measures feature maps of a kernel, attention={mechanism.name} has "
-                          "none; expected features=..., attention=favorpp or attention=exact")
+        raise ConfigError(f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
+                          "features=..., attention=favorpp or attention=exact")
 
 
 def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
@@ -77,7 +77,7 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     if config.adapt:
         task.check_adapters()
     elif unused := given("trainer.lora"):
-        raise ConfigError(f"trainer.adapt=null: does not use {' '.join(unused)}; add trainer.adapt=lora")
+        raise ConfigError(f"trainer.adapt=null: does not use {' '.join(unused)}; set trainer.adapt=lora")
     planned_steps(config, task, world_size())
     if choice("attention"):
         with errors_of("attention"):

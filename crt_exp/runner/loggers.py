@@ -50,7 +50,7 @@ class WandbLogger:
                                   id=known.read_text().strip() if known.is_file() else None,
                                   settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
         except wandb.Error as error:
-            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]} (logger=none runs without it)") from None
+            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]}; logger=none runs without it") from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         known.write_text(self.run.id + "\n")
@@ -60,10 +60,10 @@ class WandbLogger:
                       for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
 
     def finish(self, failed: bool) -> None:
-        """Finish the run and print how to upload it if offline."""
+        """Finish the run; after a success, print how to upload an offline run."""
         self.run.finish(exit_code=int(failed))
-        if self.run.offline:
-            print(f"W&B keeps this run offline: `wandb sync {Path(self.run.dir).parent}` sends it", file=sys.stderr)
+        if self.run.offline and not failed:
+            print(f"W&B run saved offline; upload with `wandb sync {Path(self.run.dir).parent}`", file=sys.stderr)
 
 
 class ProgressLine:

@@ -61,7 +61,7 @@ class Run:
                 self.lock.acquire()
                 self._open()
             except Timeout:
-                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run; choose another") from None
+                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run") from None
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -75,8 +75,8 @@ class Run:
         inputs = input_states(config["task"], self.task)
         before = read_json(path.read_text(encoding="utf-8"), path) if self.existed and path.is_file() else inputs
         if changed := [key for key in sorted({*before, *inputs}) if before.get(key) != inputs.get(key)]:
-            raise ConfigError(f"{', '.join(changed)}: files have changed since {self.directory} began; expected the "
-                              f"same ones; delete {path} where only their times differ")
+            raise ConfigError(f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
+                              f"delete {path} if only their times differ")
         self.records = read_records(self.metrics)
         write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
         write_atomic(path, json.dumps(inputs, indent=1) + "\n")
@@ -90,7 +90,7 @@ class Run:
         if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed at its start leaves a .tmp file
         if self.cfg.resume != "auto":
-            raise ConfigError(f"hydra.run.dir={self.directory}: not empty; add resume=auto, or choose another")
+            raise ConfigError(f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder")
         # absent keys equal null; interpolations in the saved file are not resolved
         old = dict(leaves(read_yaml(self.directory / "config.yaml")))
         new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))

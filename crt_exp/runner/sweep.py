@@ -29,7 +29,7 @@ def check_direction(task_class: type, asked: Any) -> None:
     """Raise ConfigError if hydra.sweeper.direction (`asked`) is the wrong one."""
     asked, needed = str(getattr(asked, "name", asked)), direction(task_class)
     if asked in ("minimize", "maximize") and asked != needed:
-        raise ConfigError(f"hydra.sweeper.direction={asked}: expected {needed} for the metric of this task")
+        raise ConfigError(f"hydra.sweeper.direction={asked}: expected {needed} for the metric of the task")
 
 
 class Begun(Callback):
@@ -46,7 +46,7 @@ def show() -> None:
         runs = finished_runs(directory, began)
         if len(runs) > 1:
             runs.to_csv(directory / "sweep.csv", index=False)
-            print(f"{table(runs)}\n[{directory}; one line a run in sweep.csv]")
+            print(f"{table(runs)}\n[{directory}; sweep.csv has one row per run]")
 
 
 def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":

@@ -49,10 +49,10 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
     if config.steps == 0:
         return per_epoch, 0
     if per_epoch is None and config.steps is None:
-        raise ConfigError("trainer.steps=null: this task streams its training data; expected a number of steps")
+        raise ConfigError("trainer.steps=null: expected a number, because the task streams its training data")
     if per_epoch == 0 or config.steps is None and round(config.epochs * per_epoch, 6) < 1:
-        raise ConfigError(f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: makes no step of the {rows} "
-                          "rows of the training split; trainer.steps=0 evaluates only")
+        raise ConfigError(f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with {rows} training "
+                          "rows; expected a smaller batch (trainer.steps=0 evaluates only)")
     return per_epoch, config.steps or round(config.epochs * per_epoch)
 
 
@@ -184,7 +184,7 @@ class Trainer:
         if len(batches) == config.accumulate:
             return batches
         if p.position == 0:
-            raise ValueError(f"epoch {p.epoch} of the training split holds no batch of {config.batch} rows")
+            raise ValueError(f"trainer.batch={config.batch}: expected at most the rows of the training split")
         self._next_epoch()
         return None
 

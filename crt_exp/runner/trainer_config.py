@@ -76,17 +76,17 @@ class TrainerConfig:
 
     def __post_init__(self):
         if self.strategy == "fsdp" and self.precision == "fp16":
-            raise ConfigError("trainer.precision=fp16: does not go with trainer=fsdp; use bf16")
+            raise ConfigError("trainer.precision=fp16: not supported with trainer=fsdp; use bf16")
         if self.strategy == "fsdp" and self.adapt:
-            raise ConfigError("trainer.adapt=lora: every process holds its few weights whole; leave trainer=fsdp out")
+            raise ConfigError("trainer.adapt=lora: not supported with trainer=fsdp; remove trainer=fsdp")
         if self.adapt and importlib.util.find_spec("peft") is None:
-            raise ConfigError("trainer.adapt=lora: needs the package peft; pip install 'crt_exp[adapt]'")
+            raise ConfigError("trainer.adapt=lora: peft is missing; pip install 'crt_exp[adapt]'")
 
     def check_processes(self, processes: int) -> None:
         """Raise ConfigError for an indivisible batch, or fp16 on a CPU."""
         if self.batch % (parts := processes * self.accumulate):
-            raise ConfigError(f"trainer.batch={self.batch}: does not divide over {processes} processes x "
-                              f"{self.accumulate} micro-batches; expected a multiple of {parts}")
+            raise ConfigError(f"trainer.batch={self.batch}: expected a multiple of {parts} ({processes} processes x "
+                              f"{self.accumulate} micro-batches)")
         if self.precision == "fp16" and (self.cpu or not torch.accelerator.is_available()):
             raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
 
@@ -106,8 +106,7 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str
         if parameter.requires_grad:
             groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
     if not groups:
-        raise ConfigError("no parameter to train: all are frozen or fitted without gradients; expected "
-                          "attention.learn=parameters, or trainer.steps=0 to evaluate only")
+        raise ConfigError("no trainable parameters; set attention.learn=parameters, or trainer.steps=0 to evaluate")
     described = [{"params": params, "lr": config.lr * factor, "peak": config.lr * factor,
                   "weight_decay": config.weight_decay * decayed} for (factor, decayed), params in groups.items()]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for group in groups.values() for p in group)
@@ -171,8 +170,8 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     found = [name for name, part in linear.items()
              if families.family(part) or any(isinstance(child, AttentionLayer) for child in part.children())]
     if not found:
-        raise ConfigError("trainer.lora.targets=null: this model has no projections of attention; expected linear "
-                          f"layers such as {', '.join([*linear][:3])}")
+        raise ConfigError("trainer.lora.targets=null: no projections found; set names such as "
+                          f"{', '.join([*linear][:3])}")
     return found
 
 

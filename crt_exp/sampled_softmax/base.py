@@ -110,14 +110,14 @@ def check_queries(hidden: Tensor) -> None:
     """Raise NotFinite if a query (B, d) is not finite, naming the first one."""
     fine = hidden.isfinite().all(-1)
     if not bool(fine.all()):
-        raise NotFinite(f"query {int((~fine).nonzero()[0])} is not finite: look at the layers below the head")
+        raise NotFinite(f"query {int((~fine).nonzero()[0])} is not finite; check the layers before the head")
 
 
 def check_classes(weight: Tensor, bias: Tensor | None, classes: int, d: int) -> None:
     """Raise ValueError unless vectors are (classes, d) and biases (classes,)."""
     for what, t, shape in (("class vectors", weight, (classes, d)), ("biases", bias, (classes,))):
         if t is not None and tuple(t.shape) != shape:
-            raise ValueError(f"{what} of shape {tuple(t.shape)}: this sampler takes {shape}")
+            raise ValueError(f"{what}: shape {tuple(t.shape)}, expected {shape}")
 
 
 def check_rows(rows: Tensor, classes: int) -> Tensor:
@@ -128,10 +128,10 @@ def check_rows(rows: Tensor, classes: int) -> Tensor:
     """
     rows = rows.reshape(-1).unique()
     if rows.is_floating_point():
-        raise ValueError(f"rows must be whole numbers of classes, not {rows.dtype}")
+        raise ValueError(f"rows: dtype {rows.dtype}, expected integers")
     outside = rows[(rows < 0) | (rows >= classes)]
     if len(outside):
-        raise ValueError(f"class {int(outside[0])} of an update is none of the {classes} classes (0 to {classes - 1})")
+        raise ValueError(f"row {int(outside[0])}: expected 0 to {classes - 1}")
     return rows
 
 
@@ -149,8 +149,7 @@ def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> No
         return  # only the sum overflowed
     place = int((~fine).nonzero()[0])
     number = place if rows is None else int(rows[place])
-    raise NotFinite(f"the vector or bias of class {number} is not finite: the tables of the sampler keep what they "
-                    "were; look for the update that made it so")
+    raise NotFinite(f"class {number}: vector or bias is not finite; the tables are unchanged")
 
 
 class FixedDistribution(ClassSampler):
@@ -230,12 +229,11 @@ class Unigram(FixedDistribution):
     def __init__(self, counts: Tensor):
         counts = torch.as_tensor(counts).double()
         if counts.ndim != 1:
-            raise ValueError(f"the counts of a unigram distribution have one number for each class, not shape "
-                             f"{tuple(counts.shape)}")
+            raise ValueError(f"counts: shape {tuple(counts.shape)}, expected (V,), one count per class")
         super().__init__(len(counts))
         if not bool((counts.isfinite() & (counts >= 0)).all()):
             wrong = int((~(counts.isfinite() & (counts >= 0))).nonzero()[0])
-            raise ValueError(f"the count of class {wrong} is {float(counts[wrong])}: counts are finite, and at least 0")
+            raise ValueError(f"count of class {wrong}: {float(counts[wrong])}; expected a finite number >= 0")
         counts = torch.where(counts > 0, counts, 0.5)
         probability = counts / counts.sum()
         self.register_buffer("probability", probability)
@@ -262,8 +260,7 @@ class LogitDistribution(ClassSampler):
 
     def __init__(self, head: nn.Module):
         if not isinstance(getattr(head, "weight", None), Tensor):
-            raise ValueError(f"{type(self).__name__}({head!r}): it takes the head itself, a module with `weight` "
-                             "(V, d)")
+            raise ValueError(f"{type(self).__name__}({head!r}): expected a module with `weight` (V, d)")
         super().__init__(len(head.weight))
         self._head = [head]  # a list, so that the parameters of the head are not registered here
 
@@ -307,7 +304,7 @@ class Quadratic(LogitDistribution):
         super().__init__(head)
         self.alpha = float(alpha)
         if not 0 <= self.alpha < math.inf:
-            raise ValueError(f"alpha = {alpha}: the weight of the squared logit is a finite number of at least 0")
+            raise ValueError(f"alpha={alpha}: expected a finite number >= 0")
 
     def log_weights(self, logits: Tensor) -> Tensor:
         if not self.alpha:

@@ -56,8 +56,7 @@ class FeatureDistribution(ClassSampler):
         least = 0.0 if self.features.positive else DEFENSIVE
         self.defensive = least if defensive is None else float(defensive)
         if not 0 <= self.defensive < 1 or self.defensive == 0 < least:
-            raise ValueError(f"defensive = {defensive}: a share of at least 0 and below 1, and above 0 for a map whose "
-                             "features may be negative: classes of no probability would bias the normaliser")
+            raise ValueError(f"defensive={defensive}: expected [0, 1), and > 0 for features that may be negative")
         self._queries: Tensor | None = None  # of the last batch, for fitting
 
     # ---- implemented by subclasses
@@ -99,9 +98,9 @@ class FeatureDistribution(ClassSampler):
 
     def _check(self, hidden: Tensor) -> None:
         if not self.built:
-            raise ValueError("the tables of this sampler were never made: call rebuild(weight) before the first draw")
+            raise ValueError("tables are not built: call rebuild(weight) first")
         if hidden.ndim != 2 or hidden.shape[1] != self.d:
-            raise ValueError(f"queries of shape {tuple(hidden.shape)}: this sampler takes (B, {self.d})")
+            raise ValueError(f"queries: shape {tuple(hidden.shape)}, expected (B, {self.d})")
         check_queries(hidden)
 
     @property
@@ -188,7 +187,7 @@ class ClassFeatures(nn.Module):
         super().__init__()
         mechanism = as_mechanism(proposal, m, sampler, seed)
         if not temperature > 0:
-            raise ValueError(f"temperature = {temperature}: the kernel exp(cos / temperature) needs a positive number")
+            raise ValueError(f"temperature={temperature}: expected > 0")
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
         self.m, self.d, self.classes = mechanism.m, d, classes
         self.scale = float(temperature) ** -0.5
@@ -294,9 +293,7 @@ class ClassFeatures(nn.Module):
         """
         saved = None if saved is None else bytes(saved.tolist()).decode()
         if saved is not None and saved != self.described:
-            raise ValueError(f"the saved tables of {prefix.rstrip('.') or 'this sampler'} are those of {saved}, and "
-                             f"this sampler is {self.described}: make it as the saved one was, or leave the tables out "
-                             "and call rebuild")
+            raise ValueError(f"saved tables: {saved}, expected {self.described}; use equal options, or call rebuild")
 
 
 def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler, seed: int) -> Mechanism:
@@ -307,16 +304,16 @@ def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler,
     """
     if isinstance(proposal, Mechanism):
         if m is not None or sampler is not None:
-            raise ValueError("m and sampler are those of the mechanism: give them to Mechanism.of")
+            raise ValueError("m, sampler: set them in Mechanism.of")
         mechanism = proposal
     elif isinstance(proposal, str):
         mechanism = Mechanism.parse(proposal, m=m, sampler=sampler, seed=seed)
     elif isinstance(proposal, FeatureMap):
         mechanism = Mechanism.of(features=proposal, m=m, sampler=sampler, seed=seed)
     else:
-        raise ValueError(f"{type(proposal).__name__} is no sampler of classes, feature map, mechanism or name of one")
+        raise ValueError(f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name")
     if not mechanism.estimates:
-        raise ValueError(f"{mechanism.name} has no features that estimate a kernel: take one such as favorpp")
+        raise ValueError(f"proposal={mechanism.name}: has no random features; use one such as favorpp")
     return mechanism
 
 

@@ -50,12 +50,11 @@ class SampledSoftmax(nn.Module):
         classes, d = head.weight.shape
         self.negatives = whole_number(negatives, "negatives", 1)
         if self.negatives > classes - 1:
-            raise ValueError(f"negatives = {negatives}: there are {classes - 1} classes besides the target; take "
-                             "fewer, or the full softmax")
+            raise ValueError(f"negatives={negatives}: expected at most {classes - 1}, the classes besides the target")
         self.sampler = proposal if isinstance(proposal, ClassSampler) else TreeFeatures(
             proposal, classes, d, m=m, temperature=temperature, seed=seed)
         if self.sampler.classes != classes:
-            raise ValueError(f"the sampler has {self.sampler.classes} classes and the head {classes}")
+            raise ValueError(f"sampler: {self.sampler.classes} classes, expected {classes} as in the head")
         self.sparse, self.rebuild_every = sparse, whole_number(rebuild_every, "rebuild_every", 0)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
         self._touched: list[Tensor] = []  # classes used since the last update
@@ -146,11 +145,11 @@ class SampledSoftmax(nn.Module):
         """Return validated queries (B, d) and targets (B,)."""
         classes, d = self.head.weight.shape
         if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != d or not targets.numel():
-            raise ValueError(f"hidden vectors {tuple(hidden.shape)} and targets {tuple(targets.shape)}: expected (..., "
-                             f"{d}) and (...), and at least one of them")
+            raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: expected (..., {d}) and "
+                             "(...)")
         if targets.is_floating_point() or targets.dtype == torch.bool:
-            raise ValueError(f"the targets hold {targets.dtype}: they are numbers of classes, whole ones")
+            raise ValueError(f"targets: dtype {targets.dtype}, expected integers")
         outside = (targets < 0) | (targets >= classes)
         if bool(outside.any()):
-            raise ValueError(f"target {int(targets[outside][0])} is none of the {classes} classes (0 to {classes - 1})")
+            raise ValueError(f"target {int(targets[outside][0])}: expected 0 to {classes - 1}")
         return hidden.reshape(-1, d), targets.reshape(-1).long()

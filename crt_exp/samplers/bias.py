@@ -69,8 +69,8 @@ def bias_sentence(record: dict) -> str:
     """Format `bias_record` as a sentence; empty for exact samplers."""
     if "sampler_bias" not in record:
         return ""
-    return (f"\nthe sampler is approximate: mean estimate / exact kernel = {record['sampler_bias']:.3f} +- "
-            f"{record['sampler_bias_error']:.3f} over 16 random pairs (1 would be no bias)")
+    return (f"\napproximate sampler: estimate / exact kernel = {record['sampler_bias']:.3f} ± "
+            f"{record['sampler_bias_error']:.3f} (1 is unbiased)")
 
 
 def estimate_ratios(phi, x: Tensor, y: Tensor, noise: Noise, params) -> Tensor:

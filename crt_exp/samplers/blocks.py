@@ -177,7 +177,7 @@ def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple
 
     m, d = check(m, d, batch, generator)
     if d > SOBOL_MAX_DIM:
-        raise ValueError(f"d = {d}: Sobol points exist up to d = {SOBOL_MAX_DIM}; use halton or orthogonal")
+        raise ValueError(f"d={d}: expected at most {SOBOL_MAX_DIM} for Sobol points; use halton or orthogonal")
     skip = 0 if scramble else 1
 
     def draw(seed):
@@ -228,8 +228,7 @@ def row_lengths(shape: tuple[int, ...], d: int, kind: str, generator: torch.Gene
         return (2 * torch._standard_gamma(half, generator=generator)).sqrt()
     if kind == "sqrt_d":
         return torch.full((*shape, 1), d**0.5, dtype=torch.float64, device=device_of(generator))
-    raise ValueError(f"unknown lengths {kind!r}: choose chi (Gaussian rows), sqrt_d (rows on the sphere) or, for "
-                     "hadamard, fixed")
+    raise ValueError(f"lengths={kind!r}: expected chi, sqrt_d or (hadamard only) fixed")
 
 
 def gaussian_quantile(u: Tensor) -> Tensor:
@@ -254,9 +253,7 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
     d = whole_number(d, "d")
     size = 8 * math.prod(batch) * m * (row or d)
     if size > ALWAYS and size > (free := free_memory(device_of(generator))):
-        heads = f" for {math.prod(batch)} heads" if batch else ""
-        raise ValueError(f"m = {m}: projections of dimension {d}{heads} take {size / 2**30:.1f} GiB, and "
-                         f"{free / 2**30:.1f} GiB of memory are free; choose fewer (features.m)")
+        raise ValueError(f"m={m}: projections need {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; use fewer")
     return m, d
 
 

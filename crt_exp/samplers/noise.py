@@ -92,8 +92,7 @@ class Noise(ABC):
     def check(self, x: Tensor) -> None:
         """Raise ValueError if the last dimension of x (..., L, d) differs from d."""
         if x.shape[-1] != self.d:
-            raise ValueError(f"the input has {x.shape[-1]} dimensions but the noise has d = {self.d}: draw it with "
-                             f"d = {x.shape[-1]}, or check the order of the axes (..., L, d)")
+            raise ValueError(f"x has {x.shape[-1]} dimensions, expected {self.d}: check the axis order (..., L, d)")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -214,7 +213,7 @@ def fwht(x: Tensor) -> Tensor:
     """
     n, h = x.shape[-1], 1
     if n & (n - 1):
-        raise ValueError(f"the transform needs a power of two, not {n} entries")
+        raise ValueError(f"n={n}: expected a power of two")
     for r in _radices(n):
         matrix = (_hadamard_matrix if lasting() else _hadamard_matrix.__wrapped__)(r, x.dtype, x.device)
         x = x.unflatten(-1, (-1, r, h) if h > 1 else (-1, r))

@@ -174,7 +174,7 @@ class Advice:
 
 def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
     if tokenizer is None:
-        raise ValueError("texts are strings: give tokenizer=AutoTokenizer.from_pretrained(...), or token ids")
+        raise ValueError("tokenizer=None: expected a tokenizer for strings, or token ids")
     listed = [texts] if isinstance(texts, str) else texts
     return torch.tensor([i for text in listed for i in tokenizer(text, add_special_tokens=False)["input_ids"]])
 
@@ -187,9 +187,9 @@ def text_bench(model: nn.Module, rows: Tensor, samples: int | None, calibration:
     """
     predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
     if predicted is None:
-        raise ValueError(f"{type(model).__name__} predicts no tokens: load it by AutoModelForCausalLM or ...MaskedLM")
+        raise ValueError(f"{type(model).__name__}: predicts no tokens; use AutoModelForCausalLM or ...MaskedLM")
     if predicted == MASKED and mask is None:
-        raise ValueError(f"{type(model).__name__} predicts masked tokens: give tokenizer=..., one with a mask token")
+        raise ValueError(f"{type(model).__name__}: predicts masked tokens; pass tokenizer=..., with a mask token")
     judged, training = spread(len(rows), samples or SAMPLES["texts"], calibration, f"texts of {rows.shape[1]} tokens")
     return TextBench(model, rows[judged], rows[training], mask=mask, special=getattr(tokenizer, "all_special_ids", ()),
                      seed=seed)
@@ -199,7 +199,7 @@ def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, samples: 
                  seed: int) -> BatchBench:
     noun, pieces = ("images", pieces.split(1)) if isinstance(pieces, Tensor) else ("pieces", list(pieces))
     if labels is not None and len(labels) != len(pieces):
-        raise ValueError(f"labels: expected {len(pieces)}, one for each of the {noun}, got {len(labels)}")
+        raise ValueError(f"labels: {len(labels)}, expected {len(pieces)}, one per sample")
     judged, training = spread(len(pieces), samples or SAMPLES[noun], calibration, noun)
     return BatchBench(model, [pieces[i] for i in judged], [pieces[i] for i in training], noun=noun, seed=seed,
                       labels=None if labels is None else [labels[i:i + 1] for i in judged])
@@ -229,11 +229,11 @@ def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int)
     longest = bench.timed[bench.length]
     for label, attention in methods.items():
         losses = bench.losses(attention)
-        print(f"advise: {label}: {statistics.mean(losses['loss']):.3f} nats", file=sys.stderr, flush=True)
+        print(f"advise: {label}: loss {statistics.mean(losses['loss']):.3f} nats", file=sys.stderr, flush=True)
         yield {"attention": label, **losses, "mib": bench.memory(attention, longest)}
     for length, piece in bench.timed.items():
         times = bench.times(methods, piece, rounds)
-        print(f"advise: {length} tokens timed", file=sys.stderr, flush=True)
+        print(f"advise: timed {length} tokens", file=sys.stderr, flush=True)
         yield {"length": length, "ms": times}
 
 
@@ -278,25 +278,24 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
     tried = [row for row in advice.rows if row.attention not in (EXACT, UNIFORM)]
     control = next((row for row in advice.rows if row.attention == UNIFORM), None)
     if control is not None and not is_costly(advice, control):
-        return None, (f"No advice: on these {advice.noun} even uniform attention costs only {cost(advice, control)}, "
-                      "so they cannot tell mechanisms apart. Give data that the model predicts well, or longer pieces.")
+        return None, (f"No recommendation: uniform attention costs only {cost(advice, control)}. Use data that the "
+                      "model predicts well, or longer pieces.")
     if not tried:
-        return None, "No advice: only exact and uniform attention were tried."
+        return None, "No recommendation: only exact and uniform attention were measured."
     close = [row for row in tried if row.worst <= advice.tolerance
              and not (advice.uses_repetition and row.repeated + row.repeated_ci95 > REPEATED)]
     if not close:
         best, allowed = min(tried, key=lambda row: row.worst), f" ({REPEATED} on repeated passages)"
-        return None, (f"Keep exact: the closest, {best.attention}, costs {cost(advice, best)}; allowed are "
-                      f"{advice.tolerance}{allowed * advice.uses_repetition}. Fine-tuning after the swap recovers a "
-                      "part of that.")
+        return None, (f"Keep exact: the closest, {best.attention}, costs {cost(advice, best)}; the tolerance is "
+                      f"{advice.tolerance}{allowed * advice.uses_repetition}. Fine-tuning reduces the cost.")
     paying = [row for row in close if row.exact_to < advice.length and row.pays_from is not None]
     if not paying:
         best = max(close, key=lambda row: row.speedup)
-        return None, (f"Keep exact at {advice.length} tokens: {best.attention} stays within {advice.tolerance} nats, "
-                      f"and its speed is {best.speedup:.2f} times that of exact. Try longer {advice.noun}.")
+        return None, (f"Keep exact at {advice.length} tokens: {best.attention} is within {advice.tolerance} nats, but "
+                      f"its speed is {best.speedup:.2f} times that of exact. Use longer {advice.noun}.")
     best = max(paying, key=lambda row: row.speedup)
     below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
-    return best, (f"Take {best.attention}: it costs {cost(advice, best)} at {advice.length} tokens, and a pass is "
+    return best, (f"Use {best.attention}: it costs {cost(advice, best)} at {advice.length} tokens, and a pass is "
                   f"{best.speedup:.2f} times as fast{below}.")
 
 

@@ -76,7 +76,7 @@ class Bench:
     def __init__(self, model: nn.Module, judged: Sequence[Any] = (), training: Sequence[Any] | None = (),
                  seed: int = 0):
         if swapped_states(model):
-            raise ValueError(f"this {type(model).__name__} is swapped already: call unswap_attention(model) first")
+            raise ValueError(f"{type(model).__name__}: already swapped; call unswap_attention(model) first")
         self.model, self.judged, self.training, self.seed = model.eval(), judged, training, seed
         self.device = next(model.parameters()).device
         self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []    # state dicts of the last fitted methods
@@ -148,7 +148,7 @@ class Bench:
             losses = {"loss": [self.loss(i) for i in range(len(self.judged))],
                       "repeated": [self.repeated_loss(i) for i in range(self.repeats)]}
         if attention is None and not all(map(math.isfinite, losses["loss"])):
-            raise NotFinite(f"the own loss of this {type(self.model).__name__} is not finite: check its parameters")
+            raise NotFinite(f"{type(self.model).__name__}: loss without swap is not finite; check the parameters")
         return losses
 
     # ---- time and memory
@@ -333,5 +333,5 @@ def scores(out: Any) -> Tensor:
     """Class scores (B, ..., C) of a model's output. Raises ValueError."""
     out = getattr(out, "logits", out)
     if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
-        raise ValueError("the model gives neither a loss nor class scores: load it with its head, or give labels")
+        raise ValueError("model: no loss and no class scores; load it with its head, or pass labels")
     return out

@@ -30,7 +30,7 @@ from crt_exp.swap.call import attend, prepare, read_mask
 from crt_exp.swap.families import is_cross, names_in_forward
 
 NAMES = ("cache", "past_key_values")  # argument of forward: from transformers 5.24 on, and before
-WHOLE = "give the model a DynamicCache(), which keeps all keys"
+WHOLE = "pass past_key_values=DynamicCache()"
 
 
 class NewKeys(Tensor):
@@ -45,7 +45,7 @@ class NewKeys(Tensor):
         if name in ("__get__", "size", "dim", "numel", "__repr__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueError(f"{name} was called outside of swapped attention on keys that end a recurrent state: {WHOLE}")
+        raise ValueError(f"{name}: the recurrent cache does not support operations on its keys; {WHOLE}")
 
 
 class RecurrentLayer(DynamicLayer):
@@ -122,7 +122,7 @@ class RecurrentLayer(DynamicLayer):
         if same and self.given is not None:
             return True
         if isinstance(key, NewKeys):
-            raise ValueError(f"{path}: the keys of a recurrent state are used twice or with other values: {WHOLE}")
+            raise ValueError(f"{path}: the recurrent cache does not support changed or reused keys; {WHOLE}")
         # other attention uses the keys too, which a single state cannot serve
         if self.given is None and not self.whole:
             self.state = None
@@ -145,13 +145,13 @@ class RecurrentLayer(DynamicLayer):
         marks = _marks(swapped)
         same = self.owner() is swapped and all(a is b and x == y for (a, x), (b, y) in zip(self.marks, marks))
         if not same:
-            raise ValueError(f"{swapped.path}: noise or statistics changed since then: start with a new cache")
+            raise ValueError(f"{swapped.path}: noise or statistics have changed; use a new cache")
         for wrong, what in ((matrix, "output_attentions=True"), (swapped.training, "training mode"),
-                            (torch.is_grad_enabled() and query.requires_grad, "a gradient"),
-                            (query.shape[2] > 1 and not causal, "attention that is not causal"),
-                            (used != self.length, "a mask that leaves out the last tokens")):
+                            (torch.is_grad_enabled() and query.requires_grad, "gradients"),
+                            (query.shape[2] > 1 and not causal, "non-causal attention"),
+                            (used != self.length, "masks of the last tokens")):
             if wrong:
-                raise ValueError(f"{swapped.path}: its state in the cache cannot give {what}: {WHOLE}")
+                raise ValueError(f"{swapped.path}: the recurrent cache does not support {what}; {WHOLE}")
 
     # ---- padding: the state already includes the padding of the past
 
@@ -162,10 +162,10 @@ class RecurrentLayer(DynamicLayer):
         """
         past, padded = self.length - new, 0 if self.padding is None else self.padding.shape[1]
         if keep is not None and keep.shape[1] != self.length:
-            raise ValueError(f"{path}: attention mask of {keep.shape[1]} tokens: expected {past} cached, {new} new")
+            raise ValueError(f"{path}: attention_mask of {keep.shape[1]} tokens: expected {past} cached + {new} new")
         same = padded == 0 or (keep is not None and torch.equal(keep[:, :padded], self.padding))
         if not same or (keep is not None and not bool(keep[:, padded:past].all())):
-            raise ValueError(f"{path}: the attention mask leaves out other tokens of the past than before: {WHOLE}")
+            raise ValueError(f"{path}: the recurrent cache does not support changed masks of past tokens; {WHOLE}")
         if keep is None or bool(keep[:, past:].all()):
             return None
         self._set_padding(keep)
@@ -192,7 +192,7 @@ class RecurrentLayer(DynamicLayer):
             return
         given, self.given = self.given, None
         if self.state is not None:
-            raise ValueError(f"no swapped attention took the new keys: start with a new cache, or {WHOLE}")
+            raise ValueError(f"no swapped attention used the new keys; use a new cache, or {WHOLE}")
         self._keep_whole(*given)
 
     # ---- methods that generation calls

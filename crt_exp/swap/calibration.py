@@ -74,9 +74,8 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     worse = [f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
              for path, state in states.items() if state.measured.error > state.measured.uniform]
     if worse:
-        warnings.warn(f"in {len(worse)} of {len(states)} layers the output is further from exact attention than the "
-                      f"mean of the values is: {', '.join(worse[:3])}: take more features (m), or leave layers out",
-                      stacklevel=2)
+        warnings.warn(f"{len(worse)} of {len(states)} layers are further from exact attention than uniform attention: "
+                      f"{', '.join(worse[:3])}; use more features (m), or exclude layers", stacklevel=2)
     return model
 
 
@@ -92,7 +91,7 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
             call(model, batch)
             count += 1
     if not count:
-        raise ValueError("no batches to calibrate with")
+        raise ValueError("batches: empty; expected at least one")
 
 
 def swapped_states(model: nn.Module) -> list[nn.Module]:
@@ -122,8 +121,8 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
               if isinstance(part, LinearAttention)}
     if not states:
         names = ", ".join({part.mechanism for part in swapped_states(model)})
-        raise ValueError(f"no attention of this {type(model).__name__} keeps statistics (swapped: {names or 'none'}): "
-                         "call swap_attention with random features first")
+        raise ValueError(f"{type(model).__name__}: no random features (swapped: {names or 'none'}); call "
+                         "swap_attention")
     return states
 
 

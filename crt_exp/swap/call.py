@@ -74,11 +74,11 @@ def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | 
     if isinstance(state, AttentionLayer):
         came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
         if came != made:
-            raise ValueError(f"{state.path}: (query heads, key heads, d)={came}: expected {made} as in the swap")
+            raise ValueError(f"{state.path}: (query heads, key heads, d)={came}, expected {made} as in the swap")
     if not torch.compiler.is_compiling():
         state.__dict__["reached"] = True
     if causal and isinstance(state, LinearAttention) and not state.serves_causal:
-        raise ValueError(f"{state.path}: a causal call of a layer that was swapped as bidirectional: give causal=True")
+        raise ValueError(f"{state.path}: causal call of a layer swapped as bidirectional; use causal=True")
     if cross is not None and isinstance(state, LinearAttention) and cross != state.cross:
         state.cross = cross
     if causal != state.causal:      # writing a module attribute takes as long as a small tensor operation
@@ -95,7 +95,7 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
     sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
     fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
     if not fits or any(one not in (1, whole) for one, whole in zip(mask.shape, sizes)):
-        raise ValueError(f"{path}: attention_mask of shape {tuple(mask.shape)}: expected (batch, tokens), here {B, S}")
+        raise ValueError(f"{path}: attention_mask {tuple(mask.shape)}: expected (batch, tokens)={B, S}")
 
 
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
@@ -109,8 +109,8 @@ def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
         allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
     pattern = _pattern(allowed)
     if pattern is None:
-        raise ValueError(f"{path}: the attention mask of shape {tuple(mask.shape)} is neither key padding nor causal "
-                         "(NaFlexVit: use_key_only_attn_mask=True): leave this layer out with layers=[...]")
+        raise ValueError(f"{path}: attention_mask {tuple(mask.shape)}: expected key padding or a causal mask "
+                         "(NaFlexVit: use_key_only_attn_mask=True); leave the layer out with layers=[...]")
     seen, is_causal, used = pattern
     return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
 
@@ -129,7 +129,7 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
         return S
     used = _last_used(keep)
     if used != queries and S - used >= queries - 1:
-        raise ValueError(f"{path}: {queries} queries that all see the first {used} of {S} keys: pad on the left")
+        raise ValueError(f"{path}: right padding is ambiguous in a static cache; use padding_side='left'")
     return used if used == queries else S
 
 
@@ -151,7 +151,7 @@ def _allowed(mask: Tensor, path: str) -> Tensor:
         return mask
     kept = mask == 0
     if not bool((kept | (mask <= REMOVED)).all()):
-        raise ValueError(f"{path}: the attention mask adds finite values to the logits: expected kept or removed keys")
+        raise ValueError(f"{path}: attention_mask: finite biases are not supported; expected 0 or -inf per key")
     return kept
 
 

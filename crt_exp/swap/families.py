@@ -31,15 +31,14 @@ BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_po
 CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
 # layer type -> configuration key of the window size
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-SEES = "sees a window"                    # start of the reason for a layer with a window
+SEES = "has a window"                     # start of the reason for a layer with a window
 ROTATIONS = (None, "rotary", "absolute")  # position embeddings that add nothing to the logits
 # Classes, or parent class and attribute, whose masks are built elsewhere and are neither padding nor causal.
 OTHER_MASKS = {
-    "Sam3DetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
-    "Sam3LiteTextDetrDecoderLayer.vision_cross_attn": "adds a bias of boxes to its logits",
-    "T5Gemma2MergedAttention":
-        "attends to its own tokens, in causal order, and to the encoder's, in none, in one softmax",
-    "PixtralAttention": "keeps apart the images that are packed into one sequence",
+    "Sam3DetrDecoderLayer.vision_cross_attn": "adds a box bias to its logits",
+    "Sam3LiteTextDetrDecoderLayer.vision_cross_attn": "adds a box bias to its logits",
+    "T5Gemma2MergedAttention": "combines causal self-attention and cross-attention in one softmax",
+    "PixtralAttention": "separates the images that are packed into one sequence",
 }
 
 
@@ -180,7 +179,7 @@ def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | Non
     passed = what_is_passed(type(module))
     known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(f"{type(holder).__name__}.{name}")
     reason = known or _bias(module, passed) or _softmax(module, passed) or _window(module, passed)
-    return reason or ("changes its mask for each pair of a query and a key" if passed.own_mask else None)
+    return reason or ("masks pairs of queries and keys" if passed.own_mask else None)
 
 
 def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
@@ -189,7 +188,7 @@ def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
     if family(module) != "torch" or isinstance(holder, known):
         return None
     reads = not {"in_proj_weight", "q_proj_weight"}.isdisjoint(names_in_forward(type(holder)))
-    return f"is computed by {type(holder).__name__} from its weights, in a way of its own" if reads else None
+    return f"is computed by {type(holder).__name__} itself" if reads else None
 
 
 def _bias(module: nn.Module, passed: Passed) -> str | None:
@@ -206,7 +205,7 @@ def _softmax(module: nn.Module, passed: Passed) -> str | None:
         return "caps its logits (softcap)"
     if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
         return "has sinks in its softmax (s_aux)"
-    return "chooses keys for each query (a sparse index)" if "indices" in passed.keywords else None
+    return "selects keys for each query (sparse index)" if "indices" in passed.keywords else None
 
 
 def _window(module: nn.Module, passed: Passed) -> str | None:
@@ -217,7 +216,7 @@ def _window(module: nn.Module, passed: Passed) -> str | None:
         size = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     longest = getattr(config, "max_position_embeddings", None) or float("inf")
     cuts = isinstance(size, int) and 0 < size < longest
-    return f"{SEES} of {size} tokens only, in sequences of up to {longest} (max_position_embeddings)" if cuts else None
+    return f"{SEES} of {size} tokens for sequences of up to {longest} (max_position_embeddings)" if cuts else None
 
 
 def _layer_type(module: nn.Module) -> str | None:

@@ -40,8 +40,8 @@ def is_ours(config) -> bool:
 def refuse_replaced(module: nn.Module, *_) -> None:
     """Forward pre-hook: raise ValueError if the attention was replaced after the swap."""
     if not is_ours(module.config):
-        raise ValueError(f"{module.swapped.path}: its config._attn_implementation is now "
-                         f"{module.config._attn_implementation!r}: call unswap_attention or swap_attention again")
+        raise ValueError(f"{module.swapped.path}: config._attn_implementation is now "
+                         f"{module.config._attn_implementation!r}; call unswap_attention or swap_attention again")
 
 
 def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -72,7 +72,7 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     if state is None:
         return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
     if given := [name for name in EXTRAS if extras.get(name) is not None]:
-        raise ValueError(f"{state.path}: linear attention has no {given[0]}: leave this layer out with layers=[...]")
+        raise ValueError(f"{state.path}: {given[0]} is not supported; leave the layer out with layers=[...]")
     keep, mask = None, attention_mask
     if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2]) and (
             attention_mask.ndim == 2 or query.shape[2] > 1):
@@ -98,7 +98,7 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     once for all layers.
     """
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(f"attention_mask: the shape {tuple(attention_mask.shape)} does not fit, give (batch, tokens)")
+        raise ValueError(f"attention_mask {tuple(attention_mask.shape)}: expected (batch, tokens)")
     known = (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
     plain = mask_function in known and local_size is None
     causal = mask_function is not masking_utils.bidirectional_mask_function
@@ -124,7 +124,7 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
     if mask is None or mask.ndim != 2:
         return False
     if mask.dtype != torch.bool:
-        raise ValueError(f"{path}: is the model's own mask of {mask.dtype} causal? Leave this layer out, layers=[...]")
+        raise ValueError(f"{path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]")
     return True
 
 

@@ -13,7 +13,7 @@ from crt_exp.swap.families import attention_modules
 from crt_exp.swap.swap import swap_layers
 
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-ANEW = "load the weights by from_pretrained of their class, then call swap_attention"
+ANEW = "load the weights with from_pretrained of their class, then call swap_attention"
 
 
 @torch.inference_mode(False)   # tensors created in inference mode cannot be trained
@@ -42,7 +42,7 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     with saved.ignoring_buffers():
         model = auto.from_pretrained(folder, **(safely | options))
     if (record := saved.take_record(model)) is None:
-        raise ConfigError(f"{folder}: its config.json has no {saved.KEY}, so it holds no swapped model: {ANEW}")
+        raise ConfigError(f"{folder}: no swapped model ({saved.KEY} is missing in config.json); {ANEW}")
     files = saved.weight_files(folder, **{key: options[key] for key in FETCHING if key in options})
     return _swapped(model, saved.check_record(record, folder), files, folder)
 
@@ -50,9 +50,9 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
 def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder: str | Path) -> nn.Module:
     """Swap the attention of an unswapped model as its record states."""
     if record.get("open"):
-        raise ConfigError(f"{folder}: its record is one of an earlier crt_exp, {record.get('version')}: {ANEW}")
+        raise ConfigError(f"{folder}: saved by crt_exp {record.get('version')}, unsupported; {ANEW}")
     if objects := [each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)]:
-        raise ConfigError(f"{folder}: {objects[0]} was built of objects, which no folder holds: {ANEW}")
+        raise ConfigError(f"{folder}: attention {objects[0]} was built from Python objects, not restorable; {ANEW}")
     mechanisms = [Mechanism.of_saved(each, str(folder)) for each in record["mechanisms"]]
     numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
     for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
@@ -69,5 +69,5 @@ def _number(path: str, layers: dict[str, int | None], folder: str | Path) -> int
     """The index of the mechanism of an attention module; None if unswapped."""
     same = [other for other in layers if saved.same_path(path, other)]
     if not same:
-        raise ConfigError(f"{folder}: {saved.KEY} in its config.json names no attention of {path}: {ANEW}")
+        raise ConfigError(f"{folder}: {saved.KEY} in config.json has no entry for {path}; {ANEW}")
     return layers[max(same, key=len)]

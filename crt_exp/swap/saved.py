@@ -23,7 +23,7 @@ from crt_exp.options import Whole, check
 from crt_exp.swap.families import attention_modules
 
 KEY = "crt_exp"
-NEW_NOISE = "saved=False makes new noise"
+NEW_NOISE = "use saved=False for new ones"
 
 
 # ---- the record in the configuration
@@ -67,9 +67,9 @@ def check_record(record: Any, source: Any) -> dict[str, Any]:
         check("mechanisms", mechanisms, Sequence[dict])
         check("layers", layers, dict[str, Annotated[Whole, Field(lt=len(mechanisms))] | None])
         if all(number is None for number in layers.values()):
-            raise ConfigError("none of its layers is swapped")
+            raise ConfigError("no layer is swapped")
     except (ConfigError, RecursionError) as error:
-        raise ConfigError(f"{source}: {KEY} in its config.json is not what swap_attention writes: {error}") from None
+        raise ConfigError(f"{source}: {KEY} in config.json is invalid: {error}") from None
     return record
 
 
@@ -114,14 +114,14 @@ def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder
         own = saved.get(path, {})
         if own.keys() != state.state_dict().keys():
             if strict:
-                raise ValueError(f"{folder}: its weights have no noise of {state.path}: call swap_attention")
+                raise ValueError(f"{folder}: random projections of {state.path}: missing; call swap_attention")
             continue
         if any(t.dtype == dtype for t in own.values()):
             state.to(dtype)
         try:
             state.load_state_dict(own)
         except ValueError as error:
-            raise ConfigError(f"{state.path} in {folder}: {error}; {NEW_NOISE}") from None
+            raise ConfigError(f"{folder}: random projections of {state.path}: {error}; {NEW_NOISE}") from None
 
 
 def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
@@ -151,7 +151,7 @@ def _same_numbers(path: str, saved: list[str]) -> str | None:
     shared = [len(os.path.commonprefix([path.split("."), other.split(".")])) for other in alike]
     best = [other for other, count in zip(alike, shared) if count == max(shared)]
     if len(best) > 1:
-        raise ValueError(f"{path}: the saved noise of {' and of '.join(best)} may each be its own; {NEW_NOISE}")
+        raise ValueError(f"random projections of {path}: ambiguous, candidates {', '.join(best)}; {NEW_NOISE}")
     return best[0] if best else None
 
 
@@ -186,6 +186,6 @@ def fetched(name: str | Path, option: str = "") -> Path | None:
     folder = Path(root or ".", name).expanduser()
     if root and (folder / "config.json").is_file():
         return folder
-    where = f"it is not in CRT_DATA={root}" if root else "CRT_DATA is not set"
-    raise ConfigError(f"{f'{option}=' if option else ''}{name}: {where}: get it with `python -m crt_exp.data fetch "
-                      f"{name} --dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}")
+    where = f"not in CRT_DATA={root}" if root else "CRT_DATA is not set"
+    raise ConfigError(f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp.data fetch {name} "
+                      f"--dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}")

@@ -62,7 +62,7 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     """
     swapped = [module for _, module in swappable(model) if "swapped" in module._modules]
     if not swapped:
-        raise ValueError(f"no attention of this {type(model).__name__} is swapped")
+        raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention first")
     if any(families.family(module) == "hf" for module in swapped):
         from crt_exp.swap import cache
 
@@ -90,7 +90,7 @@ def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths. Raises ValueError if there are none."""
     if modules := families.attention_modules(model):
         return modules
-    raise ValueError(f"no attention found in this {type(model).__name__} that swap_attention knows; of other kinds: "
+    raise ValueError(f"{type(model).__name__}: no supported attention; unsupported: "
                      f"{_names(families.others(model)) or 'none'}")
 
 
@@ -115,10 +115,10 @@ def _places(model: nn.Module) -> list[Place]:
 def _warn_of_others(model: nn.Module, windows: list[Place]) -> None:
     kind = type(model).__name__
     if others := families.others(model):
-        warnings.warn(f"attention of other kinds stays as it is in this {kind}: {_names(others)}", stacklevel=4)
+        warnings.warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}", stacklevel=4)
     if windows:
-        warnings.warn(f"{len(windows)} attention layers of this {kind} see a window only and stay as they are: "
-                      f"{_names(windows)}", stacklevel=4)
+        warnings.warn(f"{kind}: {len(windows)} layers with window attention stay unchanged: {_names(windows)}",
+                      stacklevel=4)
 
 
 def _names(parts: list[tuple]) -> str:
@@ -139,7 +139,7 @@ def _choose(places: list[Place], layers: Iterable[int] | int | str | None) -> li
     numbers = [layers] if isinstance(layers, Integral) else list(layers)
     if not numbers or any(isinstance(i, bool) or not isinstance(i, Integral) or not -len(places) <= i < len(places)
                           for i in numbers):
-        raise ValueError(f"layers={layers!r}: expected some of the {len(places)} layers, 0 to {len(places) - 1}")
+        raise ValueError(f"layers={layers!r}: expected indices of {len(places)} layers, 0 to {len(places) - 1}")
     return sorted({int(i) % len(places) for i in numbers})
 
 
@@ -152,7 +152,8 @@ def _refuse(places: list[Place], chosen: list[int]) -> None:
     first = min(refused, key=lambda place: place.reason.startswith(SEES))
     fit = [i for i, place in enumerate(places) if not place.reason]
     way = f"layers='supported' swaps {fit}" if fit else "no layer can be swapped"
-    raise ValueError(f"{_names([first])}: this attention {first.reason}, which no linear attention represents; {way}")
+    raise ValueError(f"{_names([first])}: this attention {first.reason}, which linear attention does not support; "
+                     f"{way}")
 
 
 # ---- build and attach layers
@@ -171,8 +172,8 @@ def _state(maker: LayerMaker, name: str, i: int, place: Place, causal: bool | No
     for wrong, what in ((is_causal and not getattr(state, "can_be_causal", True), "is causal"),
                         (is_cross and not getattr(state, "can_cross", True), "attends to another sequence")):
         if wrong:
-            raise ValueError(f"{path} ({type(module).__name__}) {what}, which attention {name} cannot: leave it out "
-                             f"with layers=[...]{', or give causal=False' if is_causal else ''}")
+            raise ValueError(f"{path} ({type(module).__name__}) {what}: not supported by attention={name}; leave it "
+                             f"out with layers=[...]{', or set causal=False' if is_causal else ''}")
     state.path, state.mechanism = path, name
     state.causal = size.causal if causal is None else causal
     device = next((p.device for p in module.parameters() if not p.is_meta), None)
@@ -253,5 +254,5 @@ def _tell_unreached(model: nn.Module, *_) -> None:
     for _, module in unreached:
         module.swapped.__dict__["reached"] = False
     if unreached:
-        warnings.warn(f"this forward pass of {type(model).__name__} did not reach {len(unreached)} swapped modules: "
-                      f"{_names(unreached)}: other inputs may, or the model computes attention itself", stacklevel=3)
+        warnings.warn(f"{type(model).__name__}: {len(unreached)} swapped modules were not called: {_names(unreached)}; "
+                      "other inputs may call them, or the model computes attention itself", stacklevel=3)

@@ -116,8 +116,7 @@ class Task(Protocol):
         if a subclass defines `state_dict` alone.
         """
         if state:
-            raise ValueError(f"{type(self).__name__} has a state_dict and no load_state_dict: "
-                             "a resumed run would lose it")
+            raise ValueError(f"{type(self).__name__}: has state_dict but no load_state_dict; define both")
 
     def lr_scale(self, name: str) -> float:
         """Learning-rate factor of a parameter; 0 freezes the parameter.
@@ -285,10 +284,9 @@ def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[flo
 def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     predictions, labels = np.asarray(predictions, np.float64), np.asarray(labels, np.float64)
     if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-        raise ValueError(f"predictions {predictions.shape} and labels {labels.shape} must be two vectors of one length "
-                         "n > 0")
+        raise ValueError(f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0")
     if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
-        raise ValueError("predictions and labels must be finite")
+        raise ValueError("predictions, labels: expected finite values")
     return predictions, labels
 
 

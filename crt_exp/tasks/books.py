@@ -76,8 +76,8 @@ class Books(SymbolTask):
         self.data = {split: Rows.of_lines(text, self.max_length, end) if apart else
                      Rows.packed(text, self.max_length, end, whole=split != "train") for split, text in texts.items()}
         if short := next((split for split, data in self.data.items() if not len(data)), None):
-            raise DataError(f"task.max_length={self.max_length}: the {len(texts[short].tokens)} tokens of {short} fill "
-                            "no row; give more text, or shorter rows")
+            raise DataError(f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
+                            "use a longer text, or a smaller value")
         self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
 
     # ---- text
@@ -85,7 +85,7 @@ class Books(SymbolTask):
     def files(self) -> dict[str, list[Path]]:
         """Files of each split; only "train" if the other splits are held out of it."""
         if (self.validation_text is None) != (self.test_text is None):
-            raise ConfigError("task.validation_text and task.test_text go together: give both, or none")
+            raise ConfigError("task.validation_text, task.test_text: set both or neither")
         if self.text is None:
             return {split: [official_file("wikitext2", part, self.data_dir)] for split, part in PARTS.items()}
         no_folder(self.data_dir, "task.text")

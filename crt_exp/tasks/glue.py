@@ -70,8 +70,7 @@ class GLUE(Task):
         if self.described.names:
             check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
         if self.parts and not 2 <= self.parts <= self.length("dev"):
-            raise ConfigError(f"task.parts={self.parts}: expected 2 to {self.length('dev')}, the examples of the dev "
-                              "split, or null")
+            raise ConfigError(f"task.parts={self.parts}: expected 2 to {self.length('dev')}, the dev examples, or null")
 
     def inputs(self) -> list[Path | None]:
         folder = task_folder(self.described.source, self.data_dir)
@@ -129,7 +128,7 @@ class GLUE(Task):
         rows = reader.gather(rows)
         answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
-            raise NotFinite(f"{self.dataset}: the predicted scores are not finite; a lower trainer.lr may help")
+            raise NotFinite(f"{self.dataset}: predicted scores are not finite; try a lower trainer.lr")
         metrics = glue_metrics(self.dataset, answers, labels) | {"loss": sum(losses) / len(rows)}
         whole = split == "dev" and len(rows) == self.length(split)
         parts = of_parts(self.metric, answers, labels, self.parts) if self.parts and whole else []

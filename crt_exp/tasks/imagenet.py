@@ -55,8 +55,7 @@ class ImageTask(Task):
                 self.source, name, task_folder(name), self.data_dir):
             self.hub = self.hub | {"name": SOURCES[name].hub}
         if self.source == "hub" and self.hub["name"] is None:
-            raise ConfigError(f"task.source=hub: the name of task.dataset={self.dataset} on the hub is not known: set "
-                              "task.hub.name")
+            raise ConfigError(f"task.source=hub: task.dataset={self.dataset} has no known hub name; set task.hub.name")
         self.left_out, self.stream, self.embedded = 0, None, not self.inputs() and self.hub["name"] is None
         self.stand_in = data.STAND_IN if self.embedded else ""
         if self.hub["name"] is not None:
@@ -96,10 +95,10 @@ class ImageTask(Task):
         micro = Micro(self.read_source, transform, finish, plan.rng)
         for batch, problems in by_workers(micro, asked, self.workers):
             if problems and (batch is None or self.unreadable == "error"):
-                raise DataError(f"{problems[0]} Replace it, or leave such images out: task.unreadable=skip")
+                raise DataError(f"{problems[0]} Replace the image, or set task.unreadable=skip")
             self.left_out += len(problems)
             for problem in problems:
-                warnings.warn(f"{problem} It is left out.", stacklevel=2)
+                warnings.warn(f"{problem} Skipped.", stacklevel=2)
             yield batch
 
     def weight(self, batch: Batch) -> float | None:
@@ -191,12 +190,12 @@ class ImageNet(ImageTask):
         if self.model is not None:
             description = vision.known(self.model)
         elif self.init == "pretrained":
-            raise ConfigError("task.init=pretrained takes the weights of a model of timm: name it, task.model=...")
+            raise ConfigError("task.init=pretrained: expected task.model=<timm model>")
         elif description is None:
             size, patch = (8, 2) if self.embedded else (224, 16)
             description = vision.VisionDescription(vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes)
         if any(description.options.get(key) != value for key, value in sizes.items()):
-            raise ConfigError("task.sizes is for a new model: leave it out with task.model or a run as task.init")
+            raise ConfigError("task.sizes: only for a new model; remove it with task.model or task.init=<run>")
         options = description.options | ({"global_pool": self.pool} if self.pool else {})
         return replace(description, classes=self.classes, size=self.size or description.size, options=options,
                        crop=self.crop)
@@ -261,7 +260,7 @@ class ImageNet(ImageTask):
             right, near, count = right + int(hits[:, 0].sum()), near + int(hits.sum()), count + len(labels)
         loss, right, near, count, left_out = reader.sum(loss, right, near, count, self.left_out - left_out)
         if not math.isfinite(loss):
-            raise NotFinite("the model predicts classes with a loss that is not finite; a lower trainer.lr may help")
+            raise NotFinite("the loss is not finite; try a lower trainer.lr")
         metrics = {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
         return metrics | ({"unreadable_images": left_out} if left_out else {})
 
@@ -287,5 +286,5 @@ def training_transform(augment: ImageAugment, description: vision.VisionDescript
             color_jitter=None, auto_augment=augment["policy"], re_prob=augment["erase"], re_mode="pixel",
             interpolation=description.interpolation, mean=description.mean, std=description.std)
     except (AssertionError, ValueError, KeyError, IndexError):
-        raise ConfigError(f"task.augment.policy={augment['policy']}: expected a policy of timm, such as "
-                          "rand-m9-mstd0.5-inc1 (RandAugment) or augmix-m5-w4-d2, or null") from None
+        raise ConfigError(f"task.augment.policy={augment['policy']}: expected null or a policy of timm, such as "
+                          "rand-m9-mstd0.5-inc1 (RandAugment) or augmix-m5-w4-d2") from None

@@ -109,9 +109,9 @@ class LibriSpeech(Task):
         check_options("task.sizes", ConformerSizes, self.sizes)
         check_sizes(self.sizes)
         if self.source == "hub" and (self.corpus != "librispeech" or self.data_dir):
-            raise ConfigError("task.source=hub: reads a set of the hub; leave task.corpus and task.data_dir out")
+            raise ConfigError("task.source=hub: expected no task.corpus and no task.data_dir; remove them")
         if self.corpus == "table" and not self.data_dir:
-            raise ConfigError("task.corpus=table: needs task.data_dir=FILE, a csv, tsv or jsonl file")
+            raise ConfigError("task.corpus=table: expected task.data_dir=FILE, a csv, tsv or jsonl file")
 
     # ---- data
 
@@ -128,8 +128,7 @@ class LibriSpeech(Task):
         for split, coded in splits.items():
             self.faults[split].settle(len(coded.utterances))
             if (longest := coded.costs.max()) > self.batch_seconds:
-                raise ConfigError(f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g}, the "
-                                  f"seconds of the longest utterance of {split} at its slowest")
+                raise ConfigError(f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g} ({split})")
         return splits
 
     def read(self, split: str) -> Iterable[speech.Utterance]:
@@ -176,7 +175,7 @@ class LibriSpeech(Task):
             if problems and self.bad == "error":
                 raise speech.BadAudio(problems[0])
             for problem in problems:
-                warn("%s: left out of its batch", problem)
+                warn("%s: skipped", problem)
             yield batch
 
     def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> tuple[Batch, list[str]]:
@@ -217,9 +216,9 @@ class LibriSpeech(Task):
         """Weights of the run in task.init, which must have the same symbols and rate."""
         known, tensors = conformer_transducer.load(self.init, "task.init")
         if known.symbols != self.vocabulary:
-            raise ConfigError(f"task.init={self.init}: writes {len(known.symbols)} {known.symbols.kind}, this run "
-                              f"{len(self.vocabulary)} other {self.vocabulary.kind}; choose task.symbols, task.pieces "
-                              "and data of that run")
+            raise ConfigError(f"task.init={self.init}: trained with {len(known.symbols)} {known.symbols.kind}, "
+                              f"expected {len(self.vocabulary)} {self.vocabulary.kind}; use the task.symbols, "
+                              "task.pieces and data of that run")
         if known.rate != self.rate:
             raise ConfigError(f"task.rate={self.rate}: expected {known.rate} Hz, as in task.init={self.init}")
         return tensors

@@ -68,14 +68,15 @@ class MAE(ImageTask):
     def __post_init__(self):
         super().__post_init__()
         if self.model is None and self.init == "uptrain":
-            raise ConfigError("task.init=uptrain starts from a pretrained model: name it, task.model=...")
+            raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
         new = self.model is None and self.init == "scratch"
         self.origin = None if new else encoders.origin_of(self.model or "", self.init)
         self.config = self.new_config() if new else self.saved_config()
         self.config.mask_ratio, self.config.norm_pix_loss = self.mask_share, self.normalised
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
         if int(self.patches * (1 - self.mask_share)) == 0:
-            raise ConfigError(f"task.mask_share={self.mask_share} leaves none of the {self.patches} patches to see")
+            raise ConfigError(f"task.mask_share={self.mask_share}: no visible patch of {self.patches}; set a smaller "
+                              "one")
 
     # ---- the model
 
@@ -91,8 +92,7 @@ class MAE(ImageTask):
         for kind in ("", "decoder_"):
             width, heads = sizes[f"{kind}width"], sizes[f"{kind}heads"]
             if width % heads or width % 4:
-                raise ConfigError(f"task.sizes.{kind}width={width}: expected a multiple of 4 and of task.sizes."
-                                  f"{kind}heads={heads}")
+                raise ConfigError(f"task.sizes.{kind}width={width}: expected a multiple of 4 and {kind}heads={heads}")
         check_patch(size, patch)
         return ViTMAEConfig(
             image_size=size, patch_size=patch, layer_norm_eps=1e-6,  # timm's value, because timm fine-tunes the model
@@ -104,11 +104,11 @@ class MAE(ImageTask):
     def saved_config(self):
         config = encoders.load_config(self.origin)
         if config.model_type != "vit_mae":
-            raise ConfigError(f"{self.origin.option}={self.origin.name}: a model of type {config.model_type}, expected "
+            raise ConfigError(f"{self.origin.option}={self.origin.name}: model type {config.model_type}, expected "
                               "vit_mae, such as facebook/vit-mae-base")
         if self.size not in (None, config.image_size):
-            raise ConfigError(f"task.size={self.size}: the positions of {self.origin.name} are for {config.image_size} "
-                              "pixels: leave it out")
+            raise ConfigError(f"task.size={self.size}: expected {config.image_size}, as in {self.origin.name}; remove "
+                              "it")
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -155,7 +155,7 @@ class MAE(ImageTask):
             total, count = total + float(model(**batch).loss) * size, count + size
         total, count = reader.sum(total, count)
         if not np.isfinite(total):
-            raise NotFinite("the model predicts pixels that are not finite; a lower trainer.lr may help")
+            raise NotFinite("predicted pixels are not finite; try a lower trainer.lr")
         return {"loss": total / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

@@ -115,13 +115,13 @@ class MLM(Task):
 
     def check_options(self) -> None:
         if self.vocabulary is not None and (self.causal or self.model is not None):
-            raise ConfigError("task.vocabulary: expected null with task.causal=true or task.model, which has its own")
+            raise ConfigError("task.vocabulary: expected null with task.causal=true or task.model")
         if self.hub["name"] is not None and self.text is not None:
-            raise ConfigError("task.text and task.hub.name both name a text: leave one of them out")
+            raise ConfigError("task.text, task.hub.name: expected only one of them")
         if self.model is None and self.init == "uptrain":
-            raise ConfigError("task.init=uptrain starts from a pretrained model: name it, task.model=...")
+            raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
         if self.repeat and not self.causal:
-            raise ConfigError(f"task.repeat={self.repeat}: expected task.causal=true, for decoders that learn to copy")
+            raise ConfigError(f"task.repeat={self.repeat}: only for decoders; set task.causal=true")
 
     # ---- text
 
@@ -150,8 +150,8 @@ class MLM(Task):
         if "validation" not in blocks:
             held_out = math.ceil(HELD_OUT * len(blocks["train"]))
             if held_out == len(blocks["train"]):
-                raise DataError(f"task.block={self.block}: the text fills one block, and validation needs another; "
-                                "give more text, a smaller task.block, or task.validation_text")
+                raise DataError(f"task.block={self.block}: the text fills only one block; expected at least 2; use a "
+                                "longer text, a smaller task.block, or task.validation_text")
             blocks["train"], blocks["validation"] = blocks["train"][:-held_out], blocks["train"][-held_out:]
         return blocks
 

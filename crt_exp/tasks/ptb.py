@@ -101,8 +101,8 @@ class PTB(Task):
         self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
         V, negatives = len(self.text.words), self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:
-            raise ConfigError(f"task.sampling.negatives={negatives}: expected at most {V - 1}, the other words of this "
-                              "text; or set task.softmax=full")
+            raise ConfigError(f"task.sampling.negatives={negatives}: expected at most {V - 1}; or set "
+                              "task.softmax=full")
 
     @property
     def uses(self) -> frozenset[str]:
@@ -151,8 +151,8 @@ class PTB(Task):
         if self.softmax == "full":
             return None
         if self.softmax == "features" and not mechanism.estimates:
-            raise ConfigError(f"task.softmax=features samples by random features, and attention={mechanism.name} has "
-                              "none: choose features=..., or another task.softmax, such as quadratic or unigram")
+            raise ConfigError(f"task.softmax=features: attention={mechanism.name} has no random features; set "
+                              "features=..., or task.softmax=quadratic or unigram")
         V, options = len(self.text.words), self.sampling
         tables = TreeFeatures if options["tree"] else DenseFeatures
         make = {"uniform": lambda: Uniform(V), "log_uniform": lambda: LogUniform(V),
@@ -167,8 +167,7 @@ class PTB(Task):
 
     def check_shards(self) -> None:
         if self.softmax != "full":
-            raise ConfigError(f"task.softmax={self.softmax} draws from whole embeddings, and trainer=fsdp splits them: "
-                              "take task.softmax=full, or trainer=default")
+            raise ConfigError(f"task.softmax={self.softmax}: not supported with trainer=fsdp; set task.softmax=full")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         place = str(batch["place"])

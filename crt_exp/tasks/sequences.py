@@ -94,13 +94,13 @@ class SymbolTask(SequenceTask):
     def kept_description(self, length: int) -> LanguageDescription:
         theirs = self.kept.description
         if self.kept.symbols != self.vocabulary:
-            raise ConfigError(f"task.init={self.init}: trained on other symbols, expected {self.ours}")
+            raise ConfigError(f"task.init={self.init}: trained with other symbols; expected {self.ours}")
         sizes = (language.sizes_of(self.preset, self.sizes, "task.sizes") if self.preset
                  else theirs.sizes | dict(self.sizes))
         same = {"direction": self.causal == theirs.causal, "positions": self.positions in (None, theirs.positions),
                 "tied": self.tied in (None, theirs.tied), "preset and task.sizes": sizes == theirs.sizes}
         if wrong := next((key for key, right in same.items() if not right), None):
-            raise ConfigError(f"task.{wrong}: expected those of task.init={self.init}, leave them out")
+            raise ConfigError(f"task.{wrong}: differs from task.init={self.init}; remove it")
         if theirs.positions == "learned" and length > theirs.length:
             raise ConfigError(f"task.{self.length_option}={getattr(self, self.length_option)}: expected at most the "
                               f"{theirs.length} positions of task.init={self.init}")

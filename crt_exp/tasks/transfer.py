@@ -31,7 +31,7 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.mlm import MLM, MaskedModel
 
-SOURCE = "set task.init=<run of task={}> with exact attention, or task.model and task.init={}"
+SOURCE = "expected a model trained with exact attention; set task.init=<run of task={}>, or task.model and task.init={}"
 
 
 # ---- transfer for any swapped model
@@ -72,7 +72,7 @@ class Transferring(nn.Module):
         self.squares.clear()
         out = self.model(*args, **kwargs)
         if not self.squares:
-            raise ValueError("this call reached no swapped layer: there is nothing to transfer to")
+            raise ValueError("this call reached no swapped layer; expected an input that does")
         errors = [error / exact.clamp(min=1e-30) for _, (error, exact) in sorted(self.squares.items())]
         return torch.stack(errors), out
 
@@ -120,7 +120,7 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
     """
     batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
     if not batches:
-        raise ValueError("no batches to transfer with")
+        raise ValueError("batches: empty; expected at least one")
     taught = Transferring(model)
     calibrate(taught, batches)
     if parameters := [p for p in taught.parameters() if p.requires_grad]:
@@ -147,8 +147,8 @@ def calibrate(taught: Transferring, batches: Iterable) -> None:
     states, batches = swapped_layers(taught.model), list(batches)
     kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
     if not (kept or learned(states)):
-        raise ValueError(f"attention={states[0].mechanism} has nothing to learn from the exact layer: take hedgehog, "
-                         "or random features with attention.learn=parameters or projections")
+        raise ValueError(f"attention={states[0].mechanism}: has nothing to train; use hedgehog, or random features "
+                         "with attention.learn=parameters or projections")
     if kept:
         fill_statistics(taught.model, batches)
 
@@ -166,7 +166,7 @@ def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
     """Swapped layers in module order; raises ValueError if there are none."""
     states = swapped_states(model)
     if not states:
-        raise ValueError(f"no attention of this {type(model).__name__} is swapped: call swap_attention first")
+        raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention first")
     return states
 
 
@@ -197,11 +197,11 @@ class Teaching(Task):
     metric, lower_is_better = "error", True
 
     def check_shards(self) -> None:
-        raise ConfigError(f"task={self.name} trains a few parameters of each layer: it does not go with trainer=fsdp")
+        raise ConfigError(f"task={self.name}: not supported with trainer=fsdp; remove trainer=fsdp")
 
     def check_adapters(self) -> None:
-        raise ConfigError(f"task={self.name} trains what the layers learn and nothing else: trainer.adapt comes after "
-                          f"it, task={self.later} task.init=<this run>")
+        raise ConfigError(f"task={self.name}: not supported with trainer.adapt; use it afterwards, with "
+                          f"task={self.later} task.init=<this run>")
 
     def taught(self, model: nn.Module, mechanism: Mechanism, count: int) -> Transferring:
         """Swapped model, calibrated on `count` batches of 8 rows.
@@ -209,8 +209,7 @@ class Teaching(Task):
         Raises ConfigError if the attention has nothing to learn.
         """
         if mechanism.is_exact:
-            raise ConfigError(f"attention=exact is what task={self.name} learns from: choose another, such as "
-                              "attention=hedgehog")
+            raise ConfigError("attention=exact: expected an approximate method, such as hedgehog")
         taught = Transferring(model)
         try:
             calibrate(taught, map(self.given, islice(self.batches("train", Plan(8)), max(count, 1))))
@@ -272,12 +271,12 @@ class Transfer(Teaching, MLM):
         own = getattr(self.config, "crt_exp", encoders.EXACT)
         if own != encoders.EXACT:
             changed = ", ".join(encoders.differing_keys(own, encoders.EXACT))
-            raise ConfigError(f"{self.origin.option}={self.origin.name}: expected a model trained with exact "
-                              f"attention, these keys differ: {changed}")
+            raise ConfigError(f"{self.origin.option}={self.origin.name}: expected exact attention; different keys: "
+                              f"{changed}")
 
     def check_options(self) -> None:
         if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
-            raise ConfigError("task=transfer learns from exact attention; " + SOURCE.format("mlm", "uptrain"))
+            raise ConfigError(f"task.init={self.init}: {SOURCE.format('mlm', 'uptrain')}")
         super().check_options()
 
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -297,16 +296,14 @@ class TransferVision(Teaching, ImageNet):
 
     def __post_init__(self):
         if self.init == "scratch":
-            raise ConfigError("task=transfer_vision learns from exact attention; "
-                              + SOURCE.format("imagenet", "pretrained"))
+            raise ConfigError(f"task.init=scratch: {SOURCE.format('imagenet', 'pretrained')}")
         if self.new_head:
-            raise ConfigError("task.new_head=true: expected false with task=transfer_vision, which trains layers")
+            raise ConfigError("task.new_head=true: not supported by task=transfer_vision; remove it")
         super().__post_init__()
         checkpoint = vision.checkpoint_of(self.init)
         if checkpoint is not None and checkpoint.attention:
             changed = ", ".join(encoders.differing_keys(checkpoint.attention["described"], encoders.EXACT))
-            raise ConfigError(f"{checkpoint.named}: expected a model trained with exact attention, these keys differ: "
-                              f"{changed}")
+            raise ConfigError(f"{checkpoint.named}: expected exact attention; different keys: {changed}")
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return self.taught(super().build(mechanism), mechanism, 1)

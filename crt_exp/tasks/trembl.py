@@ -71,21 +71,19 @@ class TrEMBL(SymbolTask):
         kind = Chains if self.chains else Singles
         self.rows = {name: kind(self.sequences, rows, self.max_length) for name, rows in split.items()}
         if empty := [name for name, rows in self.rows.items() if not len(rows)]:
-            raise DataError(f"task.max_length={self.max_length}: the sequences of {empty[0]} fill no row; give more "
-                            "sequences, another share, or shorter rows")
+            raise DataError(f"task.max_length={self.max_length}: {empty[0]} has too few symbols for one row")
 
     def inputs(self) -> list[Path | None]:
         return [] if self.made else [task_folder("protein", self.data_dir)]
 
     def check_options(self) -> None:
         if self.validation_share + self.test_share >= 1:
-            raise ConfigError(f"task.validation_share={self.validation_share} task.test_share={self.test_share}: "
-                              "expected a sum below 1")
+            raise ConfigError(f"task.validation_share={self.validation_share} + task.test_share={self.test_share}: "
+                              "expected < 1")
         if self.made and (self.data_dir or self.families or self.held_out_files is not None):
-            raise ConfigError("task.dataset=generated: reads no task.data_dir, task.families and task.held_out_files; "
-                              "set task.dataset=uniprot")
+            raise ConfigError("task.dataset=generated: expected no data_dir, families and held_out_files; use uniprot")
         if self.held_out_families is not None and self.families is None:
-            raise ConfigError("task.held_out_families: needs the table of families, task.families=FILE")
+            raise ConfigError("task.held_out_families: expected a table of families; set task.families=FILE")
 
     # ---- data
 
@@ -114,8 +112,7 @@ class TrEMBL(SymbolTask):
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         if state != self.split_by:
-            raise ConfigError("resume=auto: the run began with other splits, expected those by letters; start again in "
-                              "another hydra.run.dir")
+            raise ConfigError("resume=auto: the run began with other splits; use another hydra.run.dir")
 
     # ---- metrics
 

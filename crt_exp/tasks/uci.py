@@ -49,19 +49,19 @@ class UCI:
                  draws: Count = 1, data_dir: str | None = None, csv: str | None = None, target: str | None = None,
                  kind: tabular.Kind | None = None, baseline: str | None = None):
         if abs(sum(split) - 1) > 1e-9:
-            raise ValueError(f"task.split={list(split)}: the three fractions must sum to 1")
+            raise ValueError(f"task.split={list(split)}: expected three fractions with sum 1")
         if (data_dir if csv else target or kind) is not None:
-            raise ValueError("task.target and task.kind are of your own table, task.csv=FILE; task.data_dir is not")
+            raise ValueError("task.target, task.kind: only for task.csv=FILE; task.data_dir is not")
         self.table, self.note = tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
         self.features = self.table.encode(coding)  # float64, because float32 rounds a date of 12 digits before scaling
         if scaling == "none" and np.isnan(self.features).any():
-            raise ValueError(f"task.scaling=none: values are missing ({self.note}); only scaled columns are filled in")
+            raise ValueError(f"task.scaling=none: values are missing ({self.note}); set standard or minmax")
         self.file = None if csv else tabular.file_of(dataset, data_dir)
         self.scaling, self.split, self.repeats, self.draws, self.sigmas = scaling, split, repeats, draws, list(sigmas)
         self.metric = "r2" if self.table.classes is None else "accuracy"
         self.baseline, self.options = split_words(baseline) if baseline else (None, {})
         if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
-            raise unknown("task.baseline, of a table with classes,", self.baseline, [*BASELINES])
+            raise unknown("task.baseline (classification only)", self.baseline, [*BASELINES])
         if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
             raise ValueError(f"task.split={list(split)}: a part of the {len(self.table)} rows is empty")
 

@@ -91,10 +91,10 @@ def test_state_refuses_other_parameters():
     token = [t[:, :, :1] for t in (case.x, case.y, case.v)]
     state = DecodingState(OPRF(), case.noise, case.params, version=3)
     state.step(*token, version=3)
-    with pytest.raises(ValueError, match="belongs to version 3 .*now 4"):
+    with pytest.raises(ValueError, match="have changed"):
         state.step(*token, version=4)
     case.noise.rows().mul_(2)  # a redraw in place
-    with pytest.raises(ValueError, match="start a new state"):
+    with pytest.raises(ValueError, match="start a new one"):
         state.step(*token)
 
 
@@ -115,5 +115,5 @@ def test_state_follows_a_beam():
     state.select(torch.tensor([1, 1, 0]))
     out = step(state, [1, 1, 0], 1)
     assert_same([out[:, :, 0]], [case(causal=True)[[1, 1, 0], :, 1].detach()])
-    with pytest.raises(ValueError, match="holds 3 sequences, got 2"):
+    with pytest.raises(ValueError, match="3 sequences, got 2"):
         step(state, [0, 1], 2)

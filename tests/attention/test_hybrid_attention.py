@@ -226,7 +226,7 @@ def test_clusters_are_those_of_all_processes(tmp_path):
 
 def test_uncalibrated_clusters_say_so_once_and_calibration_silences_them():
     ours, (q, k, v) = layer().eval(), qkv()
-    with pytest.warns(UserWarning, match="no clusters yet.*calibrate_attention"):
+    with pytest.warns(UserWarning, match="no statistics yet.*calibrate_attention"):
         before = ours(q, k, v)
     plain = attention(q * ours.scale, k * ours.scale, v, PosRF(), ours.noise)
     torch.testing.assert_close(before, plain)
@@ -291,50 +291,50 @@ def test_a_mechanism_with_clusters_is_saved_by_names():
 POINTS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 FITTED = ClusteredHybrid().fit(Statistics.of(POINTS, POINTS))
 BAD = {
-    "7 clusters of queries but 6 samples": lambda: ClusteredHybrid(queries=7).fit(Statistics.of(POINTS, POINTS)),
-    "a cluster of keys stays empty": lambda: ClusteredHybrid().fit(Statistics.of(POINTS, torch.ones(6, 3))),
-    "sigma r = 0.0005": lambda: GaussianHybrid(sigma=1e-3, r=0.5),
-    r"sigma r = .*varrho -> 0": lambda: GaussianHybrid(sigma=1e-3).fit(Statistics.of(1e-3 * POINTS, 1e-3 * POINTS)),
-    "independent: with shared ones it is biased": lambda: AngularHybrid().phi_q(
+    "6 samples for 7 clusters": lambda: ClusteredHybrid(queries=7).fit(Statistics.of(POINTS, POINTS)),
+    "keys: fewer than 2 distinct": lambda: ClusteredHybrid().fit(Statistics.of(POINTS, torch.ones(6, 3))),
+    "r=0.0005": lambda: GaussianHybrid(sigma=1e-3, r=0.5),
+    r"r=.*larger sigma": lambda: GaussianHybrid(sigma=1e-3).fit(Statistics.of(1e-3 * POINTS, 1e-3 * POINTS)),
+    "noise: expected independent": lambda: AngularHybrid().phi_q(
         POINTS, ((n := samplers.iid(4, 3),), (n, n)), AngularHybrid().fit(None)),
-    "needs a pair of noises": lambda: AngularHybrid().phi_q(POINTS, samplers.iid(4, 3), AngularHybrid().fit(None)),
-    "a pair of tuples, 1 of the coefficients and 2 of the bases": lambda: AngularHybrid().phi_q(
+    "independent projections": lambda: AngularHybrid().phi_q(POINTS, samplers.iid(4, 3), AngularHybrid().fit(None)),
+    "1 coefficients, 2 bases": lambda: AngularHybrid().phi_q(
         POINTS, ((samplers.iid(4, 3),), (samplers.iid(4, 3),)), AngularHybrid().fit(None)),
-    "parameters of this hybrid": lambda: AngularHybrid().phi_q(POINTS, draw(AngularHybrid(), 4, 3), ()),
-    "centres have 3 dimensions but the vectors have 5": lambda: ClusteredHybrid().phi_q(
+    "params: expected a pair": lambda: AngularHybrid().phi_q(POINTS, draw(AngularHybrid(), 4, 3), ()),
+    "centres: 3 dimensions, expected 5": lambda: ClusteredHybrid().phi_q(
         torch.ones(2, 5), samplers.iid(4, 5), FITTED),
-    "centres have 3 dimensions but the vectors have 4": lambda: ClusteredHybrid().log_variance(
+    "centres: 3 dimensions, expected 4": lambda: ClusteredHybrid().log_variance(
         torch.ones(2, 4), torch.ones(2, 4), FITTED),
-    "moments without the vectors": lambda: ClusteredHybrid().fit(
+    "statistics without vectors": lambda: ClusteredHybrid().fit(
         Statistics(*(Moments.known(mean=POINTS.mean(0), mean_sq=POINTS.square().mean(0)),) * 2)),
-    "was saved with .* 3, 4": lambda: layer(ClusteredHybrid(keys=2)).load_state_dict(
+    "saved .* 3, 4": lambda: layer(ClusteredHybrid(keys=2)).load_state_dict(
         layer(ClusteredHybrid(keys=3)).state_dict()),
-    "centre of the queries is not finite": lambda: ClusteredHybrid().fit(Statistics.of(POINTS * torch.inf, POINTS)),
+    "centre of the queries: not finite": lambda: ClusteredHybrid().fit(Statistics.of(POINTS * torch.inf, POINTS)),
     "queries=0": lambda: ClusteredHybrid(queries=0),
     "field=imaginary: expected real or complex": lambda: ClusteredHybrid(field="imaginary"),
     "by=means": lambda: ClusteredHybrid(by="means"),
     "tau=0": lambda: GaussianMixtureHybrid(tau=0),
     "default=oprf": lambda: GaussianMixtureHybrid(default="oprf"),
-    "nothing to weight": lambda: GaussianMixtureHybrid(queries=1, keys=1, default=None),
+    "default=None": lambda: GaussianMixtureHybrid(queries=1, keys=1, default=None),
     "base=trig": lambda: AngularHybrid(base="trig"),
     "n=0": lambda: AngularHybrid(n=0),
     "sigma=-1": lambda: GaussianHybrid(sigma=-1),
     "c=0": lambda: GaussianCoefficient(c=0),
-    "give a real number": lambda: GaussianCoefficient(M=[[1.0]]),
+    "expected a real number": lambda: GaussianCoefficient(M=[[1.0]]),
     "kernel=softmax: expected null": lambda: AngularCoefficient(kernel="softmax"),
-    "1 coefficients and 1 bases": lambda: Hybrid(coefficients=["angular"], bases=["pos"]),
+    "coefficients: 1; .* bases .1": lambda: Hybrid(coefficients=["angular"], bases=["pos"]),
     "each a Coefficient": lambda: Hybrid(coefficients=[PosRF()], bases=[PosRF(), PosRF()]),
     "kernel=softmax: expected bases": lambda: Hybrid(coefficients=["angular"], bases=["pos", PosRF("gaussian")]),
     "kernel=softmax: ": lambda: Hybrid(coefficients=["angular"], bases=[SMREG(), PosRF()]),
     "unknown bases 'poss'; did you mean pos": lambda: Hybrid(coefficients=["angular"], bases=["pos", "poss"]),
     "unknown key 'coefficients gaussian.m'": lambda: Hybrid(coefficients=["gaussian m=2"], bases=["pos", "trig"]),
-    "M is singular": lambda: CERF(M=[[1, 2], [2, 4]]),
-    "M is singular:": lambda: CERF(M=[1, 0]),
-    "NaN or infinite": lambda: CERF(M=math.inf),
-    "give a number, the d numbers|give a number, d numbers": lambda: CERF(M=torch.ones(2, 3)),
-    "M = 'one'": lambda: CERF(M="one"),
+    "M: singular": lambda: CERF(M=[[1, 2], [2, 4]]),
+    "M: singular:": lambda: CERF(M=[1, 0]),
+    "M: expected finite": lambda: CERF(M=math.inf),
+    "expected a number, d numbers": lambda: CERF(M=torch.ones(2, 3)),
+    "M='one'": lambda: CERF(M="one"),
     "complex entries": lambda: CERF(M=1j, field="real"),
-    "made for 2 dimensions but the vectors have 3": lambda: CERF(M=[1, 2]).phi_q(
+    "M: 2 dimensions, expected 3": lambda: CERF(M=[1, 2]).phi_q(
         POINTS, samplers.iid(4, 3), CERF(M=[1, 2]).fit(None)),
 }
 

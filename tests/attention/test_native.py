@@ -194,7 +194,7 @@ def test_features_that_fill_up_a_vector_leave_no_trace(first):
 def test_bad_directions(causal):
     case = Case(OPRF(), L=20, S=20)
     case.noise.weight[1, 3] = torch.nan
-    with pytest.raises(ValueError, match="noise or the parameters"):
+    with pytest.raises(ValueError, match="noise, params"):
         case.run(causal=causal)
 
 
@@ -215,7 +215,7 @@ def test_not_finite(name, value, causal):
     case = Case(OPRF(), L=100, S=100)
     with torch.no_grad():
         getattr(case, name)[1, 1, 77, 2] = value
-    with pytest.raises(ValueError, match="NaN or infinite"):
+    with pytest.raises(ValueError, match="NaN, infinity|finite values"):
         case.run(causal=causal)
 
 
@@ -239,5 +239,5 @@ def test_no_memory(monkeypatch):
             return lambda call: native.NO_MEMORY
 
     monkeypatch.setattr(native, "library", lambda: Full())
-    with pytest.raises(MemoryError, match="d = 4, m = 8"):
+    with pytest.raises(MemoryError, match="d=4, m=8"):
         Case(OPRF()).run()

@@ -116,10 +116,10 @@ def test_half_precision():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="buckets = 5: .* even, or 1"):
+    with pytest.raises(ValueError, match="buckets=5: expected 1 or an even"):
         Reformer(H, D, buckets=5)
     q, k, v = tensors(8)
-    with pytest.raises(ValueError, match="its own sequence alone"):
+    with pytest.raises(ValueError, match="use_cache=False"):
         layer_of()(q[:, :, :5], k, v)
     with pytest.raises(ValueError, match="does not use m"):
         Mechanism.of("reformer", m=8)

@@ -148,9 +148,9 @@ def test_required_m_where_nothing_helps():
     assert required_m(PosRF(), 3 * x, 3 * x, epsilon=0.1, delta=0.1, ensemble="orthogonal") == torch.inf
     assert required_m(PosRF(), x, -x, epsilon=0.1, delta=0.1) == 1
     for bad in ({"epsilon": 0, "delta": 0.1}, {"epsilon": 0.1, "delta": 1}):
-        with pytest.raises(ValueError, match="epsilon > 0"):
+        with pytest.raises(ValueError, match="epsilon="):
             required_m(PosRF(), x, y, **bad)
-    with pytest.raises(ValueError, match="unknown ensemble"):
+    with pytest.raises(ValueError, match="ensemble="):
         required_m(PosRF(), x, y, epsilon=0.1, delta=0.1, ensemble="sobol")
     with pytest.raises(ValueError, match="PoisRF"):
         ensemble_log_variance(PoisRF(rate=1), x, y, PoisRF(rate=1).fit(None), 4, "orthogonal")

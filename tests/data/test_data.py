@@ -145,4 +145,4 @@ def test_a_folder_that_is_not_used_is_refused(typed, options, by, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.txt").write_text("some words of a text\n" * 40)
     code, _, err = typed(*options.split(), "task.data_dir=/some/folder", "logger=none")
-    assert code == 2 and f"task.data_dir=/some/folder is not used by {by}" in err, err
+    assert code == 2 and f"task.data_dir=/some/folder: not used by {by}" in err, err

@@ -77,7 +77,7 @@ def test_line_ends_blank_lines_and_byte_order_mark_do_not_matter(name, tmp_path)
 
 def test_broken_rows_that_are_published(tmp_path, caplog):
     write(tmp_path, "qqp", rows=rows_of("qqp", n=2000) + [["97931", "cut"]])
-    assert len(load("qqp", data_dir=tmp_path).labels) == 2000 and "1 broken rows are left out" in caplog.text
+    assert len(load("qqp", data_dir=tmp_path).labels) == 2000 and "skipped 1 broken rows" in caplog.text
 
 
 def test_subsample_is_deterministic_and_nested(tmp_path):
@@ -231,5 +231,5 @@ def test_published_counts(name):
 
 
 def test_a_folder_beside_the_hub_is_refused(tmp_path):
-    with pytest.raises(DataError, match="task.data_dir=.* is not used by task.source=hub"):
+    with pytest.raises(DataError, match="task.data_dir=.*: not used by task.source=hub"):
         load("cola", "train", tmp_path, source="hub")

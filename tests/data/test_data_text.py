@@ -104,7 +104,7 @@ def test_vocabularies_give_texts_back(kind, tmp_path, monkeypatch):
     assert len(tokenizer.encode("the old tree\n", add_special_tokens=False)) < 12
     assert len(tokenizer) <= 310 and tokenizer.unk_token_id == 0
     message = refused(make, 200)
-    assert "makes no 200 pieces" in message or "expected at least 258" in message
+    assert "cannot build 200 pieces" in message or "expected at least 258" in message
     monkeypatch.setattr(vocabularies, "lines_of", None)
     assert make().get_vocab() == tokenizer.get_vocab()
 
@@ -146,10 +146,10 @@ def test_blocks_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
 
 def test_bad_text(tokenizer, tmp_path):
     for path in (tmp_path / "none.txt", tmp_path):
-        assert f"{path}: expected a text file" in refused(local_blocks, path, tokenizer, 8)
+        assert f"{path}: expected a UTF-8 text file" in refused(local_blocks, path, tokenizer, 8)
     file = tmp_path / "a.txt"
     file.write_text("a b\n")
-    assert "2 tokens fill no block" in refused(local_blocks, file, tokenizer, 8)
+    assert "2 tokens, fewer than a block" in refused(local_blocks, file, tokenizer, 8)
     assert "length=2" in refused(local_blocks, file, tokenizer, 2)
     file.write_bytes(b"a\nb \xff\n")
     assert f"{file}, line 2" in refused(local_blocks, file, tokenizer, 8)
@@ -165,7 +165,7 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
     found = HubText.load("text", None, "train", "text", {"train": str(file)})
     assert [*lines_of(found)] == SENTENCES
     assert (running_blocks(found, tokenizer, 7, tmp_path / "cache") == running_blocks(file, tokenizer, 7)).all()
-    assert "task.hub.column=body: text has text" in refused(HubText.load, "text", None, "train", "body", str(file))
+    assert "task.hub.column=body: expected a column" in refused(HubText.load, "text", None, "train", "body", str(file))
     file.write_text("another")
     assert HubText.load("text", None, "train", "text", {"train": str(file)}).key != found.key
 

@@ -85,7 +85,7 @@ def test_files_come_first(tmp_path):
     assert not is_on_hub("auto", "ptb", tmp_path / "none", tmp_path)     # a folder that the user named
     assert is_on_hub("auto", "ptb", tmp_path / "none") and is_on_hub("auto", "ptb", None)
     assert is_on_hub("hub", "ptb", tmp_path)
-    with pytest.raises(DataError, match="task.data_dir=x is not used by task.source=hub"):
+    with pytest.raises(DataError, match="task.data_dir=x: not used by task.source=hub"):
         is_on_hub("hub", "ptb", None, "x")
 
 

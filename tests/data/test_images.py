@@ -50,7 +50,7 @@ def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
     left, held_out = train.held_out(0.25)
     assert not set(left.sources.tolist()) & set(held_out.sources.tolist()) and len(left) + len(held_out) == 24
     assert np.bincount(held_out.labels).tolist() == [2, 2, 2]
-    with pytest.raises(DataError, match="task.held_out=0.01: of 24 images it leaves none to hold out"):
+    with pytest.raises(DataError, match="task.held_out=0.01: no images left to hold out of 24"):
         train.held_out(0.01)
 
 
@@ -59,13 +59,13 @@ def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
     (root / "class1").rename(root / "bullet_train")
     found = images.load("mine", root)
     assert np.bincount(found["val"].labels).tolist() == [2, 2, 2] and "bullet_train" in found["val"].classes
-    assert f"{root} has no train/ and val/: a fifth" in caplog.text
+    assert f"{root}: no train/ and val/; using a fifth" in caplog.text
 
 
 @pytest.mark.parametrize("moves, words", [
     ({"val/class1": "val/other"}, "class1 is in only one of train/ and val/"),
-    ({"train/class2/images": "images"}, "train/class2: no images there"),
-    *[({"train": train, "val": val}, "seems to be a split: expected train/<class>/, val/<class>/ or <class>/ alone")
+    ({"train/class2/images": "images"}, "train/class2: no images"),
+    *[({"train": train, "val": val}, "looks like a split; expected train/<class>/ and val/<class>/, or <class>/ only")
       for train, val in (("training_set", "test_set"), ("Train", "TEST"), ("seg_train", "seg_test"), ("train", "test"),
                          ("TrainingSet", "ValidationSet"), ("train2017", "val2017"), ("training", "dev"),
                          ("train", "bus"), ("bus", "val"), ("cats/train", "cats/val"), ("all/train", "all/test"))]])
@@ -95,8 +95,8 @@ def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
         (folder / name).write_bytes(b"")
     (folder / "0.png").rename(folder / "0.PNG")
     assert len(images.load("mine", tmp_path / "a")["train"]) == 24
-    assert f"{folder}: left out by their endings: 2 .heic, 1 .npy, 1 without one (taken are" in caplog.text
-    assert "hidden" not in caplog.text and caplog.text.count("left out") == 1
+    assert f"{folder}: ignored files: 2 .heic, 1 .npy, 1 without one (expected" in caplog.text
+    assert "hidden" not in caplog.text and caplog.text.count("ignored files") == 1
 
 
 def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, caplog):
@@ -161,7 +161,7 @@ def test_files_that_are_no_whole_image_are_named(tmp_path):
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "fractions.tiff")
     for name, words in (("cut.jpg", "truncated"), ("text.jpg", "no image"), ("empty.png", "no image"),
                         ("gone.jpg", "No such file"), ("fractions.tiff", "mode F")):
-        with pytest.raises(images.Unreadable, match=f"{name} cannot be read as an image: .*{words}"):
+        with pytest.raises(images.Unreadable, match=f"{name}: not a readable image .*{words}"):
             images.read(tmp_path / name)
 
 
@@ -217,7 +217,7 @@ def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
 
 def test_without_workers_nothing_is_augmented_beside_training(part):
     micro = Micro(part.read, noisy, together, Plan(6).rng)
-    with pytest.raises(ConfigError, match="trainer.prefetch=0, or task.workers=1"):
+    with pytest.raises(ConfigError, match="trainer.prefetch=0"):
         list(read_ahead(by_workers(micro, listed(part, "train", Plan(6)), 0), 2))
     assert len(list(read_ahead(by_workers(micro, listed(part, "train", Plan(6)), 1), 2))) == 4
 
@@ -282,7 +282,7 @@ def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
                  Plan(4, rank=rank, world=2), Mark())), None)] for rank in (0, 1)]
     assert sorted(map(len, keys)) == [6, 12] and len({*keys[0], *keys[1]}) == 18
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(DataError, match="task.hub.split=train: 3 files for 4 processes, expected one for each"):
+    with pytest.raises(DataError, match="task.hub.split=train: 3 files, expected at least 4"):
         Streamed(HUB | three_files)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for state in ({}, {"stream": "{}", "processes": 1}):
@@ -298,12 +298,12 @@ def test_streamed_validation_is_read_in_order_by_all(shards):
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"classes": 2}, "cls is 2 of 2 classes: set task.hub.image, task.hub.label .*png"),
-    ({"classes": None}, "of 0 classes.*task.hub.classes"),
+    ({"classes": 2}, "cls is 2, expected 0 to 1; set task.hub.image, task.hub.label .*png"),
+    ({"classes": None}, "task.hub.classes"),
     ({"image": "jpg"}, "jpg is missing.*png"),
-    ({"validation_images": 13}, "task.hub.validation_images=13: validation holds fewer"),
-    ({"name": "someone/no-such-images", "data_files": None}, "no-such-images cannot be read from the Hugging Face hub"),
-    ({"cut": 12000}, "webdataset cannot be read: unexpected end of data"),
+    ({"validation_images": 13}, "task.hub.validation_images=13: split validation has fewer"),
+    ({"name": "someone/no-such-images", "data_files": None}, "no-such-images: not readable from the Hugging Face hub"),
+    ({"cut": 12000}, "webdataset: not readable"),
 ])
 def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
     options = dict(options)

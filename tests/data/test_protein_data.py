@@ -66,7 +66,7 @@ GOOD = ">tr|A00000|X_Y\nACD\n"
 
 
 @pytest.mark.parametrize("content, words", [
-    ("", ["begins with >"]), ("ACD\n>tr|A1|X_Y\nACD\n", ["begins with >"]),
+    ("", ["starts with >"]), ("ACD\n>tr|A1|X_Y\nACD\n", ["begins with >"]),
     (GOOD + "> some protein\n", ["> some protein", "empty name or sequence"]),
     (GOOD + ">\nACD\n", ["empty name"]), (GOOD + ">tr||X_Y\nACD\n", [">tr||X_Y", "empty name"]),
     (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["A00001", "or sequence"]),
@@ -112,7 +112,7 @@ def test_a_file_that_changed_is_read_again(tmp_path):
 
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match="task.cache_dir=.*expected a folder to write to"):
+    with pytest.raises(DataError, match="task.cache_dir=.*expected a writable folder"):
         read_files([write(tmp_path / "a.fasta", ["ACDE"])], tmp_path / "cache")
 
 
@@ -156,7 +156,7 @@ def test_held_out_families(tmp_path, monkeypatch):
     table.write_text("\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows]))
     expected = [i in (0, 5, 21, 42) for i in range(50)]
     assert protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
-    with pytest.raises(DataError, match="no sequence is of PF9"):
+    with pytest.raises(DataError, match="expected some sequences of PF9"):
         protein.held_out_by_family(read_files([path]), table, ["PF9"])
     for text in ("A00000\tPF1\n", None):
         table.write_text(text) if text else table.unlink()
@@ -170,7 +170,7 @@ def test_held_out_files(tmp_path):
     assert protein.held_out_by_file(index, ["a"]).tolist() == [True] * 3 + [False] * 3
     assert not protein.held_out_by_file(index, []).any()
     for names in (["c"], ["a", "b"]):
-        with pytest.raises(ConfigError, match="task.held_out_files.*some of the files a, b, not all"):
+        with pytest.raises(ConfigError, match="task.held_out_files.*expected some, not all, of a, b"):
             protein.held_out_by_file(index, names)
 
 

@@ -158,21 +158,21 @@ BAD = {
     "n_components=0": lambda: RandomFeatures(n_components=0).fit(X),
     "n_components=true": lambda: RandomFeatures(n_components=True).fit(X),
     "n_components=8.0": lambda: RandomFeatures(n_components=8.0).fit(X),
-    "n_components=7: Sum makes 6 or 9": lambda: RandomFeatures(
+    "n_components=7: Sum supports 6 or 9": lambda: RandomFeatures(
         Sum(TrigRF("gaussian"), PosRF("gaussian")), n_components=7).fit(X),
     "unknown features 'oprff'; did you mean oprf": lambda: RandomFeatures("oprff").fit(X),
     "unknown sampler 'orthogonl'; did you mean orthogonal": lambda: RandomFeatures(sampler="orthogonl").fit(X),
-    "two sides": lambda: RandomFeatures("gerf").fit_transform(X),
-    r"take mechanism=PoisRFPlus\('gaussian', margin=1.0\)":
+    "queries and keys": lambda: RandomFeatures("gerf").fit_transform(X),
+    r"margin=1.0":
         lambda: RandomFeatures("pois_plus").fit(X).transform(X - 1),
-    "unseen label 2": lambda: KernelRegressionClassifier().partial_fit(X, Y, classes=[0, 1]),
-    "needs classes": lambda: KernelRegressionClassifier().partial_fit(X, Y),
+    "label 2": lambda: KernelRegressionClassifier().partial_fit(X, Y, classes=[0, 1]),
+    "classes=None": lambda: KernelRegressionClassifier().partial_fit(X, Y),
     "NaN": lambda: RandomFeatures().fit(np.full((3, 2), np.nan)),
-    "gamma=0.5: matern takes length_scale": lambda: RandomFeatures("matern", gamma=0.5).fit(X),
-    "gamma=scale: LaplaceRF takes length_scale": lambda: RandomFeatureRidge(LaplaceRF(), gamma="scale").fit(X, Y),
-    "gamma=1.0: length_scale stands in its place": lambda: KernelRegressionClassifier(
+    "gamma=0.5: not supported by matern": lambda: RandomFeatures("matern", gamma=0.5).fit(X),
+    "gamma=scale: not supported by LaplaceRF": lambda: RandomFeatureRidge(LaplaceRF(), gamma="scale").fit(X, Y),
+    "gamma=1.0: cannot be combined": lambda: KernelRegressionClassifier(
         "exact", gamma=1.0, length_scale=2.0).fit(X, Y),
-    "kernel=softmax: matern has a kernel of its own": lambda: RandomFeatures("matern", kernel="softmax").fit(X),
+    "kernel=softmax: not supported": lambda: RandomFeatures("matern", kernel="softmax").fit(X),
     "kernel=rbf: expected softmax or gaussian": lambda: RandomFeatures(kernel="rbf").fit(X),
     r"length_scale=\[1, 2, 3\]: expected a positive number, or one for each of the 4": lambda: RandomFeatures(
         length_scale=[1, 2, 3]).fit(X),

@@ -273,19 +273,19 @@ def later(model, *batch):
 SMALL = {"n_components": 10}
 X, Y, L = rows()
 BAD = {
-    "sample_weight holds -1: weights must not be negative":
+    "sample_weight: -1":
         lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.where(np.arange(600) == 3, -1, 1)),
     "Sample weights must contain at least one non-zero": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.zeros(600)),
-    "weights sum to 1, which leaves nothing": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.full(600, 1 / 600)),
+    "sample_weight sums to 1": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.full(600, 1 / 600)),
     "X has 2 features, but RandomFeatureRidge is expecting 3": lambda: later(RandomFeatureRidge(**SMALL), X[:, :2], Y),
-    "y has shape .*2.*, expected that of the first batch": lambda: later(
+    "y: shape .*2.* in the first batch": lambda: later(
         RandomFeatureRidge(**SMALL), X, np.stack([Y, Y], 1)),
-    "n_components=1000000: .* GiB of memory are free": lambda: RandomFeatureRidge(n_components=10**6).fit(X, Y),
-    "one class only, a: ": lambda: RandomFeatureClassifier(**SMALL).fit(X, ["a"] * 600),
+    "n_components=1000000: .* GiB are free": lambda: RandomFeatureRidge(n_components=10**6).fit(X, Y),
+    "y: one class only": lambda: RandomFeatureClassifier(**SMALL).fit(X, ["a"] * 600),
     "alpha=-1: expected a number >= 0": lambda: RandomFeatureRidge(alpha=-1, **SMALL).fit(X, Y),
     "alpha='aic': expected a number >= 0, 'gcv' or 'evidence'":
         lambda: RandomFeatureRidge(alpha="aic", **SMALL).fit(X, Y),
-    "two sides": lambda: RandomFeatureRidge("gerf", **SMALL).fit(X, Y),
+    "queries and keys": lambda: RandomFeatureRidge("gerf", **SMALL).fit(X, Y),
     "features overflow": lambda: RandomFeatureRidge("trig", kernel="softmax", gamma=1.0, **SMALL).fit(100 * X, Y),
 }
 

@@ -288,7 +288,7 @@ def test_a_layer_chooses_once_and_keeps_its_choice(causal):
     options = {"causal": causal, "fit_steps": 2, "scaling": 1.0}
     make = lambda phi: RandomFeatureAttention(phi, samplers.orthogonal, 16, 3, D, **options)
     module, inputs = make(AutoRF()), three_kinds()
-    with pytest.warns(UserWarning, match="no choice of maps yet.*calibrate_attention"):
+    with pytest.warns(UserWarning, match="no statistics yet.*calibrate_attention"):
         first = module.eval()(*inputs)
     torch.testing.assert_close(first, make(PosRF(antithetic=True)).eval()(*inputs))
     module.train()
@@ -382,11 +382,11 @@ def test_on_matched_heads_dense_features_beat_oprf_which_beats_pos(power, mean, 
 
 WITHOUT_SECOND = Moments.known(mean=torch.zeros(3), mean_sq=torch.ones(3))
 BAD = {
-    "at most 256 dimensions, not 257: choose diagonal=True": lambda: SDERF().fit(
+    "d=257: expected at most 256": lambda: SDERF().fit(
         Statistics.of(torch.zeros(2, 257), torch.zeros(2, 257))),
-    "balance=True with kernel='gaussian'": lambda: SDERF("gaussian", balance=True),
+    "balance=True: expected kernel='softmax'": lambda: SDERF("gaussian", balance=True),
     "kernel=laplace": lambda: SDERF("laplace"),
-    "do not hold 'covariance'": lambda: SDERF().fit(Statistics(WITHOUT_SECOND, WITHOUT_SECOND)),
+    "no 'covariance'": lambda: SDERF().fit(Statistics(WITHOUT_SECOND, WITHOUT_SECOND)),
 }
 
 
@@ -398,7 +398,7 @@ def test_bad_input(message):
 
 def test_vectors_that_are_not_finite_are_refused_and_the_diagonal_has_no_limit():
     for phi in (SDERF(), SDERF(diagonal=True)):
-        with pytest.raises(NotFinite, match="fitted A is not finite"):
+        with pytest.raises(NotFinite, match="fitted A: not finite"):
             phi.fit(Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2)))
     wide = torch.randn(2, 300)
     assert SDERF(diagonal=True).fit(Statistics.of(wide, wide)).root.shape == (1, 300)

@@ -158,12 +158,12 @@ def test_rows_begin_as_those_of_the_map_that_is_not_trained():
 
 
 @pytest.mark.parametrize("phi, options, words", [
-    (GERF(), {"learn": "parameters"}, "GERF has nothing that can be trained"),
-    (AutoRF(), {"learn": "projections"}, "AutoRF has nothing that can be trained"),
-    (SMREG(), {"learn": "projections"}, "SMREG has nothing that can be trained"),
-    (HypRF(), {"learn": "parameters"}, "has none; learn = projections"),
-    (OPRF(), {"learn": "projections", "redraw_every": 3}, "redraw_every = 3: rows that are trained"),
-    (Hedgehog(), {"redraw_every": 1}, "redraw_every = 1: rows that are trained"),
+    (GERF(), {"learn": "parameters"}, "GERF has no trainable"),
+    (AutoRF(), {"learn": "projections"}, "AutoRF has no trainable"),
+    (SMREG(), {"learn": "projections"}, "SMREG has no trainable"),
+    (HypRF(), {"learn": "parameters"}, "has none; use learn=projections"),
+    (OPRF(), {"learn": "projections", "redraw_every": 3}, "redraw_every=3: expected 0"),
+    (Hedgehog(), {"redraw_every": 1}, "redraw_every=1: expected 0"),
     (OPRF(), {"learn": "all"}, "attention.learn=all: expected none, parameters or projections")], ids=str)
 def test_what_cannot_be_trained_is_refused(phi, options, words):
     with pytest.raises(ValueError, match=words):

@@ -98,16 +98,16 @@ def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(name, typed):
                            "logger=none", "hydra.run.dir=run")
     assert code == 0 and float(out.split("accuracy ")[1].split()[0]) > 0.5, err
     code, _, err = typed("task=projections", f"features={name}", "logger=none")
-    said = f"features={name}: its own kernel serves task=uci, and no attention"
+    said = f"features={name}: has its own kernel"
     assert code == 2 and said in err and "Traceback" not in err
-    with pytest.raises(ConfigError, match="its own kernel serves task=uci"):
+    with pytest.raises(ConfigError, match="has its own kernel"):
         Mechanism.of("favorp", features=name).layer(2, 8)
 
 
 BAD = {
-    "MaternRF needs rows whose lengths vary": lambda: MaternRF().phi_q(
+    "MaternRF needs chi-distributed lengths": lambda: MaternRF().phi_q(
         torch.ones(2, 4), samplers.orthogonal(8, 4, lengths="sqrt_d")),
-    "LaplaceRF needs noise with exactly Gaussian rows": lambda: LaplaceRF().phi_q(
+    "LaplaceRF needs exactly Gaussian": lambda: LaplaceRF().phi_q(
         torch.ones(2, 4), samplers.hadamard(8, 4)),
     "nu=1: expected 0.5, 1.5 or 2.5": lambda: MaternRF(nu=1),
     "alpha=0: expected a number > 0": lambda: RationalQuadraticRF(alpha=0),

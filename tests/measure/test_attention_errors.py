@@ -30,7 +30,7 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
 def test_growth_is_from_the_first_layer_to_the_last():
     [found] = ErrorByLayer(**SIZES).records(Mechanism.parse("pos m=8 sampler=iid"), 0)
     assert found["layer"] == [1, 2, 3] and found["growth"] == found["error"][2] / found["error"][0] and found["final"]
-    with pytest.raises(ValueError, match="exact has no error"):
+    with pytest.raises(ValueError, match="attention=exact"):
         next(ErrorByLayer(**SIZES).rows(Mechanism.of("exact"), 0))
 
 

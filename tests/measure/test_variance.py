@@ -29,7 +29,7 @@ def test_parameters_of_the_set_cost_variance_on_average(name):
 
 
 def test_resizing_is_of_mnist():
-    with pytest.raises(ValueError, match="task.resize is of the regime mnist, not of normal"):
+    with pytest.raises(ValueError, match="task.resize: only for task.regime=mnist"):
         Variance("normal", 5, [1.0], "gaussian", resize={"mode": "area"})
 
 

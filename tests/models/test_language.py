@@ -193,12 +193,12 @@ def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
 
 
 def test_what_cannot_be_loaded(tmp_path):
-    with pytest.raises(DataError, match="run=.*nowhere: there is no such directory"):
+    with pytest.raises(DataError, match="run=.*nowhere: no such directory"):
         language.load(tmp_path / "nowhere", "run")
     with pytest.raises(DataError, match="it holds no config.json"):
         language.load(tmp_path, "run")
     (tmp_path / "config.yaml").write_text("seed: 0\n")
-    with pytest.raises(DataError, match="has not ended"):
+    with pytest.raises(DataError, match="no config.json"):
         language.load(tmp_path, "run")
     kept(tmp_path, "favorp")
     config = tmp_path / "model" / "config.json"
@@ -211,14 +211,14 @@ def test_what_cannot_be_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"place.weight is \(32, 16\), expected \(33, 16\)"):
         language.load(tmp_path, "run").build()
     config.write_text("{")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="not readable"):
         language.load(tmp_path, "run")
     config.write_text(saved)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"0" * 40)
-    with pytest.raises(DataError, match="is damaged: it is not what the run wrote"):
+    with pytest.raises(DataError, match="is damaged .wrong checksum"):
         language.load(tmp_path, "run")
     (tmp_path / "model" / "digests.json").unlink()
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="not readable"):
         language.load(tmp_path, "run")
 
 
@@ -228,11 +228,11 @@ def test_bad_sizes():
         sizes_of("tiny", {"head": 2}, "task.sizes")
     with pytest.raises(ConfigError, match="d=64: expected a multiple of heads=3"):
         sizes_of("tiny", {"heads": 3}, "task.sizes")
-    with pytest.raises(ConfigError, match="expected heads of an even number"):
+    with pytest.raises(ConfigError, match="d / heads"):
         LanguageDescription(11, 32, SIZES | {"heads": 16}, True, "rotary")
-    with pytest.raises(ValueError, match="positions for 32 symbols, got 33"):
+    with pytest.raises(ValueError, match="33 symbols: expected at most 32"):
         model_of()(tokens(1, 33))
-    with pytest.raises(ValueError, match="without key_mask"):
+    with pytest.raises(ValueError, match="key_mask: not supported"):
         model = model_of()
         model(tokens(), torch.ones(2, 20, dtype=torch.bool), pasts=model.begin())
     with pytest.raises(ValueError, match="decoding needs causal attention"):

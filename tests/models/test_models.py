@@ -36,7 +36,7 @@ def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
     model = transformers.AutoModel.from_config(config).eval()
     model(input_ids=torch.full((1, longest), 7))
     encoders.check_length(config, longest, "task.block")
-    with pytest.raises(ConfigError, match=f"task.block={longest + 1}: this model has positions for {longest} tokens"):
+    with pytest.raises(ConfigError, match=f"task.block={longest + 1}: expected at most {longest} tokens"):
         encoders.check_length(config, longest + 1, "task.block")
 
 

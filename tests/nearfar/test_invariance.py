@@ -167,5 +167,5 @@ def test_queries_and_keys_that_are_not_finite_are_named(engine, length, wrong, p
     (x if part == "x" else y)[0, 0, length // 2, 0] = wrong
     for until in (32, 0):
         for causal in (True, False):
-            with pytest.raises(NotFinite, match="NaN or infinite"):
+            with pytest.raises(NotFinite, match="NaN, infinity"):
                 attend(x, y, v, Sizes(**SMALL, open=16, exact_until=until), causal)

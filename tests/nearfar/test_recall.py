@@ -340,7 +340,7 @@ def test_transforms_and_export():
     layer = NearFar(2, 4, causal=True, block=8, cells=3, heavy=2, open=4, exact_until=8).double().eval()
     q, k, v = torch.randn(3, 1, 2, 30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     keep = torch.ones(1, 30, dtype=torch.bool)
-    with pytest.raises(ValueError, match="cannot follow: leave the mask out, or take favorpp"):
+    with pytest.raises(ValueError, match="key_mask: not supported by causal near-far"):
         torch.func.vmap(layer)(*(t.unsqueeze(0) for t in (q, k, v, keep)))
     out, tangent = torch.func.jvp(lambda v: layer(q, k, v), (v,), (torch.ones_like(v),))
     torch.testing.assert_close(out, layer(q, k, v))
@@ -379,9 +379,9 @@ def test_what_is_refused():
     x, y, v = drawn(S=20)
     with pytest.raises(ValueError, match="open=0: expected an integer >= 1"):
         attend(x, y, v, SIZES._replace(open=0))
-    with pytest.raises(ValueError, match="NaN or infinite"):
+    with pytest.raises(ValueError, match="NaN, infinity"):
         attend(x, y * torch.nan, v)
-    with pytest.raises(ValueError, match="holds 2 sequences, got 1"):
+    with pytest.raises(ValueError, match="2 sequences, got 1"):
         state = RecallState(SIZES, 1)
         state.take(y, v)
         state.take(y[:1], v[:1])

@@ -90,6 +90,6 @@ def test_a_share_has_the_mean_of_the_ratio_and_an_interval_that_covers():
 
 
 def test_what_cannot_be_tested_is_refused():
-    with pytest.raises(ValueError, match="sample 1 is not finite"):
+    with pytest.raises(ValueError, match="sample 1: expected a finite value"):
         mean_ci([1.0, math.nan, 2.0])
     assert mean_ci([0.0, 0.0]).p == 1 and mean_ci([1.0, 1.0]).p == 0

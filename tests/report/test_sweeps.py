@@ -33,7 +33,7 @@ def test_a_sweep_is_the_product_of_its_axes():
 def test_runs_of_one_name_are_refused():
     page = Page("mine", "", "", small={"a": sweep("seed=0", task={"x": "task=uci"}) + sweep(
         "seed=1", task={"x": "task=uci"})}, columns=[], metrics=[], measured=[])
-    with pytest.raises(ConfigError, match="two runs are called x"):
+    with pytest.raises(ConfigError, match="two different runs have the name x"):
         check(page)
 
 
@@ -129,7 +129,7 @@ def test_part_of_a_page(tmp_path, monkeypatch):
     assert page.targets == ["a", "b"] and [*page.sweeps("small", "b")] == ["b/c", "b"]
     with pytest.raises(ConfigError, match="unknown sweep of the page mine 'c'"):
         page.sweeps("small", "c")
-    with pytest.raises(ConfigError, match="SIZE=full: the page mine has only small"):
+    with pytest.raises(ConfigError, match="SIZE=full: page mine has only small"):
         page.sweeps("full")
     with pytest.raises(ConfigError, match="unknown method 'nope'"):
         page.run(methods=["nope"])

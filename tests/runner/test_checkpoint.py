@@ -88,7 +88,7 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
     harm(write(tmp_path, 10))
     assert checkpoint.newest(tmp_path) == tmp_path / "step-5" == checkpoint.newest(tmp_path)
     said, = capsys.readouterr().out.splitlines()
-    assert "step-10 is damaged" in said and reason in said and "it is removed" in said
+    assert "step-10: damaged" in said and reason in said and "it is removed" in said
     assert checkpoint.steps(tmp_path) == [5]
 
 
@@ -117,7 +117,7 @@ def test_full_disk_leaves_no_half_checkpoint(synced, tmp_path, monkeypatch):
         fsync(handle)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"step 10: .*No space left.*resume=auto.*; steps that remain: \[5\]"):
+        with pytest.raises(CheckpointError, match=r"step 10: .*No space left.*resume=auto.*; remaining steps: \[5\]"):
             write(tmp_path, 10)
     assert [p.name for p in tmp_path.iterdir()] == ["step-5"]
     assert checkpoint.newest(tmp_path) == tmp_path / "step-5"
@@ -125,16 +125,16 @@ def test_full_disk_leaves_no_half_checkpoint(synced, tmp_path, monkeypatch):
 
 def test_unwritable_directory(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="steps that remain: none"):
+    with pytest.raises(CheckpointError, match="remaining steps: none"):
         write(tmp_path / "file" / "new", 10)
 
 
 def test_weights_that_do_not_fit(tmp_path):
     path = write(tmp_path, 1)
     tensors = checkpoint.load_tensors(path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"a.weight has shape \(4, 4\), the model's has \(4, 5\)"):
+    with pytest.raises(CheckpointError, match=r"a.weight has shape \(4, 4\), expected \(4, 5\)"):
         checkpoint.load_model(Tied(width=5), tensors, path)
-    with pytest.raises(CheckpointError, match=r"counts has shape none, the model's has \(6,\)"):
+    with pytest.raises(CheckpointError, match=r"counts has shape none, expected \(6,\)"):
         checkpoint.load_model(Tied(), {k: v for k, v in tensors.items() if k != "counts"}, path)
-    with pytest.raises(CheckpointError, match=r"more has shape \(1,\), the model's has none"):
+    with pytest.raises(CheckpointError, match=r"more has shape \(1,\), expected none"):
         checkpoint.load_model(Tied(), tensors | {"more": torch.zeros(1)}, path)

@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_the_inputs_that_it_began_with_alone(task, typed, tmp
     (tmp_path / file).write_bytes(content[:-1] + b" \n")
     code, _, err = typed(*args, "resume=auto")
     assert code == 2 and err.count("\n") == 1, err
-    assert "files have changed since" in err and "inputs.json where only their times differ" in err
+    assert "files changed since" in err and "inputs.json if only their times differ" in err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     (tmp_path / file).write_bytes(content)
     os.utime(tmp_path / file, ns=(time, time))

@@ -255,9 +255,9 @@ def test_nan_in_an_update_is_refused_and_nothing_changes(kind, phi, head, querie
     with torch.no_grad():
         head.weight[7] += 1
         head.weight[9, 2] = torch.nan
-    with pytest.raises(ValueError, match="class 9 is not finite"):
+    with pytest.raises(ValueError, match="class 9: .* not finite"):
         sampler.update(torch.tensor([7, 9]), head.weight, head.bias)
-    with pytest.raises(ValueError, match="class 9 is not finite"):
+    with pytest.raises(ValueError, match="class 9: .* not finite"):
         sampler.rebuild(head.weight, head.bias)
     assert all(torch.equal(torch.as_tensor(value), before[name]) for name, value in sampler.state_dict().items()
                if isinstance(value, torch.Tensor))
@@ -397,13 +397,13 @@ def test_two_classes_leave_one_negative(queries):
 def test_bad_input_is_refused(head, queries, targets):
     softmax = SampledSoftmax(OPRF(), head, m=4)
     refused = [
-        (lambda: SampledSoftmax(OPRF(), head, negatives=V), "299 classes besides the target"),
+        (lambda: SampledSoftmax(OPRF(), head, negatives=V), "negatives=300: expected at most 299"),
         (lambda: SampledSoftmax(OPRF(), head, negatives=0), "negatives=0"),
         (lambda: SampledSoftmax(OPRF(), nn.Linear(D, 1), negatives=1), "0 classes besides the target"),
         (lambda: Uniform(1), "classes=1"),
         (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes and the head 300"),
-        (lambda: SampledSoftmax("exact", head), "no features that estimate a kernel"),
-        (lambda: SampledSoftmax(3, head), "int is no sampler"),
+        (lambda: SampledSoftmax("exact", head), "no random features"),
+        (lambda: SampledSoftmax(3, head), "proposal: int"),
         (lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8), "are those of the mechanism"),
         (lambda: TreeFeatures(OPRF(), V, D, temperature=0), "temperature = 0"),
         (lambda: TreeFeatures(TrigRF(), V, D, defensive=0), "defensive = 0"),
@@ -419,8 +419,8 @@ def test_bad_input_is_refused(head, queries, targets):
          "class vectors of shape"),
         (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight, torch.zeros(V - 1)),
          "biases of shape"),
-        (lambda: softmax(queries, targets.float()), "targets hold torch.float32"),
-        (lambda: ExactSoftmax(50), "takes the head itself"),
+        (lambda: softmax(queries, targets.float()), "targets: dtype torch.float32"),
+        (lambda: ExactSoftmax(50), "expected a module with"),
     ]
     for call, words in refused:
         with pytest.raises(ValueError, match=words):
@@ -458,7 +458,7 @@ def test_the_quadratic_kernel(head, queries):
     for alpha in (1e-30, 1e20, 1e38, 1e300):
         torch.testing.assert_close(law(Quadratic(head, alpha)).exp().sum(-1), torch.ones(B).double(), rtol=1e-4, atol=0)
     torch.testing.assert_close(law(Quadratic(head, 0)).exp(), torch.full((B, V), 1 / V, dtype=torch.float64))
-    for make, words in ((lambda: Quadratic(head, -1.0), "alpha = -1.0"), (lambda: Quadratic(50), "takes the head")):
+    for make, words in ((lambda: Quadratic(head, -1.0), "alpha=-1.0"), (lambda: Quadratic(50), "takes the head")):
         with pytest.raises(ValueError, match=words):
             make()
 

@@ -80,7 +80,7 @@ def test_gaussian_flag(sampler):
         if exact.gaussian:
             assert phi.phi_q(torch.ones(2, 4), exact, phi.fit(None)).log_scale.isfinite().all()
         else:
-            with pytest.raises(ValueError, match="exactly Gaussian rows"):
+            with pytest.raises(ValueError, match="exactly Gaussian projections"):
                 phi.phi_q(torch.ones(2, 4), exact, phi.fit(None))
 
 
@@ -197,7 +197,7 @@ def test_unscrambled_points_are_the_sequences():
 
 
 def test_sobol_limit():
-    with pytest.raises(ValueError, match="Sobol points exist up to d = 21201"):
+    with pytest.raises(ValueError, match="expected at most 21201"):
         sobol(4, 21202)
     with pytest.raises(ValueError, match="blocks=0"):
         hadamard(4, 4, blocks=0)

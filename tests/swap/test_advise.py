@@ -57,7 +57,7 @@ def test_a_model_whose_loss_is_not_finite_is_refused(value):
     model = llama()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = value
-    with pytest.raises(NotFinite, match="own loss of this LlamaForCausalLM is not finite"):
+    with pytest.raises(NotFinite, match="LlamaForCausalLM: loss .* not finite"):
         crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, attentions=["window"], rounds=1)
 
 
@@ -143,7 +143,7 @@ def test_the_sentence_follows_the_numbers():
     near = row("nearfar preset=cheap", 0.004)
     found = advice_of(row("favorpp", 0.4, ms=(1, 1, 1)), near, row("window", 0.001, repeated=0.5, ms=(1, 2, 3)))
     assert found.chosen is near
-    assert found.sentence == ("Take nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
+    assert found.sentence == ("Use nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
                               "repeated passages at 512 tokens, and a pass is 2.00 times as fast; below 512 tokens "
                               "keep exact.")
     assert found.code == 'swap_attention(model, "nearfar preset=cheap")'
@@ -153,7 +153,7 @@ def test_the_sentence_follows_the_numbers():
     assert far.sentence.startswith("Keep exact: the closest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
     assert far.code == "# keep the model as it is"
     none = advice_of(row("favorpp", 0.0), uniform=0.05)
-    assert none.sentence.startswith("No advice: on these texts even uniform attention costs only 0.0500 ± 0.0010 nats")
+    assert none.sentence.startswith("No recommendation: uniform attention costs only 0.0500 ± 0.0010 nats")
     assert advice_of(row("favorpp", 0.0, fitted=True)).code == (
         'calibrate_attention(swap_attention(model, "favorpp"), batches)')
     assert advice_of(row("window", 0.001, repeated=0.5), repeated=2.9).chosen is not None  # repetition does not help
@@ -188,7 +188,7 @@ def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
 def test_candidates_and_bad_inputs():
     assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
     for given, message in (
-            ({"texts": "one text"}, "give tokenizer"), ({"length": 1000}, "expected 32 to 256 tokens"),
+            ({"texts": "one text"}, "tokenizer=None"), ({"length": 1000}, "expected 32 to 256 tokens"),
             ({"length": 8}, "expected 32 to 256"), ({"samples": 50}, "at least 2 and 1, of 18 texts"),
             ({"samples": 1}, "expected at least 2"), ({"attentions": ["favour"]}, "unknown attention 'favour'"),
             ({"attentions": ["nearfar blocks=3"]}, "blocks")):
@@ -200,7 +200,7 @@ def test_candidates_and_bad_inputs():
         crt_exp.advise(transformers.LlamaModel(llama().config), ids(), length=64)
     with pytest.raises(ValueError, match="predicts no tokens"):
         crt_exp.advise(torch.nn.Linear(2, 2), ids(), length=64)
-    with pytest.raises(ValueError, match="is swapped already"):
+    with pytest.raises(ValueError, match="already swapped"):
         crt_exp.advise(swap_attention(llama(), "uniform"), ids(), length=64)
 
 
@@ -231,7 +231,7 @@ def test_the_task_prints_the_table_and_keeps_it(name, folder, typed, tmp_path):
     code, out, err = typed(*words)
     assert code == 0, err
     assert "loss increase" in out and "nearfar preset=quality" in out and "favorpp m=8" in out
-    assert "64 tokens timed" in err
+    assert "timed 64 tokens" in err
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["final"] and records[-1]["advice"] in out
     assert (tmp_path / "run" / "advise.png").stat().st_size > 10_000
@@ -247,7 +247,7 @@ def test_a_run_is_judged_on_its_own_blocks(length, judged, folder, typed, tmp_pa
                                     "task.attentions=[window]", f"hydra.run.dir={tmp_path / 'run'}"),
                            f"task.model={run}")
     assert code == 0, err
-    assert f"{judged} tokens timed" in err and "window computes exact attention" in out
+    assert f"timed {judged} tokens" in err and "window computes exact attention" in out
 
 
 @pytest.mark.parametrize("words, message", [

@@ -47,10 +47,10 @@ def test_the_model_is_itself_again_also_after_an_error(bench, name):
 
 def test_a_model_is_itself_again_where_nothing_can_be_fitted(bench):
     before = stands(bench.model)
-    with pytest.raises(ValueError, match="no batches"), Bench(bench.model).swapped(ATTENTION["map"]):
+    with pytest.raises(ValueError, match="batches: empty"), Bench(bench.model).swapped(ATTENTION["map"]):
         pass
     assert stands(bench.model) == before
-    with pytest.raises(ValueError, match="swapped already"):
+    with pytest.raises(ValueError, match="already swapped"):
         Bench(swap_attention(bench.model, "uniform"))
 
 

@@ -23,10 +23,10 @@ TEXTS = ["albert", "altclip", "bigbird_pegasus", "clip", "clip_text_model", "coh
          "opt", "qwen2_vl", "roberta", "splinter"]
 REFUSED = {
     "transformers": {"deepseek_v32": "sparse index", "gemma2": "softcap", "gpt_oss": "sinks",
-                     "mistral": "sees a window", "pixtral": "packed",
-                     "parakeet_encoder": "changes its mask", "sam3": "bias of boxes", "seamless_m4t": "position bias",
+                     "mistral": "has a window", "pixtral": "packed",
+                     "parakeet_encoder": "masks pairs", "sam3": "box bias", "seamless_m4t": "position bias",
                      "t5": "position bias", "t5gemma2": "one softmax"},
-    "torchaudio": {"wavlm_model": "WavLMSelfAttention from its weights"},
+    "torchaudio": {"wavlm_model": "computed by WavLMSelfAttention"},
 }
 
 

@@ -38,7 +38,7 @@ def test_the_folder_of_a_fetched_model(data, tmp_path):
 
 
 def test_not_fetched(data, monkeypatch):
-    with pytest.raises(ConfigError, match="task.model=models/rxnfp: it is not in CRT_DATA=.*fetch models/rxnfp --dir"):
+    with pytest.raises(ConfigError, match="task.model=models/rxnfp: not in CRT_DATA=.*fetch models/rxnfp --dir"):
         encoders.folder_of("models/rxnfp", "task.model")
     monkeypatch.delenv("CRT_DATA")
     with pytest.raises(ConfigError, match=f"{NAME}: CRT_DATA is not set.*fetch {NAME} --dir DIR"):
@@ -70,13 +70,13 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
             lambda kind: crt_exp.from_pretrained(kind, NAME), lambda kind: kind.from_pretrained(data / NAME)))
     assert torch.equal(loaded, exact)
     assert main(["fetch", NAME, *where]) == main(["verify", NAME, *where]) == 0
-    assert "already there" in capsys.readouterr().out
+    assert "already present" in capsys.readouterr().out
     weights = (made / "model.safetensors").read_bytes()
     (made / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     assert main(["fetch", NAME, *where]) == 1 and "model.safetensors is damaged" in capsys.readouterr().err
     shutil.rmtree(made)
     (snapshot / "model.safetensors").unlink()
-    assert main(["fetch", NAME, *where]) == 1 and "without model.safetensors" in capsys.readouterr().err
+    assert main(["fetch", NAME, *where]) == 1 and "has no model.safetensors" in capsys.readouterr().err
     monkeypatch.undo()
     for name in (NAME, "models/rxnfp"):
         assert main(["fetch", name, *where]) == 1 and not made.exists()

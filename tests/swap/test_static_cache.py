@@ -73,7 +73,7 @@ def test_a_mask_of_pairs_that_says_no_place_is_refused(name):
         model.config._attn_implementation_internal = implementation
         cache = StaticCache(model.config, max_cache_len=ROOM)
         called(model, ids[:, :13], mask[:, :13], cache)
-        with pytest.raises(ValueError, match="self_attn: 2 queries that all see the first 14 of 24 keys"):
+        with pytest.raises(ValueError, match="self_attn: right padding"):
             called(model, ids, mask, cache, 13)
 
 
@@ -105,5 +105,5 @@ def test_reformer_takes_a_prompt_alone():
     for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=ROOM)):
         out = called(model, ids[:, :14], mask[:, :14], cache)
         torch.testing.assert_close(out, called(model, ids[:, :14], mask[:, :14]))
-        with pytest.raises(ValueError, match="reformer's keys are its queries.*use_cache=False"):
+        with pytest.raises(ValueError, match="reformer.*use_cache=False"):
             called(model, ids, mask, cache, 14)

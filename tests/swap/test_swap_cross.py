@@ -132,7 +132,7 @@ def run(model, batch):
 def test_attention_within_one_sequence_is_refused_in_the_place_of_one_to_another(make, name):
     """At the swap, and before anything changes; the other layers can have it."""
     model = made(make)
-    with pytest.raises(ValueError, match=f"attends to another sequence, which attention {name} cannot: leave"):
+    with pytest.raises(ValueError, match=f"attends to another sequence: not supported by attention={name}; leave"):
         swap_attention(model, name)
     assert not any("swapped" in part._modules for part in model.modules())
     held = {id(child): part for part in model.modules() for child in part.children()}

@@ -43,7 +43,7 @@ def test_calibration_fills_causal_statistics_only_and_restores_the_mode():
     assert not any(float(s.running_weight) for s in states)
     calibrate_attention(model, [inputs(gpt2)["input_ids"], (inputs(gpt2, seed=1)["input_ids"],), inputs(gpt2, seed=2)])
     assert all(float(s.running_weight) == 1 and int(s.folds) == 3 for s in states) and model.training
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="batches: empty"):
         calibrate_attention(model, [])
     with pytest.raises(ValueError, match="swapped: none"):
         calibrate_attention(made(gpt2), [inputs(gpt2)])
@@ -52,16 +52,16 @@ def test_calibration_fills_causal_statistics_only_and_restores_the_mode():
 
 
 def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match="no attention found in this Linear"):
+    with pytest.raises(ValueError, match="Linear: no supported attention"):
         swap_attention(nn.Linear(2, 2), "favorpp")
     with pytest.raises(ValueError, match="did you mean favorp"):
         swap_attention(made(bert), "favorpq")
     for layers in ([2], [-3], ["0"]):
-        with pytest.raises(ValueError, match="the 2 layers, 0 to 1"):
+        with pytest.raises(ValueError, match="2 layers, 0 to 1"):
             swap_attention(made(bert), "favorpp", layers=layers)
-    with pytest.raises(ValueError, match=r"layers=\[\]: expected some"):
+    with pytest.raises(ValueError, match=r"layers=\[\]: expected"):
         swap_attention(made(bert), "favorpp", layers=[])
-    with pytest.raises(ValueError, match="no attention of this BertModel is swapped"):
+    with pytest.raises(ValueError, match="BertModel: no swapped attention"):
         unswap_attention(made(bert))
     with pytest.raises(ValueError, match="add_zero_attn"):
         swap_attention(attention(add_zero_attn=True), "favorpp")
@@ -88,7 +88,7 @@ class Mixed(nn.Module):
 
 
 def test_attention_of_other_kinds_is_named():
-    with pytest.warns(UserWarning, match=r"stays as it is in this Mixed: own \(OwnAttention\), wrapper.0 \(Fused\)"):
+    with pytest.warns(UserWarning, match=r"Mixed: .*: own \(OwnAttention\), wrapper.0 \(Fused\)"):
         model = swap_attention(Mixed(), "favorpp", m=8)
     rows = describe_attention(model)
     assert rows["mechanism"].tolist() == ["favorpp", "cannot be swapped", "cannot be swapped"]
@@ -106,7 +106,7 @@ def test_position_biases_are_refused():
     with pytest.raises(ValueError, match=r"SelfAttention \(T5Attention\).*position bias"):
         swap_attention(transformers.T5EncoderModel(transformers.T5Config(**sizes)), "favorpp")
     alibi = transformers.BloomModel(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=20))
-    with pytest.raises(ValueError, match=r"other kinds: h.0.self_attention \(BloomAttention\)"):
+    with pytest.raises(ValueError, match=r"unsupported: h.0.self_attention \(BloomAttention\)"):
         swap_attention(alibi, "favorpp")
 
 
@@ -115,10 +115,10 @@ def test_masks_that_are_not_linear_are_refused():
     model, ids = swapped(gpt2), inputs(gpt2)["input_ids"]
     causal = torch.ones(B, 1, L, L, dtype=torch.bool).tril()
     torch.testing.assert_close(run(model, input_ids=ids, attention_mask=causal), run(model, input_ids=ids), **LOOSE)
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn: the attention mask .* neither"):
+    with pytest.raises(ValueError, match=r"transformer.h.0.attn: attention_mask"):
         run(model, input_ids=ids, attention_mask=causal.triu(-2))
     packed = torch.arange(L).remainder(4).expand(B, -1)
-    with pytest.raises(ValueError, match=r"transformer.h.0.attn: the attention mask .* neither"):
+    with pytest.raises(ValueError, match=r"transformer.h.0.attn: attention_mask"):
         run(model, input_ids=ids, position_ids=packed, use_cache=False)
 
 

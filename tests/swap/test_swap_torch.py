@@ -48,7 +48,7 @@ def test_causal_masks_of_torch():
                                      for m in (swap, module)), **LOOSE)
     torch.testing.assert_close(swap(x, x, x, attn_mask=torch.zeros(6, 6))[0], module(x, x, x)[0], **LOOSE)
     for bad in (mask == 0, torch.rand(6, 6), (mask < 0) | torch.eye(6, dtype=torch.bool).roll(2, 0)):
-        with pytest.raises(ValueError, match="MultiheadAttention: the attention mask"):
+        with pytest.raises(ValueError, match="MultiheadAttention: attention_mask"):
             swap(x, x, x, attn_mask=bad)
 
 

@@ -48,7 +48,7 @@ def test_a_run_adapted_from_another(decoder, merge, tmp_path):
     if merge:
         assert code == 0 and last(tmp_path / "on")["loss"] == pytest.approx(loss, rel=1e-5), err
         return
-    assert code == 2 and "kept its adapters alone (adapter/). Run it with trainer.lora.merge=true" in err
+    assert code == 2 and "only adapters are saved (adapter/); run it with trainer.lora.merge=true" in err
     model = swap_attention(AutoModelForCausalLM.from_pretrained(tmp_path / "exact" / "model"), "favorp", m=8).eval()
     ids = torch.arange(10)[None] + 20
     with torch.no_grad():

@@ -99,10 +99,10 @@ def test_a_run_keeps_its_tokenizer(typed, tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.text=/nowhere.txt"], ["/nowhere.txt: expected a text file"]),
+    (["task.text=/nowhere.txt"], ["/nowhere.txt: expected a UTF-8 text file"]),
     (["task.text=null"], ["set CRT_DATA=DIR", "fetch wikitext2"]),
-    (["task.validation_text=x"], ["go together"]),
-    (["task.max_length=20000"], ["task.max_length=20000", "fill no row"]),
+    (["task.validation_text=x"], ["set both or neither"]),
+    (["task.max_length=20000"], ["task.max_length=20000", "has only"]),
     (["task.vocabulary_size=100"], ["task.vocabulary_size=100: expected at least 258"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):

@@ -75,7 +75,7 @@ def test_a_longer_block_goes_on_from_a_run(typed, tmp_path, text):
         loss = float(model(ids, labels=ids).loss)
     assert last(tmp_path / "longer")["loss"] == pytest.approx(loss, rel=1e-5)
     code, _, err = typed(f"task.init={tmp_path / 'run'}", "task.block=600", directory="too-long")
-    assert code == 2 and "this model has positions for 512" in err
+    assert code == 2 and "expected at most 512" in err
 
 
 @pytest.mark.slow

@@ -246,9 +246,9 @@ def test_malformed_row(bad, words, typed, tmp_path):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"vocabulary": [*VOCABULARY, "zebra"]}, ["Tokenizer and model disagree", "'zebra'"]),
-    ({"pad_token_id": 3}, ["Tokenizer and model disagree", "pads with id 0"]),
-    ({"kind": "AlbertForMaskedLM"}, ["lacks weights of BertFor"]),
+    ({"vocabulary": [*VOCABULARY, "zebra"]}, ["tokenizer: does not fit the model", "'zebra'"]),
+    ({"pad_token_id": 3}, ["tokenizer: does not fit the model", "pads with id 0"]),
+    ({"kind": "AlbertForMaskedLM"}, ["wrong weights for BertFor"]),
 ])
 def test_tokenizer_model_and_weights_must_fit(change, words, typed, tmp_path):
     if "kind" in change:  # the weights of another architecture under this configuration
@@ -263,7 +263,7 @@ def test_tokenizer_model_and_weights_must_fit(change, words, typed, tmp_path):
 
 
 @pytest.mark.parametrize("gone, words", [("vocab.txt", ["holds no tokenizer"]), ("config.json", ["no config.json"]),
-                                         ("model.safetensors", ["its weights cannot be read"])])
+                                         ("model.safetensors", ["its weights is not readable"])])
 def test_incomplete_folder(gone, words, typed, tmp_path):
     (write_model(tmp_path / "bert") / gone).unlink()
     err = refusal(typed(f"task.model={tmp_path / 'bert'}"))

@@ -133,8 +133,8 @@ def test_a_run_goes_on_with_its_noise(typed, tmp_path):
     (["task.size=18"], ["task.size=18", "patch of 4 pixels"]),
     (["task.sizes.width=33"], ["task.sizes.width=33: expected a multiple of 4 and of task.sizes.heads=2"]),
     (["task.sizes.decoder_width=18"], ["task.sizes.decoder_width=18"]),
-    (["task.mask_share=0.99"], ["leaves none of the 16 patches"]),
-    (["task.init=uptrain"], ["name it, task.model=..."]),
+    (["task.mask_share=0.99"], ["no visible patch of 16"]),
+    (["task.init=uptrain"], ["set task.model=..."]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

@@ -168,7 +168,7 @@ def test_two_processes_read_the_micro_batches_of_one():
 
 
 def test_weights_that_are_split_are_refused_where_tables_hold_them():
-    with pytest.raises(ConfigError, match="task.softmax=unigram draws from whole embeddings, and trainer=fsdp splits"):
+    with pytest.raises(ConfigError, match="task.softmax=unigram: not supported with trainer=fsdp"):
         task_of(softmax="unigram").check_shards()
 
 
@@ -218,7 +218,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(args, typed, tmp_path, monk
     (["features.m=8"], ["task=ptb: does not use features.m=8"]),
     (["attention=favorpp", "task.softmax=unigram"], ["does not use attention=favorpp"]),
     (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
-    (["trainer.batch=5000"], ["trainer.batch=5000", "makes no step of the 1005 rows"]),
+    (["trainer.batch=5000"], ["trainer.batch=5000", "no step with 1005 training rows"]),
     (["task.temperature=0"], ["task.temperature=0", "expected a number > 0"]),
     (["task.lengths.keys=-1"], ["task.lengths.keys=-1"]),
 ], ids=str)
@@ -230,7 +230,7 @@ def test_empty_and_unfitting_files(typed, tmp_path):
     for part, text in (("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")):
         (tmp_path / f"ptb.{part}.txt").write_text(text)
     args = ["task.corpus=ptb", f"task.data_dir={tmp_path}"]
-    check_refused(typed(*args), ["'c' is not in the training text"], tmp_path / "run")
+    check_refused(typed(*args), ["'c' and <unk> are not in the training text"], tmp_path / "run")
     (tmp_path / "ptb.train.txt").write_text("")
     check_refused(typed(*args), ["ptb.train.txt", "too few lines"], tmp_path / "run")
 

@@ -152,7 +152,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
 
 def test_a_state_without_its_records(tmp_path):
     list(evolve(PLAN, player(), 0, 0, tmp_path))
-    with pytest.raises(CheckpointError, match="lines are missing"):
+    with pytest.raises(CheckpointError, match="restore the file"):
         next(evolve(PLAN, player(), 0, 2, tmp_path))
 
 
@@ -182,7 +182,7 @@ def test_rollouts_that_are_not_finite_are_dropped_and_counted():
     assert sum(lost) > 0 and [r["dropped"] for r in train] == np.cumsum(lost).tolist()
     assert records[-1]["dropped"] == 6 - len(records[-1]["returns"]) > 0
     json.dumps(records, allow_nan=False)
-    with pytest.raises(ValueError, match="no rollout has a finite return"):
+    with pytest.raises(ValueError, match="no finite return"):
         list(evolve(PLAN, player(world=NotFinite), 0, 0, None))
 
 
@@ -193,7 +193,7 @@ class NotFinite(Field):
 
 @pytest.mark.slow
 def test_a_process_that_dies():
-    with pytest.raises(Stopped, match="has died.*resume=auto") as stopped:
+    with pytest.raises(Stopped, match="a worker died.*resume=auto") as stopped:
         play_all(player(dies=True), torch.zeros(4, POLICY.parameters), [1], 1, 2)
     assert stopped.value.code == 1
 

@@ -51,10 +51,10 @@ def test_a_classifier_is_taught_and_goes_on(exact, typed, tmp_path):
 
 @pytest.mark.parametrize("args, words", [
     (["task.init=scratch", *ARM], "learns from exact attention; set task.init"),
-    (["attention=exact"], "attention=exact is what task=transfer_vision learns from"),
+    (["attention=exact"], "attention=exact: expected an approximate method"),
     (["attention=window"], "attention=window has nothing to learn"),
-    ([*ARM, "task.new_head=true"], "task.new_head=true: expected false"),
-    ([*ARM, "trainer.adapt=lora"], "trainer.adapt comes after it, task=imagenet task.init=<this run>")])
+    ([*ARM, "task.new_head=true"], "task.new_head=true: not supported"),
+    ([*ARM, "trainer.adapt=lora"], "not supported with trainer.adapt; use it afterwards, with task=imagenet")])
 def test_what_is_refused(exact, typed, tmp_path, args, words):
     start = [] if args[0].startswith("task.init") else [f"task.init={exact}"]
     code, _, err = typed("transfer_vision", *start, *args, "trainer.steps=1", directory="bad")

@@ -38,7 +38,7 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
     There are as many key heads as query heads.
     """
     if torch.jit.is_tracing():
-        raise ValueError("torch.jit.trace would keep the masks and statistics of this call: use torch.export.export")
+        raise ValueError("torch.jit.trace is not supported: use torch.export.export")
     (B, H, L, d), S = x.shape, y.shape[2]
     if torch.compiler.is_compiling() or transformed(x, y, v):
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
@@ -94,8 +94,8 @@ class Chunked:
         if self.causal and exporting:
             torch._assert_async(
                 ~small_denominators(rows, self.seen(y.shape[2] - x.shape[2])).any(),
-                f"a key outweighs those before it in its {CHUNK} tokens by more than float32 can hold: an exported "
-                "program cannot take shorter pieces, as attention does otherwise")
+                f"denominator underflow within a chunk of {CHUNK} tokens: scale queries and keys down, or do not "
+                "export")
         check_result(rows.log_scale)
         return rows
 

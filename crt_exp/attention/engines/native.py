@@ -112,9 +112,9 @@ class Engine:
                              levels=kept[4].data_ptr() if self.causal else None)
         status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
         if status == NO_MEMORY:
-            raise MemoryError(f"no memory for the features of attention heads with d = {d}, m = {form.width}")
+            raise MemoryError(f"out of memory for attention features with d={d}, m={form.width}; use fewer features")
         if status == BAD_DIRECTIONS:
-            raise NotFinite("the noise or the parameters of the feature map hold NaN or infinite values")
+            raise NotFinite("noise, params: expected finite values")
         if status == NOT_FINITE:
             check_result(torch.tensor(torch.inf, device="cpu"))
 
@@ -139,9 +139,9 @@ def library() -> ctypes.CDLL | None:
         lines = str(getattr(e, "stderr", None) or e).strip().splitlines()
         reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
         logging.getLogger(__name__).warning(
-            "the attention kernels for this CPU could not be compiled or loaded (%s): PyTorch's matrix products do the "
-            "work, in 1.5 to 3 times the time. Install a C compiler or name one in CC, and a folder of your own in "
-            "XDG_CACHE_HOME; CRT_EXP_NATIVE=0 silences this", reason)
+            "the C kernels could not be compiled or loaded (%s): using PyTorch, which takes 1.5 to 3 times as long. "
+            "Install a C compiler (or set CC) and make XDG_CACHE_HOME writable; CRT_EXP_NATIVE=0 hides this warning",
+            reason)
         return None
 
 
@@ -159,7 +159,7 @@ def compiled() -> Path:
         return file
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if sys.stderr.isatty():
-        print("compiling the attention kernels for this processor, once: some 10 s", file=sys.stderr, flush=True)
+        print("compiling the attention kernels for this CPU, once, about 10 s", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="new-") as private:
         new = Path(private) / file.name
         sources = [source for source in SOURCES if source.suffix == ".c"]

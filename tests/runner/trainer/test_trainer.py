@@ -187,9 +187,9 @@ def test_full_disk(typed, whole, tmp_path, monkeypatch):
 BAD = [
     ("trainer.batch=0", "trainer.batch=0: expected an integer >= 1"),
     ("trainer.batch=2.5", "trainer.batch=2.5: expected an integer"),
-    ("trainer.batch=97", "trainer.batch=97, trainer.epochs=2: makes no step of the 96 rows"),
-    ("trainer.batch=6 trainer.accumulate=4", "trainer.batch=6: does not divide over 1 processes x 4 micro-batches"),
-    ("trainer.epochs=0.05", "trainer.epochs=0.05: makes no step of the 96 rows"),
+    ("trainer.batch=97", "trainer.batch=97, trainer.epochs=2: no step with 96 training rows"),
+    ("trainer.batch=6 trainer.accumulate=4", "trainer.batch=6: expected a multiple of 4 (1 processes"),
+    ("trainer.epochs=0.05", "trainer.epochs=0.05: no step with 96 training rows"),
     ("trainer.lr=-1", "trainer.lr=-1: expected a number > 0"),
     ("trainer.schedule=step", "trainer.schedule=step: expected linear, cosine, constant or inverse_sqrt"),
     ("trainer.optimizer=sgd", "expected adamw or adam"),

@@ -75,7 +75,7 @@ def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
 
 
 @pytest.mark.parametrize("costs, message", [
-    ([1, 31, 2], "a row costs 31: expected at most the budget of 30"), ([1], "1 rows do not fill the 2 micro-batches")])
+    ([1, 31, 2], "a row costs 31: expected at most the budget of 30"), ([1], "1 rows for 2 micro-batches")])
 def test_costs_that_make_no_plan_are_refused(costs, message):
     with pytest.raises(ValueError, match=message):
         list(Plan(1, micro=2).by_cost(costs, 30, "train"))
@@ -103,7 +103,7 @@ def test_decay_and_layer_wise_rates():
     assert found == {"inner.0.bias": (0.1, 0.1, 0), "inner.1.weight": (0.1, 0.1, 0), "inner.1.bias": (0.1, 0.1, 0),
                      "outer.bias": (0.1, 0.1, 0), "outer.weight": (0.05, 0.05, 0.01)}
     assert not model.inner[0].weight.requires_grad
-    with pytest.raises(ValueError, match="no parameter to train"):
+    with pytest.raises(ValueError, match="no trainable parameters"):
         make_optimizer(model, config, lambda name: 0, task.decays)
 
 
