@@ -186,7 +186,7 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
         raise DataError(f"task.images={folder}: there is no such folder")
     files = files_ending(place, IMAGES)
     judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
-    pieces = {i: transform(images.read(files[i]))[None] for i in [*judged, *training]}
+    pieces = {i: transform(images.read_image(files[i]))[None] for i in [*judged, *training]}
     labels = [label_of(files[i][len(str(place)):], classes) for i in judged]
     return BatchBench(loaded, [pieces[i] for i in judged], [pieces[i] for i in training], noun="images", seed=seed,
                       labels=None if None in labels else [torch.tensor([label]) for label in labels])
@@ -247,7 +247,7 @@ def spoken(source: str) -> list[speech.Utterance]:
     else:
         heard = [speech.Utterance(file.stem, "", (speech.AudioPart(str(file), speech.seconds_of(file, str(file))),))
                  for file in speech.audio_files(source, "task.audio")]
-    faults.settle(len(heard))
+    faults.report(len(heard))
     return speech.usable(heard, float("inf"), faults)
 
 

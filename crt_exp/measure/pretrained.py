@@ -278,7 +278,7 @@ class SwapImages(SwapMeasurement):
 
         def batch(split: str, count: int) -> Tensor:
             places = np.linspace(0, len(splits[split].labels) - 1, count).astype(int)
-            pixels = np.stack([images.squared(splits[split], i, self.size, 3) for i in places])
+            pixels = np.stack([images.square_image(splits[split], i, self.size, 3) for i in places])
             return (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / deviation
 
         judged = batch("val", self.images)

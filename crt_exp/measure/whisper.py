@@ -46,7 +46,7 @@ def utterances(subset: str) -> list[speech.Utterance]:
     """Return the utterances of a subset in a fixed random order."""
     faults = speech.Faults("error", subset)
     found = list(speech.official([subset], None, faults))
-    faults.settle(len(found))
+    faults.report(len(found))
     random.Random(0).shuffle(found)
     return found
 

@@ -66,7 +66,7 @@ class GLUE(Task):
         self.texts["train"] = self.texts["train"].subsample(self.examples)
         if self.held_out:
             self.validation, self.test = "held_out", "dev"
-            self.texts["train"], self.texts["held_out"] = self.texts["train"].apart(self.held_out)
+            self.texts["train"], self.texts["held_out"] = self.texts["train"].hold_out(self.held_out)
         if self.described.names:
             check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
         if self.parts and not 2 <= self.parts <= self.length("dev"):
