@@ -25,7 +25,8 @@ from crt_exp.measure import SwapMeasurement, pretrained
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.trainer_config import Adapters
 from crt_exp.swap.calibration import learns
-from crt_exp.tasks.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
+from crt_exp.tasks.transfer import (TransferModel, calibrate, layer_parameters, release, swapped_layers,
+                                    transfer_attention)
 from crt_exp.tasks.mlm import following
 from crt_exp.times import PROCESSOR, milliseconds, threads
 from crt_exp.measure.variance import mnist_file
@@ -212,7 +213,7 @@ class Adapt(SwapMeasurement):
         with threads(1):
             model = self.swapped(mechanism, seed)
             yield at("swapped")
-            if not mechanism.is_exact and learned(swapped_layers(model)):
+            if not mechanism.is_exact and layer_parameters(swapped_layers(model)):
                 self.train_transfer(model, seed)
             yield at("transferred")
             if mechanism.name != UNIFORM:
@@ -228,7 +229,7 @@ class Adapt(SwapMeasurement):
         return swapped(model.eval(), mechanism, seed, calibration(self.setting, seed))
 
     def train_transfer(self, model: nn.Module, seed: int) -> None:
-        student = Transferring(model)
+        student = TransferModel(model)
         calibrate(student, calibration(self.setting, seed))
         train(student, self.setting, seed, self.transfer, self.transfer_lr, lambda student, rows: student(
             rows[0])[0].mean())
@@ -328,7 +329,7 @@ def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[
 
 def can_learn(model: nn.Module) -> bool:
     return any("swapped" in part._modules for part in model.modules()) and (
-        learns(model) or bool(learned(swapped_layers(model))))
+        learns(model) or bool(layer_parameters(swapped_layers(model))))
 
 
 def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:

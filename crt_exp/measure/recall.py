@@ -32,8 +32,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
-from crt_exp.tasks.mlm import repeated
-from crt_exp.tasks.sequences import drawn
+from crt_exp.tasks.mlm import repeat_first_half
+from crt_exp.tasks.sequences import recall_row
 
 OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
 CALIBRATION = 4        # calibration rows of task=swap_recall
@@ -135,7 +135,7 @@ class SwapRecall(SwapMeasurement):
         symbols, right, count = kept.symbols["values"], 0, 0
 
         def row(split: str, number: int) -> tuple[Tensor, Tensor]:
-            return tuple(map(torch.from_numpy, drawn(split, number, self.length, symbols, self.pairs, self.pairs)))
+            return tuple(map(torch.from_numpy, recall_row(split, number, self.length, symbols, self.pairs, self.pairs)))
 
         given = (row("train", i)[0][None] for i in range(CALIBRATION))
         model = fitted(kept.build(replace(mechanism, seed=0)), given)
@@ -169,7 +169,7 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     """
     text, g = blocks(start, split, length), generator_of(seed, length)
     rows = text[torch.randperm(len(text), generator=g)[:ROWS]]
-    return repeated(rows, 1.0, torch.rand(2, len(rows), generator=g))
+    return repeat_first_half(rows, 1.0, torch.rand(2, len(rows), generator=g))
 
 
 @checked("task")

@@ -53,7 +53,7 @@ class Books(SymbolTask):
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
     share: Share = 0.15
 
-    ours = "a run of task=books with the same tokenizer"
+    compatible_runs = "a run of task=books with the same tokenizer"
 
     def __post_init__(self):
         if self.text is None:

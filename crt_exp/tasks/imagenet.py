@@ -178,13 +178,13 @@ class ImageNet(ImageTask):
     def __post_init__(self):
         super().__post_init__()
         check_classes(self.classes, self.hub["name"] or self.data_dir or self.dataset)
-        self.description = self.described()
+        self.description = self.model_description()
         self.description.check()
         self.training = training_transform(self.augment, self.description)
 
     # ---- the model
 
-    def described(self) -> vision.VisionDescription:
+    def model_description(self) -> vision.VisionDescription:
         """Description of the model of task.model, task.init or task.sizes."""
         sizes = {vision.SIZES[key]: value for key, value in self.sizes.items() if value is not None}
         checkpoint = vision.checkpoint_of(self.init)

@@ -124,7 +124,7 @@ class LibriSpeech(Task):
             self.vocabulary = Symbols("characters", tuple(LETTERS))
         else:
             self.vocabulary = Symbols.of(self.symbols, [each.text for each in usable["train"]], self.pieces)
-        splits = {split: self.coded(split, utterances) for split, utterances in usable.items()}
+        splits = {split: self.encode_split(split, utterances) for split, utterances in usable.items()}
         for split, coded in splits.items():
             self.faults[split].report(len(coded.utterances))
             if (longest := coded.costs.max()) > self.batch_seconds:
@@ -150,7 +150,7 @@ class LibriSpeech(Task):
         for split in self.splits.values():
             yield from (Path(part.name) for each in split.utterances for part in each.parts if part.content is None)
 
-    def coded(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
+    def encode_split(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
         kept, targets = [], []
         for utterance in utterances:
             try:

@@ -134,7 +134,8 @@ class Pixels(SymbolTask):
     held_out: Annotated[float, Field(gt=0, lt=1)]
     evaluated: Count | None
 
-    metric, counted, ours = "bits_per_dim", "dimensions", "a run of task=pixels of the same size and channels"
+    metric, counted = "bits_per_dim", "dimensions"
+    compatible_runs = "a run of task=pixels of the same size and channels"
     causal, predictable, length_option = True, VALUES, "size"
 
     def __post_init__(self):
