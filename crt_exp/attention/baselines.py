@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import Shift, check_inputs, first_kept, from_first, repeat_heads
-from crt_exp.features.base import can_ask, holds
+from crt_exp.features.base import all_true, values_readable
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
 
@@ -165,7 +165,7 @@ def _fused(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | Non
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
     """Compute softmax attention over allowed pairs; 0 for queries without keys."""
     seen = allowed.any(-1, keepdim=True)
-    if can_ask(seen) and holds(seen):
+    if values_readable(seen) and all_true(seen):
         return F.scaled_dot_product_attention(x, y, v, attn_mask=allowed, scale=scale)
     out = F.scaled_dot_product_attention(x, y, v, attn_mask=allowed | ~seen, scale=scale)
     return torch.where(seen, out, 0.0)

@@ -145,7 +145,8 @@ def positive_form(x: Tensor, y: Tensor, phi: PositiveExponential, noise, params,
     learned = learning(noise, params)
     if keep is not None and learned:  # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
-    (x, left), (y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
+    (x, left), (y, _) = phi.transform_inputs(x, params, factor=factor), phi.transform_inputs(y, params, key=True,
+                                                                                             factor=factor)
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), left) if scale is None else scale * left
     to = {"device": x.device, "dtype": dtype}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from crt_exp.features.base import NotFinite, can_ask, holds
+from crt_exp.features.base import NotFinite, all_true, values_readable
 from crt_exp.samplers.noise import Nested, Noise, leaves, transforming
 
 NOT_FINITE = ("the queries or keys hold NaN or infinite values, or their squared norms overflow: float16 ends at "
@@ -123,7 +123,7 @@ def check_result(logs: Tensor) -> None:
 
     Then queries or keys are not finite. On other devices the check would wait for the result.
     """
-    if can_ask(logs) and not holds(logs < torch.inf):
+    if values_readable(logs) and not all_true(logs < torch.inf):
         raise NotFinite(NOT_FINITE)
 
 
@@ -132,7 +132,7 @@ def all_finite(t: Tensor) -> bool:
 
     One reduction is cheap enough for short calls.
     """
-    return not can_ask(t) or math.isfinite(t.sum(dtype=compute_dtype(t)).item())
+    return not values_readable(t) or math.isfinite(t.sum(dtype=compute_dtype(t)).item())
 
 
 def check_entries(t: Tensor) -> None:

@@ -232,10 +232,10 @@ def distinct(needed: Nested) -> list[Projections]:
 
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Reshape (*batch, 1, k) to (*batch, 1, ..., 1, k) to broadcast with x and y."""
-    return placed(param, max(x.ndim, y.ndim))[..., 0, :]
+    return broadcast_matrix(param, max(x.ndim, y.ndim))[..., 0, :]
 
 
-def placed(M: Tensor, ndim: int) -> Tensor:
+def broadcast_matrix(M: Tensor, ndim: int) -> Tensor:
     """Reshape a matrix (*batch, k, d) to broadcast with vectors of `ndim` dimensions."""
     batch = M.shape[:-2]
     return M.reshape(*batch, *[1] * (ndim - 1 - len(batch)), *M.shape[-2:])
@@ -255,12 +255,12 @@ def log_cosh(t: Tensor) -> Tensor:
     return torch.where(t > 1, t - LOG2 + torch.log1p(torch.exp(-2 * t)), torch.log1p(2 * torch.sinh(near / 2).square()))
 
 
-def holds(condition: Tensor) -> bool:
+def all_true(condition: Tensor) -> bool:
     """Whether a condition is true everywhere; under vmap, for all mapped entries."""
     return bool((torch.func.debug_unwrap(condition) if transforming() else condition).all())
 
 
-def can_ask(t: Tensor) -> bool:
+def values_readable(t: Tensor) -> bool:
     """Whether reading the values of a tensor is possible and cheap.
 
     Compiled code cannot read values. Reading from another device than the CPU would synchronise.
@@ -276,9 +276,9 @@ def check_finite(value: Tensor, name: str) -> Tensor:
     Raises:
         NotFinite: the parameter holds an infinity or NaN.
     """
-    if not can_ask(value):
+    if not values_readable(value):
         return torch.where(value.isfinite(), value, torch.nan)
-    if not holds(value.isfinite()):
+    if not all_true(value.isfinite()):
         raise NotFinite(f"the fitted {name} is not finite: the vectors hold NaN or infinite values, or overflow")
     return value
 

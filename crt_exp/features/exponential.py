@@ -21,7 +21,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
+from crt_exp.features.base import (LOG2, ONE, BoundMap, FeatureMap, Features, align, check_finite, log_cosh,
+                                   values_readable)
 from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
 from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
@@ -126,7 +127,7 @@ class PositiveExponential(FeatureMap):
     def directions(self, noise: Noise) -> Noise:
         return noise
 
-    def enter(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
+    def transform_inputs(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
         """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         return x, factor
 
@@ -172,8 +173,8 @@ class PositiveExponential(FeatureMap):
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return rows (..., M, d), scale (..., 1, 1) or None, and bias (..., 1, M).
 
-        log phi = scale rows.x + bias - norm_weight |x|^2, where x is the result of `enter`. Attention engines compute
-        features from these tensors. Antithetic maps return both signs of each row.
+        log phi = scale rows.x + bias - norm_weight |x|^2, where x is the result of `transform_inputs`. Attention
+        engines compute features from these tensors. Antithetic maps return both signs of each row.
         """
         noise = self.directions(noise)
         scale, bias = self.affine(noise, params)
@@ -423,13 +424,13 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
     def moment(a: Tensor) -> Tensor:
         return d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)))
 
-    a = zoom(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
+    a = grid_search(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
     candidates = torch.stack([a, torch.zeros_like(a)], -1)  # 0 is TrigRF itself, exact where it is the optimum
     a = candidates.gather(-1, moment(candidates).argmin(-1, keepdim=True)).squeeze(-1)
     return -torch.expm1(a) / 8
 
 
-def zoom(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
+def grid_search(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
     """Return a point of [low, high] per entry of `like`, by repeated grid search.
 
     Each round evaluates a grid (..., points) and continues between the neighbours of the point chosen by `pick`. The
@@ -486,7 +487,7 @@ def check_a(A: Tensor | complex) -> None:
         ValueError: Re(1 - 8A) <= 0.
     """
     w = 1 - 8 * torch.as_tensor(A)
-    if can_ask(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
+    if values_readable(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
         raise ValueError(f"A = {A}: Re(1 - 8A) must be positive (A < 1/8 for real A), or the variance is infinite")
 
 

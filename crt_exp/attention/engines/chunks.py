@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from crt_exp.attention.checks import check_result, compute_dtype, learning, transformed
 from crt_exp.attention.partials import (Partial, ScaledKeys, merge, read, scale_keys, small_denominators, summarise,
                                         within)
-from crt_exp.features.base import BoundMap, FeatureMap, holds
+from crt_exp.features.base import BoundMap, FeatureMap, all_true
 from crt_exp.samplers.noise import Nested, as_given, leaves, mapped
 
 CHUNK = 128                      # tokens of a causal chunk
@@ -164,7 +164,7 @@ class Chunked:
                 rows = joined(rows, 2)
                 small = None if size == 1 or torch.compiler.is_compiling() else small_denominators(
                     rows, None if seen is None else seen[:, :, chunk])
-                if small is None or holds(~small):
+                if small is None or all_true(~small):
                     break
             gathered.append(rows)
             state = after
