@@ -32,7 +32,7 @@ from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import DenseNoise, Noise
-from crt_exp.samplers.noise import Nested, mapped, transforming
+from crt_exp.samplers.noise import Nested, map_leaves, transforming
 
 # A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
 _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
@@ -152,12 +152,12 @@ class RandomFeatureAttention(Redraws, Running):
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
         noises = {name: DenseNoise(self.rows(name), gaussian) for name, gaussian in self.gaussian.items()}
-        return mapped(lambda p: noises[_buffer_of(p)], self.projections)
+        return map_leaves(lambda p: noises[_buffer_of(p)], self.projections)
 
     @property
     def width(self) -> int:
         """Number M of features."""
-        return self.phi.width(mapped(lambda p: p.m, self.projections, empty=self.d))
+        return self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=self.d))
 
     @property
     def serves_causal(self) -> bool:

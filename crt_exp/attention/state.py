@@ -20,7 +20,7 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import outside_graphs, repeat_heads
 from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.noise import Nested, leaves, mapped
+from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is stored separately
 SAMPLE = 512  # vectors of each head for a fit, for queries and keys each
@@ -162,7 +162,7 @@ def for_query_heads(params: Nested, groups: int) -> Nested:
     """Repeat parameters of key heads for the query heads of their groups."""
     if groups == 1:
         return params
-    return mapped(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
+    return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
 class FittedOnce(nn.Module):
@@ -183,7 +183,7 @@ class FittedOnce(nn.Module):
         self.vectors, self.sampled = vectors, -(-vectors // steps)    # of each head: for a fit, and from a pass
         self.phi, self.heads, self.d, self.steps, self.trained = phi, heads, d, steps, trained
         self.kept: list[str] = []
-        self.names = mapped(self._keep, phi.unfitted(d))
+        self.names = map_leaves(self._keep, phi.unfitted(d))
         self.register_buffer("fits", torch.zeros((), dtype=torch.long))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         for side in SIDES:
@@ -205,7 +205,7 @@ class FittedOnce(nn.Module):
 
         Matrix inverses then belong to the stored values, whatever the precision of the buffers.
         """
-        params = mapped(lambda name: getattr(self, name).double(), self.names)
+        params = map_leaves(lambda name: getattr(self, name).double(), self.names)
         return self.phi.admitted(params) if isinstance(self.phi, FeatureMap) else params
 
     @outside_graphs

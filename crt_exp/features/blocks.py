@@ -19,7 +19,7 @@ from torch import Tensor
 from crt_exp.features.base import ONE, FeatureMap, Features, align, all_true, check_finite, values_readable
 from crt_exp.features.statistics import Statistics, angle
 from crt_exp.options import Positive
-from crt_exp.samplers.noise import Noise, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32, match_float64
 
 LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
 
@@ -203,7 +203,7 @@ class BipolarCoefficient(Coefficient):
         """Return rho, given tau.x (..., L, n)."""
 
     def rho(self, x, noise, params, key):
-        return self.of_projections(precise(noise, x.dtype).project(x), params, key)
+        return self.of_projections(match_float64(noise, x.dtype).project(x), params, key)
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class GaussianCoefficient(Coefficient):
         object.__setattr__(self, "M", tuple(M.tolist()) if M.ndim else float(M))
 
     def rho(self, x, noise, params, key):
-        noise, x = precise(noise, x.dtype), at_least_float32(x)
+        noise, x = match_float64(noise, x.dtype), at_least_float32(x)
         phase = noise.project((-self._m(x) * x if key else x) / self.c)
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
 

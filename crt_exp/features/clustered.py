@@ -22,7 +22,7 @@ from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive
-from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
 
 SEED = 0    # random state of k-means
 STARTS = 4  # initialisations of k-means
@@ -189,7 +189,7 @@ class PairCoefficient(Coefficient):
     has_constant = False
 
     def rho(self, x, noise, params, key):
-        noise, x = precise(noise, x.dtype), at_least_float32(x)
+        noise, x = match_float64(noise, x.dtype), at_least_float32(x)
         factor = (2 * params.imaginary - 1) / params.size if key else params.size
         phase = noise.project(x * (factor / self.tau).to(x))
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
@@ -312,7 +312,7 @@ def nearest_centre(x: Tensor, centres: Tensor) -> Tensor:
 
 def product(x: Tensor, rows: Tensor) -> Tensor:
     """Return x rows^T, (..., L, C), without autocast, for rows (..., C, d)."""
-    with as_given(x):
+    with no_autocast(x):
         return x @ rows.mT
 
 

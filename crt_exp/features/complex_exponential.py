@@ -18,7 +18,7 @@ from crt_exp.features.base import (ONE, BoundMap, FeatureMap, Features, Projecti
                                    log_cosh)
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.noise import Nested, Noise, as_given, at_least_float32
+from crt_exp.samplers.noise import Nested, Noise, at_least_float32, no_autocast
 
 Field = Literal["real", "complex"]
 SIZES = (1e-2, 1e2)  # limits of |M_ll|; larger ratios give huge variance away from the centre
@@ -126,7 +126,7 @@ class CERF(FeatureMap):
     def _phi(self, x: Tensor, noise: Noise, M: Tensor, key: bool) -> Features:
         noise.check(x)
         x = at_least_float32(x)
-        with as_given(x):
+        with no_autocast(x):
             M = _for_dimension(M, x).to(x.device)
             re = apply_matrix(x, M.real.to(x.dtype))
             im = None

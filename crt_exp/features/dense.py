@@ -27,7 +27,7 @@ from crt_exp.features.base import BoundMap, FeatureMap, Features, broadcast_matr
 from crt_exp.features.complex_exponential import apply_matrix, apply_to_pairs, inverse_transposed
 from crt_exp.features.exponential import OPRF, OPRFParams, PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.noise import Noise, as_given, at_least_float32
+from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 
 LARGEST_D = 256  # limit for full matrices; the decomposition of larger ones takes longer than the features
 # Ridge of the balance, relative to the mean square. It prevents overfitting to few vectors (10 vectors, d = 64:
@@ -213,7 +213,7 @@ class SDERF(Dense):
 
 def _precise_times(x: Tensor, M: Tensor) -> Tensor:
     """Return M x for the rows of x (..., L, d), without autocast."""
-    with as_given(x):
+    with no_autocast(x):
         return apply_matrix(x, M.to(x))
 
 

@@ -25,7 +25,7 @@ from crt_exp.features.base import (LOG2, ONE, BoundMap, FeatureMap, Features, al
                                    values_readable)
 from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
-from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
 
 LARGEST_A = 0.12  # limit of a trained A; the variance is infinite at 1/8
 
@@ -62,14 +62,14 @@ class Trigonometric(FeatureMap):
         return BoundMap(phi, phi)
 
     def _phi(self, x: Tensor, noise: Noise) -> Features:
-        phase = precise(noise, x.dtype).project(x)
+        phase = match_float64(noise, x.dtype).project(x)
         return Features(torch.cat([phase.cos(), phase.sin()], -1), self._log_scale(x, phase))
 
     def writer(self, noise, params=()):
         noise = self.directions(noise)
 
         def write(x: Tensor, out: Tensor) -> None:
-            phase = precise(noise, x.dtype).project(x)
+            phase = match_float64(noise, x.dtype).project(x)
             scale = self._log_scale(x, phase).exp_()
             torch.mul(phase.cos(), scale, out=out[..., :noise.m])
             torch.mul(phase.sin_(), scale, out=out[..., noise.m:])
@@ -142,7 +142,7 @@ class PositiveExponential(FeatureMap):
     def writer(self, noise, params=()):
         if noise.matrix_free:
             return super().writer(noise, params)
-        weight = self._weight(precise(noise, torch.float64), params)
+        weight = self._weight(match_float64(noise, torch.float64), params)
         return lambda x, out: torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
 
     def _weight(self, noise: Noise, params) -> Tensor:
@@ -153,7 +153,7 @@ class PositiveExponential(FeatureMap):
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
-        with as_given(x):
+        with no_autocast(x):
             inputs = self._inputs(x, noise)
             return Features(ONE, inputs @ weight.to(inputs.dtype).mT)
 
@@ -347,7 +347,7 @@ class GERF(FeatureMap):
 
     def _phi(self, x, noise, params, key: bool) -> Features:
         """Return [Re f, Im f] for queries and [Re f, -Im f] for keys."""
-        x, noise = at_least_float32(x), precise(noise, x.dtype)
+        x, noise = at_least_float32(x), match_float64(noise, x.dtype)
         A, s = (t.to(noise.sq_norm.device) for t in (params.A.to(torch.complex128), params.s))
         B = torch.sqrt(s * (1 - 4 * A)) * (s if key else 1)
         log_d = noise.d / 4 * torch.log(1 - 4 * A)

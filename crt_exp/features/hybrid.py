@@ -24,7 +24,7 @@ from crt_exp.features.complex_exponential import CERF
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive, Several, check_options, split_words, unknown
-from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, mapped, shared
+from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, map_leaves, share_leaf
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class HybridMap(InBlocks):
 
     def _check(self, noise: Nested, params: Nested) -> None:
         coefficients, bases = self.components()
-        if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
+        if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
             raise ValueError("a hybrid needs a pair of noises, of the coefficients and of the bases, that are "
                              "independent: with shared ones it is biased")
         for given, what in ((noise, "noises"), (params, "parameters")):
@@ -319,4 +319,4 @@ def _rename_parts(what: str, part: int | None, needed: Nested) -> Nested:
     def named(p: Projections) -> Projections:
         return replace(p, name=f"{prefix}_{p.name}" if p.name else prefix)
 
-    return mapped(named, needed) if not isinstance(needed, Projections) else named(needed)
+    return map_leaves(named, needed) if not isinstance(needed, Projections) else named(needed)

@@ -34,7 +34,7 @@ from crt_exp.measure.fidelity import LayerCall, Subject, relative_error
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.samplers.noise import cached
+from crt_exp.samplers.noise import cached_property
 
 DRAWS = 200      # samples of the projections, for sample variances
 PREDICTED = 256  # query-key pairs of a head over which closed forms are averaged
@@ -227,12 +227,12 @@ class LayerInputs:
     def __post_init__(self):
         self.heads, self.d = self.x.shape[1], self.x.shape[3]
 
-    @cached
+    @cached_property
     def y_of_heads(self) -> Tensor:
         """Keys of each query head, (1, H, S, d)."""
         return repeat_heads(self.y, self.heads)
 
-    @cached
+    @cached_property
     def output(self) -> Tensor:
         """Output of exact attention, (1, H, L, dv)."""
         return exact_attention(self.x, self.y, self.v, causal=self.causal)

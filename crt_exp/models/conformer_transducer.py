@@ -29,7 +29,7 @@ from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.folder import check_shapes, read_kept, write_kept
 from crt_exp.options import Count, NotNegative, check_options
-from crt_exp.samplers.noise import as_given
+from crt_exp.samplers.noise import no_autocast
 
 WINDOW, HOP = 0.025, 0.010  # seconds
 STEP = 4 * HOP  # seconds between encoder frames; the receptive field of a frame is WINDOW + 6 HOP before the Conformer
@@ -110,7 +110,7 @@ class LogMel(nn.Module):
             self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
 
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        with as_given(audio):
+        with no_autocast(audio):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
             x, frames = torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT, frames_of(samples, self.rate)
             keep, count = real(frames, x.shape[1])[:, :, None], frames[:, None, None]

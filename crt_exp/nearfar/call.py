@@ -29,7 +29,7 @@ from crt_exp.nearfar.both_directions import Both
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
 from crt_exp.nearfar import native
 from crt_exp.nearfar.causal import Causal, renewals
-from crt_exp.samplers.noise import as_given, transforming
+from crt_exp.samplers.noise import no_autocast, transforming
 
 PART = 2**15     # keys of heads computed together: larger temporaries need fresh memory, which is slower
 KEPT = 2**17     # keys of all heads up to which a call stores its intermediates; beyond, only the sets
@@ -187,7 +187,7 @@ def _by_heads(method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: 
     whole = method.native or torch.compiler.is_compiling() or transformed(x, y, v)
     size, parts = Z if whole else max(1, PART // S), []
     again = size < Z and Z * S > KEPT and torch.is_grad_enabled()
-    with as_given(x):
+    with no_autocast(x):
         for start in range(0, max(Z, 1), max(size, 1)):
             rows = slice(start, start + size)
             part, own = [t[rows].to(dtype) for t in tensors], None if keep is None else keep[rows]

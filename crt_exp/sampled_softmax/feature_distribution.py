@@ -18,7 +18,7 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_classes, check_finite, check_queries, check_rows
 from crt_exp.samplers import DenseNoise
-from crt_exp.samplers.noise import Nested, mapped
+from crt_exp.samplers.noise import Nested, map_leaves
 
 UPDATED = 2**12    # classes per block of an update, so that intermediate results fit the cache
 DEFENSIVE = 0.05   # default share of the uniform distribution if estimates may be negative
@@ -200,7 +200,7 @@ class ClassFeatures(nn.Module):
         self.gaussian = {_buffer_of(p): noise.gaussian for p, noise in noises.items()}
         for p, noise in noises.items():
             self.register_buffer(_buffer_of(p), noise.rows().float().contiguous())
-        self.width = self.phi.width(mapped(lambda p: p.m, self.projections, empty=d))
+        self.width = self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=d))
         self.register_buffer("constants", torch.zeros(self.width, dtype=torch.float64))
         for side in "xy":  # vectors for fitting the parameters, and their number
             self.register_buffer(f"{side}_fitted_to", torch.zeros(FITTED_TO, d))
@@ -264,7 +264,7 @@ class ClassFeatures(nn.Module):
             noises = {name: DenseNoise(getattr(self, name), gaussian) for name, gaussian in self.gaussian.items()}
             sets = [getattr(self, f"{side}_fitted_to")[:int(getattr(self, f"{side}_count"))] for side in "xy"]
             params = self.phi.fit(Statistics.of(*sets))
-            self._kept = state, (mapped(lambda p: noises[_buffer_of(p)], self.projections), params)
+            self._kept = state, (map_leaves(lambda p: noises[_buffer_of(p)], self.projections), params)
         return self._kept[1]
 
     def _unit(self, vectors: Tensor) -> Tensor:

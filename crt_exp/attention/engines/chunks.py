@@ -21,7 +21,7 @@ from crt_exp.attention.checks import check_result, compute_dtype, learning, tran
 from crt_exp.attention.partials import (Partial, ScaledKeys, merge, read, scale_keys, small_denominators, summarise,
                                         within)
 from crt_exp.features.base import BoundMap, FeatureMap, all_true
-from crt_exp.samplers.noise import Nested, as_given, leaves, mapped
+from crt_exp.samplers.noise import Nested, leaves, map_leaves, no_autocast
 
 CHUNK = 128                      # tokens of a causal chunk
 WIDE = 512                       # maximal tokens of a bidirectional chunk: fewer, larger operations
@@ -42,7 +42,7 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
     (B, H, L, d), S = x.shape, y.shape[2]
     if torch.compiler.is_compiling() or transformed(x, y, v):
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
-    width = H * phi.width(mapped(lambda n: n.m, noise, empty=d))
+    width = H * phi.width(map_leaves(lambda n: n.m, noise, empty=d))
     tokens = CHUNK if causal else max(CHUNK, min(WIDE, ELEMENTS // width))
     same = all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise))   # shared by all batch entries
     at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if same else max(1, B)
@@ -52,7 +52,7 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
         n.sq_norm  # noqa: B018 (a cached property: recomputed chunks find it)
     parts = []
     for rows in chunks(max(1, B), at_once):
-        own = mapped(lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
+        own = map_leaves(lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
         part = Chunked(phi.bind(noise, own), None if keep is None else keep[rows], causal, modulus, tokens, again)
         parts.append(part.rows(x[rows], y[rows], v[rows]))
     return joined(parts, 0)
@@ -83,7 +83,7 @@ class Chunked:
         underflow. An exported program stops with an error at such rows.
         """
         exporting = torch.compiler.is_exporting()
-        with as_given(x):
+        with no_autocast(x):
             if self.causal:
                 rows = joined(self.causal_rows(x, y, v), 2)
             elif exporting:
