@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.base import AttentionLayer
-from crt_exp.attention.checks import Shift, check_inputs, first_kept, from_first, repeat_heads
+from crt_exp.attention.checks import Shift, check_inputs, first_unmasked, from_first, repeat_heads
 from crt_exp.features.base import all_true, values_readable
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
@@ -233,7 +233,7 @@ def _window(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int
             for t in (y, v, keep[:, None, :, None])]
     head = [t.unsqueeze(2).expand(-1, -1, count, -1, -1) for t in head]
     keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
-    places = _allowed_places(first_kept(keep), S, block, first, start, count, around, causal)
+    places = _allowed_places(first_unmasked(keep), S, block, first, start, count, around, causal)
     allowed = kept[..., 0][..., None, :] & places
     out = _masked_softmax(queries, keys, values, allowed)
     return out.flatten(2, 3)[:, :, lead:lead + L]
@@ -271,7 +271,7 @@ def _allowed_places(begin: Tensor, S: int, block: int, first: int, start: int, c
 class Exact(Baseline):
     """Softmax attention by torch's fused kernels."""
 
-    counts_places = False
+    position_dependent = False
 
     def attend(self, x, y, v, *, causal, key_mask):
         return exact_attention(x, y, v, causal=causal, key_mask=key_mask)
@@ -292,7 +292,7 @@ class Identity(Baseline):
 class Uniform(Baseline):
     """Mean of the visible values: the control without queries and keys."""
 
-    counts_places = False
+    position_dependent = False
 
     def attend(self, x, y, v, *, causal, key_mask):
         return uniform_attention(x, y, v, causal=causal, key_mask=key_mask)

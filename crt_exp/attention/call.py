@@ -10,7 +10,8 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, check_inputs, check_result, learning, repeat_heads, transformed
+from crt_exp.attention.checks import (check_gradient, check_inputs, check_result, repeat_heads, requires_gradient,
+                                      transformed)
 from crt_exp.attention.engines import Form, Gradients, Kept, closed_form, native
 from crt_exp.attention.engines.chunks import Chunked, chunked_partial
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish, normalised
@@ -142,7 +143,7 @@ def positive_form(x: Tensor, y: Tensor, phi: PositiveExponential, noise, params,
 
     The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
-    learned = learning(noise, params)
+    learned = requires_gradient(noise, params)
     if keep is not None and learned:  # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
     (x, left), (y, _) = phi.transform_inputs(x, params, factor=factor), phi.transform_inputs(y, params, key=True,

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.baselines import VECTOR
-from crt_exp.attention.checks import (Shift, check_entries, check_inputs, compute_dtype, end_graph, first_kept,
-                                      left_open, outside_graphs, transformed)
+from crt_exp.attention.checks import (Shift, check_entries, check_inputs, compute_dtype, first_unmasked, graph_break,
+                                      has_dynamic_size, outside_graphs, transformed)
 from crt_exp.nearfar.both_directions import Both
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
 from crt_exp.nearfar import native
@@ -79,8 +79,8 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     exact = partial(_exactly, causal=causal, factor=factor)
     if y.shape[2] <= until:
         return exact(x, y, v, key_mask)
-    if causal and left_open(x, y):      # unrolled blocks and renewals take minutes to compile for each length
-        end_graph("attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True")
+    if causal and has_dynamic_size(x, y):  # unrolled blocks and renewals take minutes to compile for each length
+        graph_break("attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True")
         return _outside(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
     method = Causal(sizes, factor, in_c) if causal else Both(sizes, cross, metric, factor, in_c)
     if key_mask is None:
@@ -145,7 +145,7 @@ def _from_first_renewal(method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mas
         raise ValueError("key_mask: causal near-far attention starts at the first real token of each row, which "
                          "torch.compile, torch.export and torch.func cannot follow: leave the mask out, or take "
                          "favorpp")
-    firsts, before, parts = first_kept(key_mask), y.shape[2] - x.shape[2], []
+    firsts, before, parts = first_unmasked(key_mask), y.shape[2] - x.shape[2], []
     if not bool(firsts.any()):
         return _by_heads(method, x, y, v, key_mask)
     for first in firsts.unique().tolist():

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from crt_exp.attention.baselines import Buffer
-from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries, first_kept
+from crt_exp.attention.checks import (batch_indices, check_entries, check_inputs, check_result, compute_dtype,
+                                      first_unmasked)
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
 from crt_exp.nearfar import native
 from crt_exp.nearfar.causal import (
@@ -125,7 +126,8 @@ class RecallState:
                 self.buffers += Buffer(keep.new_ones(B, 1, self.length, 1), self.length),
         check_result(torch.linalg.vector_norm(parts[0], dim=(1, 2, 3)))
         if None in self.firsts:
-            new = [0] * B if len(parts) == 2 else torch.where(keep.any(2), first_kept(keep[:, 0, :, 0])[:, None, None],
+            new = [0] * B if len(parts) == 2 else torch.where(keep.any(2),
+                                                              first_unmasked(keep[:, 0, :, 0])[:, None, None],
                                                               -1).flatten().tolist()
             self.firsts = [position if position is not None else self.length + at if at >= 0 else None
                            for position, at in zip(self.firsts, new)]
@@ -149,7 +151,7 @@ class RecallState:
         """
         if not self.buffers:
             return
-        rows = entries(rows, len(self.firsts))
+        rows = batch_indices(rows, len(self.firsts))
         self.buffers = tuple(Buffer(buffer.tensor[rows, :, :self.length], self.length) for buffer in self.buffers)
         positions = {first: self._rows(first) for first in self.known}
         chosen = [self.firsts[row] for row in rows.tolist()]

@@ -100,7 +100,7 @@ class NearFar(LinearAttention):
                 return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
-        if changing and not self.going_on:
+        if changing and not self.continues_step:
             self._advance(q, k)
         out = self.estimate(q, k, v, key_mask)
         if (changing or self.calibrated is not None) and self._uses_moments(q, k):

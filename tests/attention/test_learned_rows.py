@@ -45,7 +45,7 @@ class Learned:
 def keep_at_most(monkeypatch):
     """Sets how many numbers autograd keeps of a call at most."""
     def at_most(numbers):
-        monkeypatch.setattr(chunks, "REMEMBERED", numbers)
+        monkeypatch.setattr(chunks, "MAX_SAVED", numbers)
     return at_most
 
 
