@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.swap.bench import fitted, quiet
+from crt_exp.swap.bench import fit_attention, quiet
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import SwapMeasurement, pretrained
@@ -171,7 +171,7 @@ def swapped(model: nn.Module, mechanism: Mechanism, seed: int, batches: list) ->
         return model
     with quiet():
         replace(mechanism, seed=seed).swap(model, saved=False)
-        return fitted(model, batches)
+        return fit_attention(model, batches)
 
 
 def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:

@@ -22,7 +22,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import conformer_transducer, encoders, vision
 from crt_exp.models.folder import CONFIG, block_of
 from crt_exp.options import Count, Positive, checked
-from crt_exp.swap.advise import LEAST, SAMPLES, Advice, advice_of, measured, mechanisms, spread, text_bench
+from crt_exp.swap.advise import LEAST, SAMPLES, Advice, advice_of, measure_mechanism, mechanisms, spread, text_bench
 from crt_exp.swap.bench import HEADS, MASKED, NEXT, BatchBench, Bench, length_of, positions, predicts
 
 PREDICTING = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
@@ -59,7 +59,7 @@ class Advise(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         bench, records, methods = self.bench(seed), [], mechanisms(self.attentions, seed)
-        for record in measured(bench, methods, self.rounds):
+        for record in measure_mechanism(bench, methods, self.rounds):
             records.append(record)
             yield record
         self.advice = advice_of(bench, methods, records, self.tolerance)

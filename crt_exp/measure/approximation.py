@@ -331,7 +331,7 @@ class Pretrained(Subject):
                  layers: Sequence[int] | None = None):
         super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
         self.training, self.chosen = [self.rows], layers
-        calls = self.watched(self.rows, LayerCall.of, layers)[0]
+        calls = self.record_calls(self.rows, LayerCall.of, layers)[0]
         self.inputs = [LayerInputs(call.path, call.scaling**0.5 * call.q, call.scaling**0.5 * call.k, call.v,
                                    call.causal and call.q.shape[2] > 1) for call in calls]
 

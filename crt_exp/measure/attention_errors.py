@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.swap.bench import fitted
+from crt_exp.swap.bench import fit_attention
 from crt_exp.attention import Baseline, DenominatorCount, LinearAttention, attention
 from crt_exp.attention.reference import softmax_attention
 from crt_exp.config import ConfigError
@@ -241,7 +241,7 @@ def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
     Causal maps are fitted to the letters.
     """
     tokens = read_by(model, letters)
-    return [A[0] for A in attention_matrices(fitted(model, [tokens]), tokens)]
+    return [A[0] for A in attention_matrices(fit_attention(model, [tokens]), tokens)]
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from crt_exp.swap.bench import AT_ONCE, UNSURE, Bench, TextBench, quiet
+from crt_exp.swap.bench import MIN_CONTEXT, TOKENS_PER_BLOCK, Bench, TextBench, quiet
 from crt_exp.data import images
 from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.options import Count, checked
@@ -127,7 +127,7 @@ def repeated(model: str, length: int, seed: int) -> Row:
     The first tokens of the second half are not predicted.
     """
     half = length // 2
-    return Row(passage(model, "valid", seed, half).repeat(2)[None], torch.arange(half + UNSURE, 2 * half))
+    return Row(passage(model, "valid", seed, half).repeat(2)[None], torch.arange(half + MIN_CONTEXT, 2 * half))
 
 
 ROWS = {"new": new, "repeated": repeated}
@@ -147,7 +147,7 @@ def exact_of(model: str, kind: str, length: int, seed: int) -> tuple[Row, Readin
 def read(model: nn.Module, row: Row) -> Reading:
     states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state[0, row.places - 1]
     head, wanted, nats, best = model.get_output_embeddings(), row.ids[0, row.places], [], []
-    for part, labels in zip(states.split(AT_ONCE), wanted.split(AT_ONCE)):
+    for part, labels in zip(states.split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK)):
         logits = head(part).float()
         nats.append(F.cross_entropy(logits, labels, reduction="none").double())
         best.append(logits.argmax(-1))

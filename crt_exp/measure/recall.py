@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
-from crt_exp.swap.bench import UNSURE, TextBench, fitted, following
+from crt_exp.swap.bench import MIN_CONTEXT, TextBench, fit_attention, next_token_labels
 from crt_exp.swap.swap import LayerMaker, swap_layers
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
@@ -138,7 +138,7 @@ class SwapRecall(SwapMeasurement):
             return tuple(map(torch.from_numpy, recall_row(split, number, self.length, symbols, self.pairs, self.pairs)))
 
         given = (row("train", i)[0][None] for i in range(CALIBRATION))
-        model = fitted(kept.build(replace(mechanism, seed=0)), given)
+        model = fit_attention(kept.build(replace(mechanism, seed=0)), given)
         for i in range(self.evaluated):
             tokens, labels = row("test", 1000 * seed + i)
             asked = labels >= 0
@@ -190,9 +190,9 @@ class SwapCopying(SwapMeasurement):
         rows, train = (passages(self.start, split, self.length, each) for split, each in (("test", seed), ("train", 0)))
         bench, half = TextBench(model_of(self.start)[0], rows, train), self.length // 2
         with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
-            nats = [bench.nats(*following(row)) for row in rows.split(1)]
+            nats = [bench.nats(*next_token_labels(row)) for row in rows.split(1)]
         new = [float(row[:half - 1].mean()) for row in nats]
-        copied = [float(row[half + UNSURE:].mean()) for row in nats]
+        copied = [float(row[half + MIN_CONTEXT:].mean()) for row in nats]
         new, copied = (sum(each) / len(each) for each in (new, copied))
         yield {"new": new, "copied": copied, "gain": new - copied}
 

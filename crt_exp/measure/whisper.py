@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from crt_exp.swap.bench import Bench, fitted, quiet
+from crt_exp.swap.bench import Bench, fit_attention, quiet
 from crt_exp.data import speech
 from crt_exp.data.text import generator_of
 from crt_exp.options import Count, Positive, Several, Whole, checked
@@ -214,7 +214,7 @@ class Whisper(Measurement):
         if not mechanism.is_exact:
             with quiet():
                 replace(mechanism, seed=seed).swap(model.get_encoder(), saved=False)
-                fitted(model.get_encoder(), [{"input_features": features(processor, fit)}])
+                fit_attention(model.get_encoder(), [{"input_features": features(processor, fit)}])
         return model
 
     def loss(self, model: nn.Module, utterance: speech.Utterance) -> Tensor:

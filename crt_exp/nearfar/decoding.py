@@ -197,8 +197,8 @@ class RecallState:
         T, S, until = x.shape[2], self.length - first, self.until
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
         if until >= S:
-            out = concatenate([exact_outputs(x[at], *self._tokens(run, first)) for run,
-                               at in self._contiguous_rows(rows)], 0)
+            out = concatenate([exact_outputs(x[at], *self._tokens(run, first))
+                               for run, at in self._contiguous_rows(rows)], 0)
         elif native.applies(x, self.kept.keys):     # for any number of threads: a state keeps its engine
             out = self._read_native(first, rows, x)
         else:

@@ -87,7 +87,7 @@ def test_above_is_against_the_loss_of_the_whole_model(reader):
 def test_a_row_repeats_its_first_half(reader):
     again = pretrained.repeated("", 512, 0)
     assert torch.equal(again.ids[0, again.places], again.ids[0, again.places - 256])
-    assert again.places[0] == 256 + pretrained.UNSURE
+    assert again.places[0] == 256 + pretrained.MIN_CONTEXT
 
 
 def test_a_text_that_is_too_short_is_refused(reader):
