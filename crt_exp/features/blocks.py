@@ -222,7 +222,7 @@ class AngularCoefficient(BipolarCoefficient):
     def complement_width(self, m):
         return self.columns * m
 
-    def left(self, rho, params, key):
+    def complement_columns(self, rho, params, key):
         """Return [1_+, 1_-] for both sides: the product counts equal signs."""
         return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
 

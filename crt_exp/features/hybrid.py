@@ -78,8 +78,8 @@ class HybridMap(InBlocks):
         n, m = self._counts(m)
         columns = [c.width(k) for c, k in zip(coefficients, n)]
         alone = len(coefficients) == 1
-        rest = coefficients[0].complement_width(n[0]) if alone else 1 + sum(c.columns * k for c,
-                                                                            k in zip(coefficients, n))
+        rest = (coefficients[0].complement_width(n[0]) if alone
+                else 1 + sum(c.columns * k for c, k in zip(coefficients, n)))
         return sum(r * b.width(k) for r, b, k in zip([*columns, rest], bases, m))
 
     def _counts(self, m: Nested) -> tuple[tuple, tuple]:

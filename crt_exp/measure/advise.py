@@ -118,8 +118,9 @@ def part_of(name: str, kind: str) -> Any:
     import transformers
 
     origin = origin_of(name)
-    return encoders.loaded(partial(getattr(transformers, kind).from_pretrained, origin.name, trust_remote_code=False),
-                           origin, kind[4:])
+    return encoders.load_or_explain(partial(getattr(transformers, kind).from_pretrained, origin.name,
+                                            trust_remote_code=False),
+                                    origin, kind[4:])
 
 
 def config_of(name: str) -> Mapping[str, Any] | None:
@@ -202,7 +203,7 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
     """Load an image classifier in eval mode, its classes and its transform."""
     config = config_of(name)
     if config is None and is_of_timm(name):
-        description = vision.known(name)
+        description = vision.timm_description(name)
         return vision.build(description, Mechanism.of("exact"), "pretrained").eval(), description.classes, \
             description.transform()
     if config is not None and "architecture" in config:

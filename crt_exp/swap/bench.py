@@ -305,8 +305,8 @@ class BatchBench(Bench):
                  labels: Sequence[Tensor] | None = None, noun: str = "pieces", seed: int = 0):
         super().__init__(model, judged, training, seed)
         self.labels, self.noun = labels, noun
-        queries, outputs = zip(*(self.record_calls(piece, lambda state, given,
-                                                   out: given[0].shape[2]) for piece in judged))
+        queries, outputs = zip(*(self.record_calls(piece, lambda state, given, out: given[0].shape[2])
+                                 for piece in judged))
         self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
         self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
         self.own = None if self.labelled else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]

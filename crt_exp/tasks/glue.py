@@ -136,7 +136,7 @@ class GLUE(Task):
         return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        encoders.keep(model, tensors, self.tokenizer, directory)
+        encoders.save_model(model, tensors, self.tokenizer, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

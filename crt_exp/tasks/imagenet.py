@@ -190,7 +190,7 @@ class ImageNet(ImageTask):
         checkpoint = vision.checkpoint_of(self.init)
         description = checkpoint.description if checkpoint else None
         if self.model is not None:
-            description = vision.known(self.model)
+            description = vision.timm_description(self.model)
         elif self.init == "pretrained":
             raise ConfigError("task.init=pretrained takes the weights of a model of timm: name it, task.model=...")
         elif description is None:
@@ -268,7 +268,7 @@ class ImageNet(ImageTask):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save the model as `<run>/model`."""
-        vision.keep(self.description, self.mechanism, tensors, directory)
+        vision.save_model(self.description, self.mechanism, tensors, directory)
 
 
 def plain(images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:

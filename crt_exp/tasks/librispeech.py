@@ -256,7 +256,7 @@ class LibriSpeech(Task):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save <run>/model, and <run>/transcripts.tsv of the last evaluated split."""
-        conformer_transducer.keep(self.recogniser, tensors, directory)
+        conformer_transducer.save_model(self.recogniser, tensors, directory)
         rows = [("split", "utterance", "transcript", "greedy"), *self.transcripts]
         with whole(directory / "transcripts.tsv") as part:
             part.write_text("".join("\t".join(row) + "\n" for row in rows))

@@ -164,4 +164,4 @@ class MAE(ImageTask):
 
         size = {"height": self.config.image_size, "width": self.config.image_size}
         processor = ViTImageProcessorPil(size=size, image_mean=list(MEAN), image_std=list(STD))
-        encoders.keep(model, tensors, processor, directory)
+        encoders.save_model(model, tensors, processor, directory)

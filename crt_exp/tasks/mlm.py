@@ -231,7 +231,7 @@ class MLM(Task):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        encoders.keep(model.model, inner, self.tokenizer, directory)
+        encoders.save_model(model.model, inner, self.tokenizer, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

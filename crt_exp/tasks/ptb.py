@@ -222,7 +222,7 @@ class PTB(Task):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
-        lstm.keep(model.body, self.text.words, self.temperature, body, directory)
+        lstm.save_model(model.body, self.text.words, self.temperature, body, directory)
         lengths = {"queries": np.array(self.queries), "keys": body["embedding.weight"].norm(dim=-1).cpu().numpy()}
         draw_lengths(lengths, directory)
 

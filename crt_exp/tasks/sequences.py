@@ -111,7 +111,7 @@ class SymbolTask(SequenceTask):
     def build(self, mechanism: Mechanism) -> nn.Module:
         self.mechanism = mechanism
         model = LanguageModel(self.description, mechanism.layer, self.checkpointing)
-        if self.kept is not None and not language.fill(model, self.kept, mechanism):
+        if self.kept is not None and not language.load_weights(model, self.kept, mechanism):
             self.calibrate(model)
         return model
 
@@ -159,7 +159,7 @@ class SymbolTask(SequenceTask):
                 "unigram_accuracy": base_right / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        language.keep(self.description, self.mechanism, self.vocabulary, tensors, directory)
+        language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
 
 
 def without_labels(batch: Batch) -> dict[str, Tensor]:

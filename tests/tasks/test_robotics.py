@@ -82,7 +82,7 @@ def test_the_policy_reads_only_what_it_attends_to():
     assert theta.shape[1] == policy.parameters == 2 * 4 * 4 + 4 * 2
     for name in ("exact", "uniform"):
         layer = policy.layer(Mechanism.of(name))
-        kept = policy.kept(layer, theta, images)
+        kept = policy.selected_patches(layer, theta, images)
         assert (kept.sum(-1) == 3).all()
         seen = torch.stack([tokens(images, 2)[i, kept[i, 0] > 0, :-1].mean(0) for i in range(5)])
         seen[:, 0] /= 4                                              # a mean, where tokens hold the sum
@@ -91,7 +91,7 @@ def test_the_policy_reads_only_what_it_attends_to():
         torch.testing.assert_close(policy.act(layer, theta, images, torch.zeros(5, 0)), expected)
     assert kept[:, 0, :3].all()                      # of equal ranks the first: uniform attention looks at one place
     average = ImplicitPolicy(1, 8, 0, 2, looks="average")
-    assert average.parameters == 8 and average.kept(None, theta, images).all()
+    assert average.parameters == 8 and average.selected_patches(None, theta, images).all()
 
 
 @pytest.mark.parametrize("options, words", [({"patch": 3}, "expected a divisor"), ({"top": 65}, "expected 1 to 64")])
