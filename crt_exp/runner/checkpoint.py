@@ -206,8 +206,8 @@ class TrainingState:
 
     def save(self) -> None:
         """Write a checkpoint and remove old ones, on the first process."""
-        tensors = {"model": {name: full_tensor(t) for name,
-                             t in self.module.state_dict().items() if name not in self.stay},
+        tensors = {"model": {name: full_tensor(t)
+                             for name, t in self.module.state_dict().items() if name not in self.stay},
                    "optimizer": optimizer_tensors(self.module, self.optimizer)}
         plain = self.distributed.gather({name: value.detach().cpu() if isinstance(value, Tensor) else value
                                          for name, value in self.task.state_dict().items()})

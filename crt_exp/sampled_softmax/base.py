@@ -269,8 +269,8 @@ class LogitDistribution(ClassSampler):
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        return concatenate_samples([draw_dense(self._weights(h), t, k) for h,
-                                    t in blocks(PAIRS // self.classes, hidden, targets)])
+        return concatenate_samples([draw_dense(self._weights(h), t, k)
+                                    for h, t in blocks(PAIRS // self.classes, hidden, targets)])
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:

@@ -159,8 +159,8 @@ class Pixels(SymbolTask):
         loaded = images.load(self.dataset, self.data_dir)
         train, validation = loaded["train"].held_out(self.held_out)
         read = {"validation": validation, "test": loaded["val"]}
-        return {"train": train} | {split: data.take(row_sample(len(data), self.evaluated)) for split,
-                                   data in read.items()}
+        return {"train": train} | {split: data.take(row_sample(len(data), self.evaluated))
+                                   for split, data in read.items()}
 
     def length(self, split: str) -> int:
         return len(self.splits[split])
