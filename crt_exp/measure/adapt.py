@@ -262,12 +262,12 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def published(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
+def exact_readings(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
     """Rows, and the outputs of the pretrained checkpoint for each."""
-    return [pretrained.exact_of(model, kind, length, i) for i in range(count)]
+    return [pretrained.exact_reading(model, kind, length, i) for i in range(count)]
 
 
-def called(ids: Tensor) -> dict[str, Any]:
+def batch_arguments(ids: Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": False}
 
 
@@ -300,8 +300,9 @@ class AdaptPretrained(SwapMeasurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
-        given = [called(row[None]) for row in rows[:self.captured]]
-        model, minutes = swapped(deepcopy(pretrained.opened(self.model).model), mechanism, seed, given), 0.0
+        given = [batch_arguments(row[None]) for row in rows[:self.captured]]
+        model, minutes = swapped(deepcopy(pretrained.load_model_and_tokenizer(self.model).model), mechanism, seed,
+                                 given), 0.0
         found = self.readings(model)
         yield from after(0, found, minutes)
         if can_learn(model):
@@ -318,7 +319,8 @@ class AdaptPretrained(SwapMeasurement):
 
     def readings(self, model: nn.Module) -> dict[str, list[float]]:
         model.eval()
-        return {kind: [float((pretrained.read(model, row).nats - exact.nats).mean()) for row, exact in published(
+        return {kind: [float((pretrained.run_row(model, row).nats - exact.nats).mean())
+                       for row, exact in exact_readings(
             self.model, kind, self.length, self.tested)] for kind in self.texts}
 
 
@@ -336,6 +338,6 @@ def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], 
     """Return loss(i), nats per token of row i."""
     def loss(i: int) -> Tensor:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
-            logits = model.train()(**called(rows[i][None])).logits[0, :-1]
+            logits = model.train()(**batch_arguments(rows[i][None])).logits[0, :-1]
         return F.cross_entropy(logits.float(), rows[i][1:])
     return loss

@@ -1,8 +1,7 @@
 """task=advise: `crt_exp.advise` for a model and data in files.
 
-Loads models from folders, runs or the hub, and text, images or audio from files. task=fidelity also uses `opened`,
-`rows_of` and `length_in`.
-"""
+Loads models from folders, runs or the hub, and text, images or audio from files. task=fidelity also uses
+`load_language_model`, `rows_of` and `length_in`. """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -75,10 +74,10 @@ class Advise(Measurement):
     def bench(self, seed: int) -> Bench:
         """Load model and data. Raises DataError and ValueError if they do not match."""
         if self.images is not None:
-            return of_images(self.model, self.images, self.samples, self.calibration, seed)
+            return image_bench(self.model, self.images, self.samples, self.calibration, seed)
         if self.audio is not None:
-            return of_audio(self.model, self.audio, self.samples, self.calibration, seed)
-        model, tokenizer = opened(self.model, self.tokenizer)
+            return audio_bench(self.model, self.audio, self.samples, self.calibration, seed)
+        model, tokenizer = load_language_model(self.model, self.tokenizer)
         rows = rows_of(self.text, model, tokenizer, length_in(model, self.length, LEAST), self.cache_dir)
         return text_bench(model, rows, self.samples, self.calibration, tokenizer, seed)
 
@@ -140,7 +139,7 @@ def refuse_other(name: str, described: Mapping[str, Any]) -> None:
 
 # ---- text
 
-def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
+def load_language_model(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
     """Load a language model in eval mode, and its tokenizer or task.tokenizer.
 
     Raises ValueError for models that are not encoders or decoders of text.
@@ -176,7 +175,7 @@ def rows_of(text: str | Sequence[str], model: nn.Module, tokenizer: Any, length:
 
 # ---- images
 
-def of_images(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
+def image_bench(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
     """Load an image classifier and its test and calibration images.
 
     model: a run of task=imagenet, or a folder or name of timm or transformers. Raises DataError.
@@ -222,15 +221,15 @@ def is_of_timm(name: str) -> bool:
 
 # ---- audio
 
-def of_audio(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
+def audio_bench(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
     """Load a speech model and its test and calibration utterances.
 
     model: a run of task=librispeech, or a model of transformers for CTC or audio classification. Raises DataError.
     """
-    utterances, config = spoken(source), config_of(model)
+    utterances, config = read_utterances(source), config_of(model)
     judged, training = spread(len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}")
     is_run = config is not None and config.get("kind") == conformer_transducer.KIND
-    loaded, batch = (transducer if is_run else hearer)(model)
+    loaded, batch = (transducer if is_run else load_hub_speech_model)(model)
     try:
         made = [batch(utterances[i]) for i in [*judged, *training]]
     except speech.BadAudio as error:
@@ -240,7 +239,7 @@ def of_audio(model: str, source: str, samples: int | None, calibration: int, see
     return BatchBench(loaded, made[:len(judged)], made[len(judged):], noun="utterances", seed=seed)
 
 
-def spoken(source: str) -> list[speech.Utterance]:
+def read_utterances(source: str) -> list[speech.Utterance]:
     """Return the utterances of a table with transcripts, or of a folder without."""
     path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
     if path.is_file():
@@ -268,7 +267,7 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
     return known.build(tensors), batch
 
 
-def hearer(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
+def load_hub_speech_model(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
     loaded, extractor = load(name, AUDIO), part_of(name, "AutoFeatureExtractor")
     folder = Path(encoders.folder_of(name, "task.model"))
     written = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZERS)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from crt_exp.data import text as data
 from crt_exp.data.text import official_file
 from crt_exp.measure import SwapMeasurement
-from crt_exp.measure.advise import length_in, opened, rows_of
+from crt_exp.measure.advise import length_in, load_language_model, rows_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.options import Count, Several, Whole, checked
 from crt_exp.runner.configuration import kept_task
@@ -87,7 +87,7 @@ class Subject(TextBench):
                  tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
                  cache_dir: str | Path | None = None):
         self.name = model
-        loaded, self.tokenizer = opened(model, tokenizer)
+        loaded, self.tokenizer = load_language_model(model, tokenizer)
         L = length_in(loaded, length)
         check_apart(text, calibration)
 
@@ -97,7 +97,7 @@ class Subject(TextBench):
         super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
                          pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
         self.calls: list[list[LayerCall]] = []
-        self.exact = [self.captured(i) for i in range(texts)]
+        self.exact = [self.record_exact(i) for i in range(texts)]
 
     # ---- reading
 
@@ -123,7 +123,7 @@ class Subject(TextBench):
         batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i:i + 1].numpy(), draw)
         return batch["input_ids"], batch["labels"]
 
-    def captured(self, i: int) -> Pass:
+    def record_exact(self, i: int) -> Pass:
         """Run the exact model on document i; append its attention calls to `calls`."""
         exact = self.read(i)
         self.calls.append(self.record_calls(self.rows[i:i + 1], LayerCall.of)[0])
@@ -277,8 +277,8 @@ class SwapLoss(SwapMeasurement):
         task = task_of(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
-            calibrated_layers(model, [called(task, batch) for batch in islice(task.batches("train", Plan(1)),
-                                                                              self.fit)])
+            calibrated_layers(model, [model_inputs(task, batch) for batch in islice(task.batches("train", Plan(1)),
+                                                                                    self.fit)])
         read = getattr(task, "metrics", task.evaluate)  # without the additional output of a run's end
         for split in self.splits:
             found = read(model, split, Reader(task))
@@ -286,7 +286,7 @@ class SwapLoss(SwapMeasurement):
                                                  if isinstance(value, (int, float))}
 
 
-def called(task: Task, batch: Batch) -> Any:
+def model_inputs(task: Task, batch: Batch) -> Any:
     """Return the inputs that the model is called with."""
     if hasattr(task, "arguments"):
         return task.arguments(batch)

@@ -79,7 +79,7 @@ class FarKey(Measurement):
         if name not in OWN:
             raise unknown("method", name, [*OWN, *BASELINES])
         if name == "nearfar":
-            sizes = Sizes(options.pop("block"), options.pop("heavy"), cells_at(self.length), **options)
+            sizes = Sizes(options.pop("block"), options.pop("heavy"), clusters_at(self.length), **options)
             return near_far_attention(*heads, sizes, causal=True)
         return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=True, **options)
 
@@ -203,7 +203,7 @@ class SwapCopying(SwapMeasurement):
 # keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
 
 
-def seen(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
+def key_masks(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
     """Return masks (R, L) of the keys always attended to, and of other past keys."""
     places = torch.arange(k.shape[2])
     ago = places[len(places) - q.shape[2]:].unsqueeze(1) - places
@@ -211,7 +211,7 @@ def seen(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
     return close, (ago >= 0) & ~close
 
 
-def reading(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int) -> Tensor:
+def top_key_attention(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int) -> Tensor:
     """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L).
 
     near, far: masks (R, L).
@@ -221,16 +221,16 @@ def reading(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Te
     return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
 
 
-def largest(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+def top_weight_keys(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
     """Oracle: near keys and the keys with the largest weights."""
-    return reading(q, k, v, q @ k.mT, *seen(q, k, near, first), keys)
+    return top_key_attention(q, k, v, q @ k.mT, *key_masks(q, k, near, first), keys)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
     """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
     of_page = k.unflatten(2, (-1, PAGE))
     rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
-    return reading(q, k, v, rank.repeat_interleave(PAGE, -1), *seen(q, k, near, first), keys)
+    return top_key_attention(q, k, v, rank.repeat_interleave(PAGE, -1), *key_masks(q, k, near, first), keys)
 
 
 def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
@@ -240,10 +240,10 @@ def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first
     by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
     optimistic.
     """
-    length, K = q.shape[2], cells_at(q.shape[2])
+    length, K = q.shape[2], clusters_at(q.shape[2])
     centres, cell = kmeans(k, K)
     member = F.one_hot(cell, K).to(k)                                                        # (1, H, L, K)
-    close, far = seen(q, k, near, first)
+    close, far = key_masks(q, k, near, first)
     there = member.clone()
     there[:, :, :first] = 0
     there = torch.cat([torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2)        # excludes near keys
@@ -271,11 +271,11 @@ def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
     return centres, torch.cdist(k, centres).argmin(-1)
 
 
-def cells_at(length: int) -> int:
+def clusters_at(length: int) -> int:
     return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
 
 
-BASELINES: dict[str, Callable[..., Tensor]] = {"largest": largest, "pages": pages, "clusters": clusters}
+BASELINES: dict[str, Callable[..., Tensor]] = {"largest": top_weight_keys, "pages": pages, "clusters": clusters}
 
 
 @dataclass(frozen=True)

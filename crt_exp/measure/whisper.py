@@ -25,7 +25,7 @@ from crt_exp.data.text import generator_of
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure.adapt import descent
 from crt_exp.measure import Measurement, SwapMeasurement
-from crt_exp.measure.pretrained import DTYPES, arranged, folder_of
+from crt_exp.measure.pretrained import DTYPES, folder_of, with_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import error_rates
 
@@ -137,7 +137,7 @@ class SwapSpeech(SwapMeasurement):
         made, processor = load(self.model)
         spoken = group(self.subset, self.count, seed, self.fit)
         bench = encoder_bench(self.model, self.subset, self.fit)
-        with arranged(mechanism, bench, made, seed, self.dtype) as model:
+        with with_attention(mechanism, bench, made, seed, self.dtype) as model:
             written = [transcript(model, processor, each) for each in spoken]
         yield {"wer": word_error_rate(processor, spoken, written)}
 
