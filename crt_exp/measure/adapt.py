@@ -320,8 +320,8 @@ class AdaptPretrained(SwapMeasurement):
     def readings(self, model: nn.Module) -> dict[str, list[float]]:
         model.eval()
         return {kind: [float((pretrained.run_row(model, row).nats - exact.nats).mean())
-                       for row, exact in exact_readings(
-            self.model, kind, self.length, self.tested)] for kind in self.texts}
+                       for row, exact in exact_readings(self.model, kind, self.length, self.tested)]
+                for kind in self.texts}
 
 
 def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """task=advise: `crt_exp.advise` for a model and data in files.
 
 Loads models from folders, runs or the hub, and text, images or audio from files. task=fidelity also uses
-`load_language_model`, `rows_of` and `length_in`. """
+`load_language_model`, `rows_of` and `length_in`.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
