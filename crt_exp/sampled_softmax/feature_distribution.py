@@ -212,7 +212,7 @@ class ClassFeatures(nn.Module):
     def fit(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
         """Fit parameters and constants to class vectors (V, d) and queries (B, d).
 
-        All values must be finite. At most FITTED_TO vectors per side are used.
+        All values must be finite. At most MAX_FIT_VECTORS vectors per side are used.
         """
         some = slice(None, None, spacing(len(weight), MAX_FIT_VECTORS))
         keys = self._unit(weight[some])
