@@ -42,7 +42,8 @@ from crt_exp.options import Count, NotNegative, parse_arguments
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError, images
 from crt_exp.data.files import IMAGES, files_ending
-from crt_exp.data.speech import SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decoded, padded, seconds_of
+from crt_exp.data.speech import (SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decode_audio, pad_audio,
+                                 seconds_of)
 from crt_exp.models import conformer_transducer, language, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
@@ -111,7 +112,7 @@ def classify(options: ImageOptions) -> int:
     kept, rows, bad = vision.load(options.run), [], []
     for file in files:
         try:
-            pixels = kept.transform(images.read(file))
+            pixels = kept.transform(images.read_image(file))
         except images.Unreadable as error:
             bad.append(error)
             continue
@@ -133,13 +134,13 @@ def transcribe(options: AudioOptions) -> int:
             seconds = seconds_of(file, str(file))
             if seconds < SHORTEST:
                 raise BadAudio(f"{file}: {seconds:.3f} s, expected at least {SHORTEST} s")
-            audio = as_int16(decoded(AudioPart(str(file), seconds), known.rate))
+            audio = as_int16(decode_audio(AudioPart(str(file), seconds), known.rate))
         except BadAudio as error:
             bad.append(error)
             continue
         texts, times = [], []
         for start, end in segments(audio, known.rate, options.segment):
-            _, (heard,) = model(padded([audio[start:end]]), torch.tensor([end - start]), search=greedy)
+            _, (heard,) = model(pad_audio([audio[start:end]]), torch.tensor([end - start]), search=greedy)
             texts.append(known.symbols.decode(heard.symbols))
             times += [f"{start / known.rate + frame * STEP:.2f} {known.symbols.entries[symbol].replace(' ', '_')}"
                       for symbol, frame in zip(heard.symbols, heard.frames)]
@@ -328,8 +329,8 @@ class Pixels:
     def prompt(self, given: str) -> list[int]:
         if not given:
             return []
-        image = images.read(Path(given).expanduser())
-        self.truth = [images.in_square(image, self.size, self.channels, given)]
+        image = images.read_image(Path(given).expanduser())
+        self.truth = [images.crop_square(image, self.size, self.channels, given)]
         return self.truth[0][:self.size // 2].reshape(-1).tolist()
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:

@@ -10,7 +10,7 @@ from crt_exp import samplers
 from crt_exp.attention import attention
 from crt_exp.attention.engines import native
 from crt_exp.features import Statistics
-from crt_exp.samplers.noise import DenseNoise, leaves, mapped
+from crt_exp.samplers.noise import DenseNoise, leaves, map_leaves
 
 WANTED = os.environ.get("CRT_EXP_NATIVE") != "0" and shutil.which(os.environ.get("CC", "cc").split()[0])
 needs_library = pytest.mark.skipif(not WANTED and native.library() is None,  # where it does not compile, tests fail
@@ -43,7 +43,7 @@ class Case:
         noise, params, wanted = self.noise, self.params, [x, y, v]
         if self.learned:
             noise = DenseNoise(noise.rows().to(dtype).requires_grad_(), True)
-            params = mapped(lambda t: t.clone().requires_grad_(), params)
+            params = map_leaves(lambda t: t.clone().requires_grad_(), params)
             wanted += [noise.rows(), *leaves(params)]
         out = attention(x, y, v, self.phi, noise, params, causal=causal, key_mask=self.mask)
         grad = (self.grad if grad is None else grad).to(dtype)

@@ -85,7 +85,8 @@ def test_table_holds_the_probabilities_of_the_model(name, root, called):
     model = vision.load(root / name)
     assert code == 0 and len(rows) == 3
     for i, (first, *cells) in enumerate(rows):
-        expected = model.model(model.transform(images.read(root / f"digits/{i}.png"))[None])[0].softmax(-1).topk(5)
+        image = images.read_image(root / f"digits/{i}.png")
+        expected = model.model(model.transform(image)[None])[0].softmax(-1).topk(5)
         assert first == str(root / f"digits/{i}.png") and cells[::2] == [model.classes[j] for j in expected.indices]
         assert [float(share) for share in cells[1::2]] == pytest.approx(expected.values.tolist(), abs=6e-4)
 

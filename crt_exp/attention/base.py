@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.attention.checks import check_shared
+from crt_exp.attention.checks import check_kv_heads
 from crt_exp.attention.decoding import RecurrentPast
 from crt_exp.options import whole_number
 from crt_exp.samplers import at_least_float32
@@ -31,15 +31,15 @@ class AttentionLayer(nn.Module):
     """
 
     can_be_causal = True
-    going_on = False         # whether training passes continue the step of the previous pass: see `same_step`
-    counts_places = True     # whether outputs depend on token positions, beyond the set of visible keys
+    continues_step = False   # whether training passes continue the step of the previous pass: see `same_step`
+    position_dependent = True  # whether outputs depend on token positions, beyond the set of visible keys
     exact_to = 0             # sequence length up to which the layer is exact attention
 
     def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None):
         super().__init__()
         self.heads, self.d = whole_number(heads, "heads"), whole_number(d, "d")
         self.kv_heads = self.heads if kv_heads is None else whole_number(kv_heads, "kv_heads")
-        check_shared(self.heads, self.kv_heads)
+        check_kv_heads(self.heads, self.kv_heads)
         self.causal, self.scaling = causal, self.d**-0.5 if scaling is None else scaling
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
@@ -124,7 +124,7 @@ class Redraws(nn.Module):
         if own is not buffer:
             return buffer
         if int(self.draws) > self.held:    # averaged counters are rounded down: fewer draws change nothing
-            self._draw_again()
+            self._redraw_buffers()
         return self.kept[name][1].to(buffer)
 
     def count_pass(self) -> None:
@@ -136,10 +136,10 @@ class Redraws(nn.Module):
     def redraw(self) -> None:
         """Redraw now into new tensors; existing autograd graphs keep the old tensors."""
         self.draws.add_(1)
-        self._draw_again()
+        self._redraw_buffers()
 
     @torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
-    def _draw_again(self) -> None:
+    def _redraw_buffers(self) -> None:
         self.held = int(self.draws)
         for name, t in self.rows_of_draw(self.held).items():
             setattr(self, name, t.to(getattr(self, name)).contiguous())
@@ -167,20 +167,20 @@ class Redraws(nn.Module):
 
 
 @contextmanager
-def same_step(model: nn.Module, going_on: bool = True) -> Iterator[None]:
+def same_step(model: nn.Module, continues_step: bool = True) -> Iterator[None]:
     """Treat the training passes within this context as one optimizer step.
 
     Gradient accumulation splits a batch into micro-batches. Within the context no layer redraws random projections or
     refits its feature map, and statistics are pooled over the passes.
     """
-    before = [(layer, layer.going_on) for layer in model.modules() if isinstance(layer, AttentionLayer)]
+    before = [(layer, layer.continues_step) for layer in model.modules() if isinstance(layer, AttentionLayer)]
     for layer, _ in before:
-        layer.going_on = going_on
+        layer.continues_step = continues_step
     try:
         yield
     finally:
         for layer, was in before:
-            layer.going_on = was
+            layer.continues_step = was
 
 
 def in_backward() -> bool:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.base import AttentionLayer
-from crt_exp.attention.checks import Shift, check_inputs, first_kept, from_first, repeat_heads
-from crt_exp.features.base import can_ask, holds
+from crt_exp.attention.checks import Shift, check_inputs, first_unmasked, from_first, repeat_heads
+from crt_exp.features.base import all_true, values_readable
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
 
@@ -165,7 +165,7 @@ def _fused(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | Non
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
     """Compute softmax attention over allowed pairs; 0 for queries without keys."""
     seen = allowed.any(-1, keepdim=True)
-    if can_ask(seen) and holds(seen):
+    if values_readable(seen) and all_true(seen):
         return F.scaled_dot_product_attention(x, y, v, attn_mask=allowed, scale=scale)
     out = F.scaled_dot_product_attention(x, y, v, attn_mask=allowed | ~seen, scale=scale)
     return torch.where(seen, out, 0.0)
@@ -233,7 +233,7 @@ def _window(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int
             for t in (y, v, keep[:, None, :, None])]
     head = [t.unsqueeze(2).expand(-1, -1, count, -1, -1) for t in head]
     keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
-    places = _allowed_places(first_kept(keep), S, block, first, start, count, around, causal)
+    places = _allowed_places(first_unmasked(keep), S, block, first, start, count, around, causal)
     allowed = kept[..., 0][..., None, :] & places
     out = _masked_softmax(queries, keys, values, allowed)
     return out.flatten(2, 3)[:, :, lead:lead + L]
@@ -271,7 +271,7 @@ def _allowed_places(begin: Tensor, S: int, block: int, first: int, start: int, c
 class Exact(Baseline):
     """Softmax attention by torch's fused kernels."""
 
-    counts_places = False
+    position_dependent = False
 
     def attend(self, x, y, v, *, causal, key_mask):
         return exact_attention(x, y, v, causal=causal, key_mask=key_mask)
@@ -292,7 +292,7 @@ class Identity(Baseline):
 class Uniform(Baseline):
     """Mean of the visible values: the control without queries and keys."""
 
-    counts_places = False
+    position_dependent = False
 
     def attend(self, x, y, v, *, causal, key_mask):
         return uniform_attention(x, y, v, causal=causal, key_mask=key_mask)

@@ -10,13 +10,14 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, check_inputs, check_result, learning, repeat_heads, transformed
+from crt_exp.attention.checks import (check_gradient, check_inputs, check_result, repeat_heads, requires_gradient,
+                                      transformed)
 from crt_exp.attention.engines import Form, Gradients, Kept, closed_form, native
 from crt_exp.attention.engines.chunks import Chunked, chunked_partial
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish, normalised
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential, sq_norm
-from crt_exp.samplers.noise import as_given, at_least_float32, leaves, precise
+from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
 
 # by (in C, causal): chosen once for a call, so that its backward pass uses the same engine
 ENGINES = {(True, False): native.bidirectional, (True, True): native.causal,
@@ -64,7 +65,7 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     """
     check_policy(denominator)
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads, noise, count = x.shape[1], precise(noise, dtype), counter or DenominatorCount()
+    heads, noise, count = x.shape[1], match_float64(noise, dtype), counter or DenominatorCount()
     if heads != y.shape[1]:
         x, y, v = _together(x, y, v, noise, params, causal)
     if isinstance(phi, PositiveExponential) and normalize:
@@ -96,7 +97,7 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
         modulus: also compute the sums of absolute values that `finish(..., "clamp")` needs.
     """
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads, noise = x.shape[1], precise(noise, dtype)
+    heads, noise = x.shape[1], match_float64(noise, dtype)
     if heads != y.shape[1]:
         x, y, v = _together(x, y, v, noise, params, causal)
     if isinstance(phi, PositiveExponential) and not modulus:
@@ -142,10 +143,11 @@ def positive_form(x: Tensor, y: Tensor, phi: PositiveExponential, noise, params,
 
     The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
-    learned = learning(noise, params)
+    learned = requires_gradient(noise, params)
     if keep is not None and learned:  # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
-    (x, left), (y, _) = phi.enter(x, params, factor=factor), phi.enter(y, params, key=True, factor=factor)
+    (x, left), (y, _) = phi.transform_inputs(x, params, factor=factor), phi.transform_inputs(y, params, key=True,
+                                                                                             factor=factor)
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), left) if scale is None else scale * left
     to = {"device": x.device, "dtype": dtype}
@@ -185,7 +187,7 @@ def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params
 def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, norm_weight: float,
              keep: Tensor | None, learned: bool, in_c: bool,
              causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with as_given(rows):
+    with no_autocast(rows):
         kept = ENGINES[in_c, causal].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))
     check_result(kept.logsum)
     return tuple(kept)
@@ -196,7 +198,7 @@ def _backward(grad: Tensor, grad_logsum: Tensor | None, x: Tensor, y: Tensor, v:
               scale: Tensor, bias: Tensor, norm_weight: float, keep: Tensor | None, learned: bool, in_c: bool,
               causal: bool, kept: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
-    with as_given(rows):
+    with no_autocast(rows):
         return tuple(ENGINES[in_c, causal].backward(x, y, v, form, Kept(*kept), grad, grad_logsum))
 
 

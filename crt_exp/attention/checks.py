@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from crt_exp.features.base import NotFinite, can_ask, holds
+from crt_exp.features.base import NotFinite, all_true, values_readable
 from crt_exp.samplers.noise import Nested, Noise, leaves, transforming
 
 NOT_FINITE = "queries, keys: NaN, infinity or overflowing norms; scale the vectors down, or use bfloat16 or float32"
@@ -33,7 +33,7 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
     if not x.shape[0] == y.shape[0] == v.shape[0] or x.shape[3] != y.shape[3] or y.shape[1:3] != v.shape[1:3]:
         raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), (B, Hkv, "
                          "S, d), (B, Hkv, S, dv)")
-    check_shared(x.shape[1], y.shape[1])
+    check_kv_heads(x.shape[1], y.shape[1])
     if causal and x.shape[2] > y.shape[2]:
         raise ValueError(f"causal=True: L={x.shape[2]}, S={y.shape[2]}: expected L <= S (queries are the last tokens)")
     check_key_mask(key_mask, y)
@@ -48,7 +48,7 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
     return torch.float64 if torch.float64 in (x.dtype, y.dtype, v.dtype) else torch.float32
 
 
-def check_shared(heads: int, kv_heads: int) -> None:
+def check_kv_heads(heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"kv_heads={kv_heads}: expected a divisor of heads={heads}")
 
@@ -75,7 +75,7 @@ def repeat_heads(t: Tensor, heads: int) -> Tensor:
     return t[:, :, None].expand(-1, -1, heads // t.shape[1], -1, -1).flatten(1, 2)
 
 
-def entries(rows: Tensor, batch: int) -> Tensor:
+def batch_indices(rows: Tensor, batch: int) -> Tensor:
     """Convert batch indices or a boolean mask to non-negative indices."""
     return torch.arange(batch, device=rows.device)[rows]
 
@@ -102,7 +102,7 @@ def transformed(*tensors: Tensor) -> bool:
                               and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors))
 
 
-def learning(noise: Nested, params: Nested) -> bool:
+def requires_gradient(noise: Nested, params: Nested) -> bool:
     """Return whether random projections or parameters require a gradient."""
     held = (t for n in leaves(noise) for t in n.tensors())
     return torch.is_grad_enabled() and any(t.requires_grad for t in (*held, *leaves(params)))
@@ -119,7 +119,7 @@ def check_result(logs: Tensor) -> None:
 
     Then queries or keys are not finite. On other devices the check would wait for the result.
     """
-    if can_ask(logs) and not holds(logs < torch.inf):
+    if values_readable(logs) and not all_true(logs < torch.inf):
         raise NotFinite(NOT_FINITE)
 
 
@@ -128,7 +128,7 @@ def all_finite(t: Tensor) -> bool:
 
     One reduction is cheap enough for short calls.
     """
-    return not can_ask(t) or math.isfinite(t.sum(dtype=compute_dtype(t)).item())
+    return not values_readable(t) or math.isfinite(t.sum(dtype=compute_dtype(t)).item())
 
 
 def check_entries(t: Tensor) -> None:
@@ -139,7 +139,7 @@ def check_entries(t: Tensor) -> None:
 # Left padding: positions and blocks are counted from the first real token of each row. The outputs of a row therefore
 # do not depend on the padding that other rows of its batch need.
 
-def first_kept(keep: Tensor) -> Tensor:
+def first_unmasked(keep: Tensor) -> Tensor:
     """Return the position (B,) of the first real token in keep (B, S); 0 if none."""
     return keep.to(torch.uint8).argmax(1)
 
@@ -161,7 +161,7 @@ class Shift(NamedTuple):
         """
         if keep is None:
             return None
-        by = -first_kept(keep) % b
+        by = -first_unmasked(keep) % b
         if torch.compiler.is_compiling() or transforming() or not keep.is_cpu:
             return cls(by, b - 1)
         most = int(by.max()) if len(by) else 0
@@ -189,7 +189,7 @@ def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
 
     Positions after the last token are 0.
     """
-    places = torch.arange(n, device=t.device) + first_kept(keep).unsqueeze(1)
+    places = torch.arange(n, device=t.device) + first_unmasked(keep).unsqueeze(1)
     return _taken(t, places, 2).masked_fill((places >= t.shape[2])[:, None, :, None], 0)
 
 
@@ -202,7 +202,7 @@ def _taken(t: Tensor, places: Tensor, dim: int) -> Tensor:
 
 # torch.compile
 
-def left_open(*tensors: torch.Tensor) -> bool:
+def has_dynamic_size(*tensors: torch.Tensor) -> bool:
     """Return whether torch.compile traces these tensors with a dynamic size."""
     if not torch.compiler.is_compiling():
         return False
@@ -211,7 +211,7 @@ def left_open(*tensors: torch.Tensor) -> bool:
     return not all(has_static_value(t.numel()) for t in tensors)
 
 
-def end_graph(reason: str) -> None:
+def graph_break(reason: str) -> None:
     """Break the graph of torch.compile; fullgraph=True turns this into an error."""
     import torch._dynamo
 

@@ -18,7 +18,7 @@ from crt_exp.attention.engines.chunks import Chunked
 from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, finish, merge
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.samplers.noise import as_given, leaves, precise
+from crt_exp.samplers.noise import leaves, match_float64, no_autocast
 
 
 class DecodingState:
@@ -73,7 +73,7 @@ class DecodingState:
             out, self.kept = self.token(self.kept, x, y, v, key_mask)
         else:
             y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-            with as_given(x):
+            with no_autocast(x):
                 work = self._chunked(dtype, key_mask)
                 seen = work.seen(0) if self.kept is None else None
                 rows, state = work.stretch(x, y, v, self.sums, slice(0, x.shape[2]), seen)
@@ -90,9 +90,10 @@ class DecodingState:
         """
         dtype = check_inputs(y, y, v, self._noise, self._params, True, key_mask)
         self._check(y)
-        with as_given(y):
+        with no_autocast(y):
             if self._fused:
-                sums, top = positive_state(y, v, self._phi, precise(self._noise, dtype), self._params, key_mask, dtype)
+                sums, top = positive_state(y, v, self._phi, match_float64(self._noise, dtype), self._params, key_mask,
+                                           dtype)
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
                 new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])
@@ -110,7 +111,7 @@ class DecodingState:
         """
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         dtype, given = compute_dtype(x, y, v), v.dtype
-        with as_given(x):
+        with no_autocast(x):
             work, y, v = self._chunked(dtype, key_mask), y.to(dtype), v.to(dtype)
             keep = None if key_mask is None else key_mask[:, None, :, None]
             if keep is not None:
@@ -123,7 +124,7 @@ class DecodingState:
 
     def _chunked(self, dtype: torch.dtype, key_mask: Tensor | None) -> Chunked:
         if dtype not in self._bound:
-            self._bound[dtype] = self._phi.bind(precise(self._noise, dtype), self._params)
+            self._bound[dtype] = self._phi.bind(match_float64(self._noise, dtype), self._params)
         return Chunked(self._bound[dtype], key_mask, causal=True, modulus=self._policy == "clamp")
 
     def _outputs(self, rows: Partial) -> Tensor:

@@ -32,7 +32,7 @@ from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import DenseNoise, Noise
-from crt_exp.samplers.noise import Nested, mapped, transforming
+from crt_exp.samplers.noise import Nested, map_leaves, transforming
 
 # A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
 _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
@@ -79,7 +79,7 @@ class RandomFeatureAttention(Redraws, Running):
         ValueError: phi estimates another kernel, or cannot be trained as `learn` asks.
     """
 
-    counts_places = False
+    position_dependent = False
 
     def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise] | None, m: Nested, heads: int, d: int, *,
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
@@ -126,14 +126,14 @@ class RandomFeatureAttention(Redraws, Running):
         if self.normalize_qk:
             q, k = self.normalized(q), self.normalized(k)
         changing = self.training and not in_backward()
-        if changing and not self.going_on:
+        if changing and not self.continues_step:
             self._advance()
         if self.calibrated is not None and self.phi.on_sequences:
             out = exact_attention(q * self.scale, k * self.scale, v, causal=self.causal, key_mask=key_mask)
         else:
             out = self._attend(q, k, v, key_mask, self.denominators)
         if changing or self.calibrated is not None:
-            self._see(q, k, key_mask)
+            self._record(q, k, key_mask)
         return out
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -152,12 +152,12 @@ class RandomFeatureAttention(Redraws, Running):
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
         noises = {name: DenseNoise(self.rows(name), gaussian) for name, gaussian in self.gaussian.items()}
-        return mapped(lambda p: noises[_buffer_of(p)], self.projections)
+        return map_leaves(lambda p: noises[_buffer_of(p)], self.projections)
 
     @property
     def width(self) -> int:
         """Number M of features."""
-        return self.phi.width(mapped(lambda p: p.m, self.projections, empty=self.d))
+        return self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=self.d))
 
     @property
     def serves_causal(self) -> bool:
@@ -245,14 +245,14 @@ class RandomFeatureAttention(Redraws, Running):
     def _running_params(self):
         if not self.phi.fitted:
             return self.phi.fit(None)
-        self._say_uncalibrated()
+        self._warn_uncalibrated()
         if self.clusters is None:
             params, heads = self.phi.fit(self.running_statistics()), self.kv_heads
         else:
             params, heads = self.clusters.params(), self.clusters.heads
         return for_query_heads(params, self.heads // heads)
 
-    def _say_uncalibrated(self) -> None:
+    def _warn_uncalibrated(self) -> None:
         if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
             return
         self._said = True
@@ -261,7 +261,7 @@ class RandomFeatureAttention(Redraws, Running):
             warnings.warn(f"{type(self.phi).__name__}: no statistics yet, {empty}: train, or call "
                           "calibrate_attention(model, batches)", stacklevel=4)
 
-    def _see(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
+    def _record(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         """Record the statistics or samples for the fit of the map."""
         if self.running:
             self._note(q, k, key_mask)

@@ -271,8 +271,8 @@ def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     logs = [part.base.log_scale for part in f.parts]
     if keep is not None:
         logs = [torch.where(keep[..., None], log, -torch.inf) for log in logs]
-    tops = [part.top(log.detach()) for part, log in zip(f.parts, logs)]
-    scaled = [_times(part.base.value, torch.exp(log - finite(part.own(top))))
+    tops = [part.column_maxima(log.detach()) for part, log in zip(f.parts, logs)]
+    scaled = [_times(part.base.value, torch.exp(log - finite(part.to_base(top))))
               for part, log, top in zip(f.parts, logs, tops)]
     return together(f.parts, scaled), tops[0] if len(tops) == 1 else torch.cat(tops, -2)
 
@@ -283,7 +283,7 @@ def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
     c is the log scale of the keys, and r the maximum of a + c over the features.
     """
     tops = key_top.split([part.width for part in f.parts], -2)
-    logs = [part.base.log_scale + part.own(top) for part, top in zip(f.parts, tops)]
+    logs = [part.base.log_scale + part.to_base(top) for part, top in zip(f.parts, tops)]
     rows = [torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1]) + (1,) for part in f.parts]
     top = torch.stack([log.detach().amax(-1, keepdim=True).expand(size) for log, size in zip(logs, rows)]).amax(0)
     scaled = [_times(part.base.value, torch.exp(log - finite(top))) for part, log in zip(f.parts, logs)]

@@ -85,7 +85,7 @@ class Redrawn(Redraws, Baseline):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         self.check_call(q, k)
-        if self.training and self.redraw_every and not self.going_on and not in_backward():
+        if self.training and self.redraw_every and not self.continues_step and not in_backward():
             self.count_pass()
         return super().forward(q, k, v, key_mask)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs
 from crt_exp.features.base import FeatureMap, Features
-from crt_exp.samplers.noise import precise
+from crt_exp.samplers.noise import match_float64
 
 CLAMP = 1e-6       # floor of a clamped denominator, relative to the sum of absolute terms
 ELEMENTS = 2**22   # elements of a block of the (L, S, M) terms
@@ -51,7 +51,7 @@ def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise,
     seen = _seen(x, y, causal, key_mask)
     groups = x.shape[1] // y.shape[1]
     keys, values = (_unpadded(t, key_mask).double().repeat_interleave(groups, 1) for t in (y, v))
-    noise = precise(noise, torch.float64)
+    noise = match_float64(noise, torch.float64)
     kernel = _kernel(phi.phi_q(scale * x.double(), noise, params), phi.phi_k(scale * keys, noise, params), seen)
     if not normalize:
         return (kernel.at(0)[0] @ values).to(v.dtype)

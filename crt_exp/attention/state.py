@@ -20,7 +20,7 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import outside_graphs, repeat_heads
 from crt_exp.features.base import FeatureMap, Params
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.noise import Nested, leaves, mapped
+from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is stored separately
 SAMPLE = 512  # vectors of each head for a fit, for queries and keys each
@@ -162,7 +162,7 @@ def for_query_heads(params: Nested, groups: int) -> Nested:
     """Repeat parameters of key heads for the query heads of their groups."""
     if groups == 1:
         return params
-    return mapped(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
+    return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
 class FittedOnce(nn.Module):
@@ -183,7 +183,7 @@ class FittedOnce(nn.Module):
         self.vectors, self.sampled = vectors, -(-vectors // steps)    # of each head: for a fit, and from a pass
         self.phi, self.heads, self.d, self.steps, self.trained = phi, heads, d, steps, trained
         self.kept: list[str] = []
-        self.names = mapped(self._keep, phi.unfitted(d))
+        self.names = map_leaves(self._keep, phi.unfitted(d))
         self.register_buffer("fits", torch.zeros((), dtype=torch.long))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         for side in SIDES:
@@ -205,7 +205,7 @@ class FittedOnce(nn.Module):
 
         Matrix inverses then belong to the stored values, whatever the precision of the buffers.
         """
-        params = mapped(lambda name: getattr(self, name).double(), self.names)
+        params = map_leaves(lambda name: getattr(self, name).double(), self.names)
         return self.phi.admitted(params) if isinstance(self.phi, FeatureMap) else params
 
     @outside_graphs
@@ -228,12 +228,12 @@ class FittedOnce(nn.Module):
         if self.seen is None and (self.settled or at >= self.steps):
             return
         many = self.vectors if self.seen is not None else self.sampled
-        samples = {side: _thinned(_of_all_ranks(sample(t, mask, self.heads, many)), many)
+        samples = {side: _subsample(_of_all_ranks(sample(t, mask, self.heads, many)), many)
                  for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))}
         if self.seen is not None:
             for side, rows in samples.items():
                 self.seen[side].append(rows)
-            self._fit({side: _thinned(torch.cat(rows, 1), self.vectors) for side, rows in self.seen.items()})
+            self._fit({side: _subsample(torch.cat(rows, 1), self.vectors) for side, rows in self.seen.items()})
             return
         for side, rows in samples.items():
             getattr(self, side)[:, at * many:(at + 1) * many] = rows
@@ -328,7 +328,7 @@ class FittedToSequences(FittedOnce):
         most = self.vectors // tokens * (1 if self.seen is None else MORE)
         found = [_of_all_ranks(sequences(t[:most], mask, tokens))
                  for t, mask in ((x, x_mask), (repeat_heads(y, self.heads), y_mask))]
-        there = _whole(*found)
+        there = _full_tensor(*found)
         for side, rows in zip(SIDES, found):
             rows = rows[:, there][:, :most]
             if self.seen is not None:
@@ -349,11 +349,11 @@ class FittedToSequences(FittedOnce):
     def _params_of(self, x: Tensor, y: Tensor) -> Params:
         if x.ndim == 3:
             x, y = (t.unflatten(1, (-1, int(self.passes))) for t in (x, y))
-        there = _whole(x, y)
+        there = _full_tensor(x, y)
         return self.phi.fit_sequences(x[:, there], y[:, there], self.causal)
 
 
-def _whole(x: Tensor, y: Tensor) -> Tensor:
+def _full_tensor(x: Tensor, y: Tensor) -> Tensor:
     """Return which sequences (B,) of x and y (H, B, P, d) contain no NaN."""
     return (x.isfinite() & y.isfinite()).all(-1).all(-1).all(0)
 
@@ -397,7 +397,7 @@ def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
     return torch.where(count.view(-1, 1, 1, 1) > 0, rows, torch.nan).transpose(0, 1)
 
 
-def _thinned(rows: Tensor, most: int) -> Tensor:
+def _subsample(rows: Tensor, most: int) -> Tensor:
     """Return at most `most` rows, evenly spread."""
     count = rows.shape[1]
     return rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]

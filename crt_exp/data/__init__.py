@@ -52,6 +52,6 @@ def inside_torchrun() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def whole(tensor: Any) -> Any:
+def full_tensor(tensor: Any) -> Any:
     """Gather a sharded tensor on all processes (collective); return others unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

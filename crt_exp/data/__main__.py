@@ -77,7 +77,7 @@ def fetch(names: Sequence[str], root: Path) -> int:
 
     A failure does not stop later sets. Returns 1 after a failure, else 0.
     """
-    sources, failed = chosen(names or [""]), 0
+    sources, failed = named_sources(names or [""]), 0
     for source in sources:
         if not all((root / file.path).exists() for file in source.files):
             print(f"{source.name}: {source.size} {source.note}")
@@ -93,7 +93,7 @@ def fetch(names: Sequence[str], root: Path) -> int:
     return failed
 
 
-def chosen(names: Sequence[str]) -> list[Source]:
+def named_sources(names: Sequence[str]) -> list[Source]:
     return [source for name in names for source in select(name)]
 
 
@@ -103,7 +103,7 @@ def verify(names: Sequence[str], root: Path) -> int:
     Model weights are checked each time they are loaded.
     """
     bad = 0
-    for file in (file for source in (chosen(names) or SOURCES.values()) for file in source.files):
+    for file in (file for source in (named_sources(names) or SOURCES.values()) for file in source.files):
         state, detail = inspect(file, root / file.path)
         bad |= state == WRONG
         print(f"{state:13} {file.path}: {detail}")
@@ -161,7 +161,7 @@ def fetch_source(source: Source, root: Path) -> None:
         try:
             root.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=root, prefix=".fetch-") as folder:
-                bring(url, list(files), Path(folder), root)
+                download_and_install(url, list(files), Path(folder), root)
         except FAILED as error:
             raise DataError(f"{source.name}: {url}: download failed ({error}); run again, or see "
                             f"{source.page}") from None
@@ -181,7 +181,7 @@ def unpack(archive: Path, folder: Path) -> None:
                 tar.extract(member, folder)
 
 
-def bring(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
+def download_and_install(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
     """Download a file or archive to `folder`, check it, and move its files to `root`."""
     part = folder / posixpath.basename(urlsplit(url).path)
     download(url, part)

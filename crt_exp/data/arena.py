@@ -28,7 +28,7 @@ import numpy as np
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
 from crt_exp.data.files import cached, key_of
-from crt_exp.data.images import squared
+from crt_exp.data.images import square_image
 from crt_exp.data.sources import no_folder
 from crt_exp.data.text import numbered_lines
 
@@ -137,7 +137,7 @@ def generated(dataset: str, changes: dict[str, Any], scale: str, cache_dir: str 
                             arrays[f"{split} labels"]) for split in SPLITS}
 
 
-def flat(split: str, rows: Sequence[np.ndarray], labels: Sequence[int]) -> dict[str, np.ndarray]:
+def flatten_split(split: str, rows: Sequence[np.ndarray], labels: Sequence[int]) -> dict[str, np.ndarray]:
     return {f"{split} symbols": np.concatenate(rows), f"{split} ends": np.cumsum([len(row) for row in rows]),
             f"{split} labels": np.array(labels, np.int64)}
 
@@ -155,10 +155,10 @@ def lists(rules: dict[str, int]) -> dict[str, np.ndarray]:
             raise DataError(f"task.rules: {len(found)} different sequences, expected {wanted}; set a smaller shortest, "
                             "a larger longest or depth, or fewer sequences")
     rows = [np.array([SYMBOLS.index(word) for word in words], np.uint8) for words in found]
-    labels = [worth(words) for words in found]
+    labels = [listops_value(words) for words in found]
     cuts = (0, rules["train"], rules["train"] + rules["validation"], wanted)
     return {name: array for split, a, b in zip(SPLITS, cuts, cuts[1:])
-            for name, array in flat(split, rows[a:b], labels[a:b]).items()}
+            for name, array in flatten_split(split, rows[a:b], labels[a:b]).items()}
 
 
 def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
@@ -174,7 +174,7 @@ def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> li
     return [rng.choice([*OPERATORS]), *words, "]"] if len(words) + 2 <= room else []
 
 
-def worth(words: Sequence[str]) -> int:
+def listops_value(words: Sequence[str]) -> int:
     opened: list[tuple[str, list[int]]] = [("", [])]         # operator and entries of each open list
     for word in words:
         if word in OPERATORS:
@@ -195,13 +195,13 @@ def pictures(rules: dict[str, Any]) -> dict[str, np.ndarray]:
     arrays = {}
     for which, split in enumerate(SPLITS):
         rng, labels = np.random.default_rng([0, which]), np.arange(rules[split]) % 2
-        arrays |= flat(split, [picture(rules, bool(label), rng).reshape(-1) for label in labels], labels)
+        arrays |= flatten_split(split, [picture(rules, bool(label), rng).reshape(-1) for label in labels], labels)
     return arrays
 
 
 def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
     """Picture (size, size) uint8: curves, and a dot on each of two ends."""
-    curves = next(filter(None, (laid(rules, rng) for _ in range(PICTURES))), None)
+    curves = next(filter(None, (place_curves(rules, rng) for _ in range(PICTURES))), None)
     if curves is None:
         raise DataError("task.rules: the curves do not fit into an image; set a larger size, or fewer curves")
     image = np.zeros((rules["size"], rules["size"]), np.uint8)
@@ -212,7 +212,7 @@ def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np
     return image
 
 
-def laid(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | None:
+def place_curves(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | None:
     """Pixels (., 2) of each curve from end to end, the two long curves first.
 
     None: a curve does not fit.
@@ -220,7 +220,7 @@ def laid(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | 
     curves: list[np.ndarray] = []
     for length in (rules["dashes"], rules["dashes"], *[rules["short"]] * rules["distractors"]):
         taken = np.concatenate([np.zeros((0, 2), np.int64), *curves])
-        tries = (walked(rules, length, taken, rng) for _ in range(CURVES))
+        tries = (random_curve(rules, length, taken, rng) for _ in range(CURVES))
         curve = next((curve for curve in tries if curve is not None), None)
         if curve is None:
             return None
@@ -228,7 +228,7 @@ def laid(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | 
     return curves
 
 
-def walked(rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
+def random_curve(rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
     """Pixels of a random curve of `dashes` dashes.
 
     None: the curve leaves the picture, or comes too close to a curve.
@@ -267,7 +267,7 @@ def grey_images(data_dir: str | None) -> Arena:
     loaded = images.load("cifar10", data_dir)
     train, validation = loaded["train"].held_out(HELD_OUT)
     splits = {"train": train, "validation": validation, "test": loaded["val"]}
-    read = {split: Labelled([squared(part, i, SIDE, 1).reshape(-1) for i in range(len(part))], part.labels)
+    read = {split: Labelled([square_image(part, i, SIDE, 1).reshape(-1) for i in range(len(part))], part.labels)
             for split, part in splits.items()}
     return Arena(read, BYTES, len(loaded["train"].classes))
 

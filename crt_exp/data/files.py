@@ -58,7 +58,7 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
         return make()
     folder = Path(directory).expanduser() / key
     try:
-        with alone(folder.parent):                           # only one rank makes the arrays
+        with directory_lock(folder.parent):                  # only one rank makes the arrays
             if not folder.exists():
                 with TemporaryDirectory(dir=folder.parent) as place:
                     part = Path(place, key)
@@ -74,7 +74,7 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
         raise DataError(f"{folder}: {error}; remove this folder to rebuild it") from None
 
 
-def alone(directory: Path) -> FileLock:
+def directory_lock(directory: Path) -> FileLock:
     """Create the directory and return its lock between processes."""
     directory.mkdir(parents=True, exist_ok=True)
     return FileLock(f"{directory}.lock")

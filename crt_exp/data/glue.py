@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.data import DataError, warn
-from crt_exp.data.plan import padded
+from crt_exp.data.plan import pad_rows
 from crt_exp.data.sources import from_hub, how_to_fetch, is_on_hub, missing, task_folder
 from crt_exp.data.text import numbered_lines
 
@@ -101,7 +101,7 @@ class Examples:
         """
         return self if n is None or n >= len(self) else self.rows(self.order(seed)[:n])
 
-    def apart(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
+    def hold_out(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
         """Split off n held-out examples: (other examples, held-out examples).
 
         The held-out examples are those of `subsample`. Raises DataError if no other example is left.
@@ -197,5 +197,5 @@ def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     lengths = torch.tensor([len(item["input_ids"]) for item in batch])
     out = {"labels": torch.from_numpy(np.array([item["labels"] for item in batch])),
            "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long()}
-    return out | {name: padded([item[name] for item in batch], pad_id if name == "input_ids" else 0)
+    return out | {name: pad_rows([item[name] for item in batch], pad_id if name == "input_ids" else 0)
                   for name in batch[0] if name != "labels"}

@@ -85,14 +85,14 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
     if root is None or not root.is_dir():
         raise missing(dataset, root)
     if not all((root / split).is_dir() for split in SPLITS):
-        return divided(root)
+        return split_folder(root)
     splits = {split: images_in(root / split) for split in SPLITS}
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
         raise DataError(f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes")
     return splits
 
 
-def divided(root: Path) -> dict[str, Images]:
+def split_folder(root: Path) -> dict[str, Images]:
     """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
     names = folders_in(root)
     inner = [f"{name}/{each}" for name in names for each in folders_in(root / name)]
@@ -113,7 +113,7 @@ def images_in(folder: Path) -> Images:
         place = folder / [*files][counts.index(0)] if counts else f"{folder}/<class>"
         raise DataError(f"{place}: no images; expected files that end with {' '.join(IMAGES)}")
     paths = np.array([os.fsencode(path) for each in files.values() for path in each])   # 100 MB for a million paths
-    return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read)
+    return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read_image)
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -141,7 +141,7 @@ def digits() -> dict[str, Images]:
 # ---- single images ---------------------------------------------------------------------------------------------------
 
 
-def read(source: str | Path | bytes | tuple[bytes, str]) -> Any:
+def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
     """Read an image as a PIL.Image in RGB, upright by its EXIF orientation.
 
     source: a path, or the content of a file and its name. Raises Unreadable.
@@ -154,7 +154,7 @@ def read(source: str | Path | bytes | tuple[bytes, str]) -> Any:
             image.load()
             with suppress(Exception):                        # damaged EXIF data has no orientation
                 ImageOps.exif_transpose(image, in_place=True)
-            return in_rgb(image)
+            return to_rgb(image)
     except Exception as error:  # decoders differ in their errors
         reason = "no image" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
         raise Unreadable(f"{name}: not a readable image ({reason}).") from None
@@ -166,7 +166,7 @@ def read_pixels(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels).convert("RGB")
 
 
-def in_rgb(image: Any) -> Any:
+def to_rgb(image: Any) -> Any:
     """RGB with 8 bits a channel, without transparency.
 
     Raises ValueError for 32-bit integers and floats.
@@ -181,13 +181,13 @@ def in_rgb(image: Any) -> Any:
 # ---- pixel values ----------------------------------------------------------------------------------------------------
 
 
-def squared(images: Images, i: int, side: int, channels: int) -> np.ndarray:
-    """Image i cropped and resized by `in_square`; raises Unreadable."""
+def square_image(images: Images, i: int, side: int, channels: int) -> np.ndarray:
+    """Image i cropped and resized by `crop_square`; raises Unreadable."""
     name = f"image {i}" if images.read is read_pixels else os.fsdecode(images.sources[i])
-    return in_square(images.read(images.sources[i]), side, channels, name)
+    return crop_square(images.read(images.sources[i]), side, channels, name)
 
 
-def in_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
+def crop_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
     """Central square, averaged down to (side, side, channels) uint8.
 
     channels: 3, or 1 for grey. Raises DataError, with the image's name, for an image smaller than `side`.

@@ -31,13 +31,13 @@ from crt_exp.data.sources import Hub, from_hub, reason_of
 from crt_exp.data.plan import Plan
 from crt_exp.options import Count, Whole
 
-Draw = np.random.Generator
+Generator = np.random.Generator
 Row = tuple[int, Any, int]     # row number (seeds the augmentation), source for `read`, label
-Asked = Iterator[list[Row]]    # micro-batches of rows to read
+RowBatches = Iterator[list[Row]]  # micro-batches of rows to read
 Workers = Annotated[int, Field(ge=0, le=128)] | None
 
 
-def listed(part: images.Images, split: str, plan: Plan, repeats: int = 1) -> Asked:
+def listed_batches(part: images.Images, split: str, plan: Plan, repeats: int = 1) -> RowBatches:
     """Yield the micro-batches of `plan` from listed images."""
     for rows in plan.rows(len(part), split, repeats):
         places = rows % len(part)
@@ -94,7 +94,7 @@ class Streamed:
         stream = from_hub(load, hub["name"], "Or give a folder, task.data_dir.", files)
         return stream.cast_column(hub["image"], Image(decode=False))
 
-    def training(self, plan: Plan, repeats: int = 1) -> Asked:
+    def training(self, plan: Plan, repeats: int = 1) -> RowBatches:
         """Yield endless micro-batches, with each image `repeats` times in turn.
 
         Row numbers are unique over epochs and processes.
@@ -161,7 +161,7 @@ class Streamed:
                             f"{world_size()}; use the same number of processes, or another hydra.run.dir")
         self.marks = deque([Mark(*json.loads(state["stream"]))])
 
-    def validation(self, plan: Plan) -> Asked:
+    def validation(self, plan: Plan) -> RowBatches:
         """Yield this process's part of the first images, in order.
 
         Raises DataError if the split has fewer images.
@@ -189,7 +189,7 @@ class Streamed:
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
-class Made(Dataset):
+class MappedDataset(Dataset):
     """What a function makes of each key."""
 
     def __init__(self, make: Callable[[Any], Any]):
@@ -207,8 +207,8 @@ def by_workers(make: Callable[[Any], Any], asked: Iterable[Any], workers: int | 
     if workers is None:                                      # the processes of a run share the machine's cores
         workers = max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     own = torch.Generator()                                  # else each epoch would draw from the global one
-    return DataLoader(Made(make), sampler=asked, batch_size=None, num_workers=workers, worker_init_fn=leave_signals,
-                      generator=own)
+    return DataLoader(MappedDataset(make), sampler=asked, batch_size=None, num_workers=workers,
+                      worker_init_fn=leave_signals, generator=own)
 
 
 @dataclass(eq=False)
@@ -224,8 +224,8 @@ class Micro:
 
     read: Callable[[Any], Any]
     transform: Callable[[Any], Tensor]
-    finish: Callable[[Tensor, Tensor, list[Draw]], dict[str, Tensor]]
-    rng: Callable[[int], Draw]
+    finish: Callable[[Tensor, Tensor, list[Generator]], dict[str, Tensor]]
+    rng: Callable[[int], Generator]
 
     def __call__(self, rows: Sequence[Row]) -> tuple[dict[str, Tensor] | None, list[str]]:
         """Batch of the readable rows (None if there are none), and problems of the others."""
@@ -237,7 +237,7 @@ class Micro:
                 problems.append(str(error))
                 continue
             draw = self.rng(number)
-            with drawing(draw):
+            with seeded_globals(draw):
                 pixels.append(self.transform(image))
             labels.append(label)
             draws.append(draw)
@@ -245,7 +245,7 @@ class Micro:
 
 
 @contextmanager
-def drawing(draw: Draw) -> Iterator[None]:
+def seeded_globals(draw: Generator) -> Iterator[None]:
     """Seed the global generators from `draw`, and restore them at the end.
 
     Raises ConfigError outside the main thread.

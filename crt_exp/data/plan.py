@@ -172,7 +172,7 @@ def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.nda
     yield from mine.reshape(-1, share // plan.micro)
 
 
-def padded(rows: Sequence[np.ndarray], pad: int) -> Tensor:
+def pad_rows(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     """Stack rows into (B, L) int64, L the longest; `pad` fills the shorter rows."""
     result = torch.full((len(rows), max(map(len, rows))), pad)
     for i, row in enumerate(rows):
@@ -180,14 +180,14 @@ def padded(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     return result
 
 
-def masked(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
+def with_key_mask(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
     """tokens (B, L), and key_mask (B, L), True = token, if there is padding."""
     if min(lengths) == tokens.shape[1]:
         return {"tokens": tokens}
     return {"tokens": tokens, "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]}
 
 
-def few(rows: int, count: int | None) -> np.ndarray:
+def row_sample(rows: int, count: int | None) -> np.ndarray:
     """Fixed random sample of `count` row numbers, sorted; None: all rows."""
     if count is None or count >= rows:
         return np.arange(rows)

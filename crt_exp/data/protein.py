@@ -28,7 +28,7 @@ from torch import Tensor
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, warn
 from crt_exp.data.files import files_ending
-from crt_exp.data.plan import masked, padded
+from crt_exp.data.plan import pad_rows, with_key_mask
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
 from crt_exp.options import Count, Whole
@@ -303,7 +303,7 @@ def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict
 
     Labels are -100 at padding.
     """
-    return masked(padded(inputs, PAD), [len(row) for row in inputs]) | {"labels": padded(labels, IGNORED)}
+    return with_key_mask(pad_rows(inputs, PAD), [len(row) for row in inputs]) | {"labels": pad_rows(labels, IGNORED)}
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------

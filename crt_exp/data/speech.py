@@ -71,7 +71,7 @@ class Faults:
     def add(self, reason: object) -> None:
         self.noted.append(str(reason))
 
-    def settle(self, left: int) -> None:
+    def report(self, left: int) -> None:
         """Report the noted faults; left: the number of usable utterances.
 
         Raises DataError if nothing usable is left, or for any fault with bad="error".
@@ -262,7 +262,7 @@ def seconds_of(source: Path | io.BytesIO, name: str) -> float:
     return info.frames / info.samplerate
 
 
-def decoded(part: AudioPart, rate: int) -> np.ndarray:
+def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
     """Mono audio (samples,) float32 at `rate`; channels are averaged.
 
     Raises BadAudio for unreadable or truncated audio.
@@ -278,10 +278,10 @@ def decoded(part: AudioPart, rate: int) -> np.ndarray:
         raise BadAudio(f"{part.name}: truncated: {len(audio) / own:.3f} of {part.seconds:.3f} s")
     if not (peak := np.abs(audio).max()) <= LOUDEST:
         raise BadAudio(f"{part.name}: samples up to {peak:g}; expected -1 to 1; divide 16-bit numbers by 32768")
-    return resampled(audio.mean(1), own, rate)
+    return resample(audio.mean(1), own, rate)
 
 
-def resampled(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
+def resample(audio: np.ndarray, own: int, rate: int) -> np.ndarray:
     from scipy.signal import resample_poly
 
     return audio if own == rate else resample_poly(audio, rate, own).astype(np.float32)
@@ -295,15 +295,15 @@ def audio_of(utterance: Utterance, rate: int, speed: float = 1.0) -> np.ndarray:
     pieces = []
     for i, part in enumerate(utterance.parts):
         gap = utterance.gaps[i] if i < len(utterance.gaps) else 0
-        pieces += [decoded(part, rate), np.zeros(round(gap * rate), np.float32)]
-    return resampled(np.concatenate(pieces), round(rate * speed), rate)
+        pieces += [decode_audio(part, rate), np.zeros(round(gap * rate), np.float32)]
+    return resample(np.concatenate(pieces), round(rate * speed), rate)
 
 
 def as_int16(audio: np.ndarray) -> np.ndarray:
     return (audio.clip(-1, 1 - 2**-15) * 2**15).round().astype(np.int16)
 
 
-def padded(rows: Sequence[np.ndarray]) -> torch.Tensor:
+def pad_audio(rows: Sequence[np.ndarray]) -> torch.Tensor:
     """Stack rows into (B, longest), padded with zeros."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
@@ -327,7 +327,7 @@ def rounded_up(seconds: float) -> float:
     return math.ceil(4 * seconds) / 4
 
 
-def stretches(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
+def random_intervals(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
     """Random intervals (count, 2) int64: first index, last index + 1.
 
     Each covers at most `share` of the length.

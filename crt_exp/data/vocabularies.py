@@ -94,11 +94,11 @@ def pieces(text: Text, size: int, lowercase: bool) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     lines = islice(lines_of(text, " "), SENTENCES)
-    model = loaded(unigram_model((line.lower() if lowercase else line for line in lines),
-                                 f"{size} pieces of this text, {BYTES} of them the bytes",
-                                 "task.vocabulary_size, or task.vocabulary=byte_pairs", vocab_size=size - 2,
-                                 byte_fallback=True, unk_piece=UNKNOWN, add_dummy_prefix=False,
-                                 remove_extra_whitespaces=False, max_sentence_length=LONGEST))
+    model = load_sentencepiece(unigram_model((line.lower() if lowercase else line for line in lines),
+                                             f"{size} pieces of this text, {BYTES} of them the bytes",
+                                             "task.vocabulary_size, or task.vocabulary=byte_pairs", vocab_size=size - 2,
+                                             byte_fallback=True, unk_piece=UNKNOWN, add_dummy_prefix=False,
+                                             remove_extra_whitespaces=False, max_sentence_length=LONGEST))
     scores = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]
     tokenizer = lowercased(Tokenizer(models.Unigram([*scores, ("\n", 0.0)], unk_id=0, byte_fallback=True)), lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -125,7 +125,7 @@ def unigram_model(texts: Iterable[str], wanted: str, instead: str, **options: An
     return model.getvalue()
 
 
-def loaded(model: bytes):
+def load_sentencepiece(model: bytes):
     from sentencepiece import SentencePieceProcessor
 
     return SentencePieceProcessor(model_proto=model)
@@ -172,12 +172,12 @@ class Symbols:
 
     @classmethod
     def of_pieces(cls, model: bytes) -> "Symbols":
-        processor = loaded(model)
+        processor = load_sentencepiece(model)
         return cls("pieces", tuple(processor.id_to_piece(i) for i in range(processor.get_piece_size())), model)
 
     def __post_init__(self):
         object.__setattr__(self, "numbers", {entry: i for i, entry in enumerate(self.entries)})
-        object.__setattr__(self, "processor", loaded(self.pieces) if self.kind == "pieces" else None)
+        object.__setattr__(self, "processor", load_sentencepiece(self.pieces) if self.kind == "pieces" else None)
 
     def __len__(self) -> int:
         return len(self.entries)

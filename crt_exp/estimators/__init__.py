@@ -34,14 +34,14 @@ SPARSE_ENTRIES = 2**22  # entries per block of sparse rows after conversion to d
 
 
 @cache
-def map_of(features: str, kernel: str) -> FeatureMap:
+def load_map(features: str, kernel: str) -> FeatureMap:
     """Return a feature map by name, cached because reading conf/ is slow."""
     mechanism = Mechanism.of(features=features)
     return mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
 
 
 @cache
-def sampler_of(name: str) -> Callable[..., torch.Tensor]:
+def load_sampler(name: str) -> Callable[..., torch.Tensor]:
     return Mechanism.of("favorp", sampler=name).sampler
 
 
@@ -63,25 +63,25 @@ class RandomFeatureEstimator(BaseEstimator):
         name = self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
         if self._own_kernel and self.kernel != "gaussian":
             raise ValueError(f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it")
-        if self.gamma is None or isinstance(self.gamma, str) and self.gamma == "scale" and not self._by_length:
+        if self.gamma is None or isinstance(self.gamma, str) and self.gamma == "scale" and not self._uses_length_scale:
             return
         if self._own_kernel:
             raise ValueError(f"gamma={self.gamma}: not supported by {name}; use length_scale")
-        if self._by_length:
+        if self._uses_length_scale:
             raise ValueError(f"gamma={self.gamma}: cannot be combined with length_scale")
         if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
             raise ValueError(f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
 
     def _map(self) -> FeatureMap | None:
         """Return the feature map; None for the exact kernel."""
-        return self.mechanism if isinstance(self.mechanism, FeatureMap) else map_of(self.mechanism, self.kernel)
+        return self.mechanism if isinstance(self.mechanism, FeatureMap) else load_map(self.mechanism, self.kernel)
 
     @property
     def _own_kernel(self) -> bool:
         return getattr(self._map(), "own_kernel", False)
 
     @property
-    def _by_length(self) -> bool:
+    def _uses_length_scale(self) -> bool:
         """Whether x = u / length_scale, without gamma."""
         return self._own_kernel or self.length_scale is not None
 
@@ -95,7 +95,7 @@ class RandomFeatureEstimator(BaseEstimator):
         return bisect_left(range(1, n + 1), n, key=self.map_.width) + 1
 
     def _sampler(self):
-        return self.sampler if callable(self.sampler) else sampler_of(self.sampler)
+        return self.sampler if callable(self.sampler) else load_sampler(self.sampler)
 
     def _draw(self, m: int) -> torch.Generator:
         """Sample the projections, equal for all input dtypes; return the generator."""
@@ -117,7 +117,7 @@ class RandomFeatureEstimator(BaseEstimator):
         not centre trigonometric features, so they do not depend on the rows.
         """
         d = X.shape[1]
-        if self._by_length:
+        if self._uses_length_scale:
             lengths = check_lengths(1.0 if self.length_scale is None else self.length_scale, d)
             self.gamma_, self.scale_ = 0.5, 1 / lengths
         else:
@@ -230,7 +230,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         generator = self._fit_map(X, weight)
         self._dtype, self._n_features_out = X.dtype, int(self.n_components)
         self._turn = 0.0  # phase of the single last column; the first feature of a positive pair is unbiased alone
-        if self._odd and isinstance(self.map_, Trigonometric):  # cos alone is biased; cos(w.x + b), b random, is not
+        if self._has_odd_column and isinstance(self.map_, Trigonometric):
+            # cos alone is biased; cos(w.x + b), b random, is not
             self._turn = 2 * np.pi * float(torch.rand((), generator=generator, dtype=torch.float64))
         return self
 
@@ -249,7 +250,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         if not self.map_.one_map:
             raise ValueError(f"mechanism={type(self.map_).__name__}: queries and keys have different features; use "
                              "map_.phi_q and map_.phi_k, or KernelRegressionClassifier or KernelRegressionRegressor")
-        write = self._write_odd if self._odd else self.map_.writer(self.noise_, self.params_)
+        write = self._write_odd if self._has_odd_column else self.map_.writer(self.noise_, self.params_)
         return lambda X, out: write(self._check_range(self._scaled(X)), out)
 
     @property
@@ -266,7 +267,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         return m
 
     @property
-    def _odd(self) -> bool:
+    def _has_odd_column(self) -> bool:
         """Whether the last pair of features gives one column."""
         return not isinstance(self.noise_, tuple) and self._n_features_out < self.map_.width(self.noise_.m)
 
@@ -311,7 +312,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         return tags
 
 
-def validated(estimator, X, y, **checks) -> tuple:
+def validate_rows(estimator, X, y, **checks) -> tuple:
     """Validate rows and targets, in the dtype of X.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.estimators import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validated
+from crt_exp.estimators import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validate_rows
 from crt_exp.features import FeatureMap, Features
 
 
@@ -99,7 +99,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
 
     def fit(self, X, y):
         """Fit to X (n, d) and labels y (n,)."""
-        X, y = validated(self, X, y)
+        X, y = validate_rows(self, X, y)
         self.classes_ = label_set(y)
         self._begin(X)
         self._add(X, self._one_hot(y))
@@ -112,7 +112,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
             ValueError: the first call has no `classes`, or a label is not among them.
         """
         first = not hasattr(self, "classes_")
-        X, y = validated(self, X, y, reset=first)
+        X, y = validate_rows(self, X, y, reset=first)
         if first:
             if classes is None:
                 raise ValueError("classes=None: the first partial_fit needs all labels")
@@ -167,14 +167,14 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
 
     def fit(self, X, y):
         """Fit to X (n, d) and targets y (n,) or (n, C)."""
-        X, y = validated(self, X, y, y_numeric=True, multi_output=True)
+        X, y = validate_rows(self, X, y, y_numeric=True, multi_output=True)
         self._start(X, y)
         return self._take(X, y)
 
     def partial_fit(self, X, y):
         """Add rows. The first call fits the parameters and samples the projections."""
         first = not hasattr(self, "total_")
-        X, y = validated(self, X, y, reset=first, y_numeric=True, multi_output=True)
+        X, y = validate_rows(self, X, y, reset=first, y_numeric=True, multi_output=True)
         if first:
             self._start(X, y)
         return self._take(X, y)

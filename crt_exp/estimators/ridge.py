@@ -16,14 +16,14 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
-from crt_exp.estimators import FLOATS, RandomFeatures, blocks, label_set, validated
+from crt_exp.estimators import FLOATS, RandomFeatures, blocks, label_set, validate_rows
 from crt_exp.options import whole_number
 from crt_exp.samplers.blocks import free_memory, one_thread
 
 Choice = Literal["gcv", "evidence"]
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # rounding error of eigenvalues, relative to their sum
 STEPS, ABOVE = 8, 3   # grid points per decade; decades above the largest eigenvalue
-KEPT = 4000           # rows stored for the calibration of a classifier
+CALIBRATION_ROWS = 4000  # rows stored for the calibration of a classifier
 SOFTNESS = 100.0      # inverse L2 penalty of the calibration
 LEAST_RIDGE = 1e-6    # of classifiers, relative to the sum of eigenvalues; leave-one-out scores are inaccurate below it
 
@@ -54,7 +54,7 @@ class Sums:
         self.weight += float(w.sum())
         self.rows += len(w)
 
-    def place(self, places: list[int], count: int) -> None:
+    def move_targets(self, places: list[int], count: int) -> None:
         """Move the targets to columns `places` of `count`; other columns are zero."""
         for name in ("right", "targets", "squares", "origin"):
             old = getattr(self, name)
@@ -132,7 +132,7 @@ class Solution:
         known = 1 + 1 / self.count + self._spread(z) * (self.weight / self.count)
         return known.clamp(max=torch.finfo(known.dtype).max) * self.noise_variance
 
-    def left_out(self, z: Tensor, y: Tensor) -> Tensor:
+    def leave_one_out(self, z: Tensor, y: Tensor) -> Tensor:
         """Return leave-one-out predictions for training rows.
 
         For a weighted row one repetition is left out.
@@ -159,7 +159,7 @@ def check_memory(columns: int) -> None:
         raise ValueError(f"n_components={columns}: needs {need / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free")
 
 
-class RidgeOfFeatures(BaseEstimator):
+class BaseRandomFeatureRidge(BaseEstimator):
     """Base class: accumulates sums over rows, which are not stored.
 
     The feature map is fitted to the first batch of rows.
@@ -191,7 +191,7 @@ class RidgeOfFeatures(BaseEstimator):
         first = not hasattr(self, "sums_")
         if first:
             self._check_options()
-        X, y = validated(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
+        X, y = validate_rows(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
         if (weight < 0).any():
             raise ValueError(f"sample_weight: {weight.min():g}; expected numbers >= 0")
@@ -199,7 +199,7 @@ class RidgeOfFeatures(BaseEstimator):
             raise ValueError("Sample weights must contain at least one non-zero number: there is nothing to fit to")
         if not weight.all():
             X, y, weight = (part[weight > 0] for part in (X, y, weight))
-        y = self._checked_targets(y, first)
+        y = self._validate_targets(y, first)
         if first:
             self._begin(X, weight)
         targets, weights = (torch.from_numpy(np.require(part, requirements="W"))  # torch warns of read-only arrays
@@ -266,7 +266,7 @@ class RidgeOfFeatures(BaseEstimator):
         return tags
 
 
-class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
+class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidge):
     """Ridge regression on random features, in time O(n M^2) and memory O(M^2).
 
     It approximates kernel ridge regression, or the mean of a Gaussian process.
@@ -337,7 +337,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
     def _of_targets(self, values: Tensor):
         return values.numpy() if self._shape else float(values)
 
-    def _checked_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
+    def _validate_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
         if first:
             self._shape = y.shape[1:]
         if y.shape[1:] != self._shape:
@@ -345,7 +345,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, RidgeOfFeatures):
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 
-class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
+class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
     """Ridge regression on one-hot labels, calibrated by logistic regression.
 
     The logistic regression uses the leave-one-out scores of up to 4000 evenly spaced rows, which are stored. One ridge
@@ -416,11 +416,11 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
     def alpha_(self) -> float:
         return float(self._solve().alpha[0])
 
-    def _checked_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
+    def _validate_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
         old = getattr(self, "classes_", y[:0])
         self.classes_ = label_set(old, y) if len(old) else label_set(y)
         if not first and len(self.classes_) > len(old):
-            self.sums_.place(np.searchsorted(self.classes_, old).tolist(), len(self.classes_))
+            self.sums_.move_targets(np.searchsorted(self.classes_, old).tolist(), len(self.classes_))
         return y
 
     def _columns_of(self, y: np.ndarray) -> np.ndarray:
@@ -435,7 +435,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         if before == 0:
             self._stride, self._kept = 1, (X[:0], y[:0], weight[:0])
         old = self._stride
-        while self.rows_ > KEPT * self._stride:
+        while self.rows_ > CALIBRATION_ROWS * self._stride:
             self._stride *= 2
         new = slice(-before % self._stride, None, self._stride)
         thinned = [part[::self._stride // old] for part in self._kept]
@@ -454,7 +454,7 @@ class RandomFeatureClassifier(ClassifierMixin, RidgeOfFeatures):
         X, y, weight = self._kept
         if len(np.unique(y)) < 2:
             raise ValueError(f"y: one class only ({y[0]}) so far; expected at least two")
-        scores = solution.left_out(self._features(X), torch.from_numpy(self._columns_of(y)))
+        scores = solution.leave_one_out(self._features(X), torch.from_numpy(self._columns_of(y)))
         fitted = LogisticRegression(C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False)
         slopes = fitted.fit(scores.numpy(), y, weight).coef_  # (K, C); scores sum to 1, which serves as the intercept
         offsets = np.zeros(len(slopes))

@@ -203,7 +203,7 @@ def of_members(returns: Sequence[Sequence[float]]) -> list[float]:
     return (table - table.mean(0)).mean(1).filled(np.nan).tolist()
 
 
-def shaped(returns: Sequence[float]) -> Tensor:
+def centered_ranks(returns: Sequence[float]) -> Tensor:
     """Return ranks from -1/2 to 1/2; ties share a rank.
 
     Both members of a pair get 0 if one was dropped.
@@ -238,28 +238,29 @@ def evolve(plan: Search, player: Player, seed: int, done: int, directory: Path |
     The first `done` records are in the run directory, which also stores the state. Raises ValueError if no rollout of a
     generation has a finite return.
     """
-    state = restored(directory, done) or begun(player, seed)
+    state = restored(directory, done) or initial_state(player, seed)
     if player.policy is not None:
         if state.generation == 0:
             keep(directory, state)
         for number in range(state.generation, plan.generations):
-            for record in (trained(plan, player, state, seed, number), *checked(plan, player, state, seed, number)):
+            for record in (train_generation(plan, player, state, seed, number),
+                           *due_evaluation(plan, player, state, seed, number)):
                 state.records += 1
                 if state.records > done:
                     yield record
             state.generation = number + 1
             keep(directory, state)
-    yield {**tested(plan, player, state, seed, "test", plan.tested), "final": True}
+    yield {**evaluate(plan, player, state, seed, "test", plan.tested), "final": True}
 
 
-def begun(player: Player, seed: int) -> State:
+def initial_state(player: Player, seed: int) -> State:
     if player.policy is None:
         return State(torch.zeros(0), torch.zeros(2, 0))
     theta = player.policy.initial(generator(seed), torch.from_numpy(player.world.lead).float())
     return State(theta, torch.zeros(2, len(theta)))
 
 
-def trained(plan: Search, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
+def train_generation(plan: Search, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
     """Take the step of a generation and return its record."""
     eps = directions(seed, number, plan.population // 2, len(state.theta))
     seeds = seeds_of("train", seed, number, plan.rollouts)
@@ -267,7 +268,7 @@ def trained(plan: Search, player: Player, state: State, seed: int, number: int) 
     dropped = int(np.isnan(returns).sum())
     if dropped == plan.population * plan.rollouts:
         raise ValueError(f"generation {number}: no finite return; check the environment, or use a smaller task.sigma")
-    ascend(state, gradient(shaped(of_members(returns)), eps, plan.sigma), plan.lr)
+    ascend(state, gradient(centered_ranks(of_members(returns)), eps, plan.sigma), plan.lr)
     state.rollouts, state.dropped = state.rollouts + plan.population * plan.rollouts, state.dropped + dropped
     return {"step": number + 1, "epoch": 0, "split": "train", "return": float(np.nanmean(returns)),
             "best": float(np.nanmax(returns)), "rollouts": state.rollouts, "dropped": state.dropped, "seeds": seeds,
@@ -275,14 +276,14 @@ def trained(plan: Search, player: Player, state: State, seed: int, number: int) 
             "norm": float(state.theta.norm())}
 
 
-def checked(plan: Search, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
+def due_evaluation(plan: Search, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
     """Yield the evaluation on validation, if it is due after a generation."""
     if (number + 1) % plan.evaluate_every == 0:
-        yield tested(plan, player, state, seed, "validation", plan.evaluated, number + 1)
+        yield evaluate(plan, player, state, seed, "validation", plan.evaluated, number + 1)
 
 
-def tested(plan: Search, player: Player, state: State, seed: int, split: str, count: int,
-           step: int | None = None) -> dict[str, Any]:
+def evaluate(plan: Search, player: Player, state: State, seed: int, split: str, count: int,
+             step: int | None = None) -> dict[str, Any]:
     """Evaluate theta on rollouts that are equal at all steps."""
     seeds = seeds_of(split, seed, 0, count)
     groups = [play_all(player, state.theta[None], seeds[i:i + plan.together], 1, 1)[0]

@@ -222,7 +222,7 @@ LIFTED, OVER, DOWN, DRAG = 0.15, 0.3, 0.1, 0.45    # height of a lifted brush; d
 MOST = 4                            # maximum value of a pixel
 
 
-def where() -> np.ndarray:
+def initial_controller() -> np.ndarray:
     """Return the initial controller (1, 3, 4): strokes start beside the attended spot."""
     weights = np.zeros((3, 2, 2))
     weights[1, :, 0], weights[0, :, 1] = 2 * TABLE / RANGE
@@ -244,7 +244,7 @@ class Sweeping:
     """
 
     channels, states, actions = 1, 1, 4
-    lead, watch = where(), None
+    lead, watch = initial_controller(), None
 
     def __init__(self, particles: int = 12, strokes: int = 3, size: int = 16):
         need("sweep", "mujoco")
@@ -297,7 +297,7 @@ class Sweeping:
     def order(self, tips: np.ndarray, height: float) -> None:
         """Set the servos: shoulder, elbow and brush of each arm."""
         for arm, (tip, base, outward) in enumerate(zip(tips, BASES, (1, -1))):
-            shoulder, elbow = bent(tip - base, outward)
+            shoulder, elbow = inverse_kinematics(tip - base, outward)
             self.data.ctrl[3 * arm:3 * arm + 3] = shoulder, elbow, height
 
     def view(self):
@@ -316,7 +316,7 @@ class Sweeping:
         return Observation(np.minimum(count, MOST)[None], np.array([self.within]))
 
 
-def bent(reach: np.ndarray, outward: int) -> tuple[float, float]:
+def inverse_kinematics(reach: np.ndarray, outward: int) -> tuple[float, float]:
     """Return shoulder and elbow angles for the tip position, with the elbow outward.
 
     The tip comes as close as possible to positions out of reach.

@@ -155,7 +155,8 @@ def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
         world.watch = watch
         while not ended:
             images, states = (torch.from_numpy(np.asarray(each))[None].float() for each in seen)
-            draw_image(axes[1], seen.image[0], player.policy.kept(layer, theta[None], images)[0].amax(0), player, total)
+            draw_image(axes[1], seen.image[0], player.policy.selected_patches(layer, theta[None], images)[0].amax(0),
+                       player, total)
             seen, reward, ended = world.step(player.policy.act(layer, theta[None], images, states)[0].numpy())
             total += reward
     world.watch = None

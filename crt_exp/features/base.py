@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.features.statistics import Kernel, Statistics, log_kernel
 from crt_exp.options import check_values
-from crt_exp.samplers.noise import Nested, Noise, leaves, mapped, precise, transforming
+from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
 
 ONE = torch.ones(())  # value of positive features; zero-dimensional tensors combine with every device and dtype
 LOG2 = math.log(2)
@@ -156,7 +156,7 @@ class FeatureMap:
         for p in distinct(needed):
             if p.drawn_as not in drawn:
                 drawn[p.drawn_as] = draw(p)
-        return mapped(lambda p: drawn[p.drawn_as], needed)
+        return map_leaves(lambda p: drawn[p.drawn_as], needed)
 
     def fit(self, stats: Statistics) -> Params:
         """Return the parameters of least mean log variance for these statistics."""
@@ -168,11 +168,11 @@ class FeatureMap:
 
     def phi_q(self, x: Tensor, noise: Noise, params: Params = ()) -> Features:
         """Return query features of x (..., L, d): (..., L, M), in float32 or float64."""
-        return self.bind(precise(noise, x.dtype), params).phi_q(x).dense()
+        return self.bind(match_float64(noise, x.dtype), params).phi_q(x).dense()
 
     def phi_k(self, y: Tensor, noise: Noise, params: Params = ()) -> Features:
         """Return key features; the default is `phi_q`."""
-        return self.bind(precise(noise, y.dtype), params).phi_k(y).dense()
+        return self.bind(match_float64(noise, y.dtype), params).phi_k(y).dense()
 
     def bind(self, noise: Noise, params: Params = ()) -> BoundMap:
         """Return both maps as functions of the vectors alone, for use on chunks."""
@@ -184,7 +184,7 @@ class FeatureMap:
 
         The function has no gradient and needs few passes over memory.
         """
-        phi = self.bind(precise(noise, torch.float64), params).phi_q
+        phi = self.bind(match_float64(noise, torch.float64), params).phi_q
         return lambda x, out: phi(x).dense().write(out)
 
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
@@ -230,10 +230,10 @@ def distinct(needed: Nested) -> list[Projections]:
 
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Reshape (*batch, 1, k) to (*batch, 1, ..., 1, k) to broadcast with x and y."""
-    return placed(param, max(x.ndim, y.ndim))[..., 0, :]
+    return broadcast_matrix(param, max(x.ndim, y.ndim))[..., 0, :]
 
 
-def placed(M: Tensor, ndim: int) -> Tensor:
+def broadcast_matrix(M: Tensor, ndim: int) -> Tensor:
     """Reshape a matrix (*batch, k, d) to broadcast with vectors of `ndim` dimensions."""
     batch = M.shape[:-2]
     return M.reshape(*batch, *[1] * (ndim - 1 - len(batch)), *M.shape[-2:])
@@ -253,12 +253,12 @@ def log_cosh(t: Tensor) -> Tensor:
     return torch.where(t > 1, t - LOG2 + torch.log1p(torch.exp(-2 * t)), torch.log1p(2 * torch.sinh(near / 2).square()))
 
 
-def holds(condition: Tensor) -> bool:
+def all_true(condition: Tensor) -> bool:
     """Whether a condition is true everywhere; under vmap, for all mapped entries."""
     return bool((torch.func.debug_unwrap(condition) if transforming() else condition).all())
 
 
-def can_ask(t: Tensor) -> bool:
+def values_readable(t: Tensor) -> bool:
     """Whether reading the values of a tensor is possible and cheap.
 
     Compiled code cannot read values. Reading from another device than the CPU would synchronise.
@@ -274,9 +274,9 @@ def check_finite(value: Tensor, name: str) -> Tensor:
     Raises:
         NotFinite: the parameter holds an infinity or NaN.
     """
-    if not can_ask(value):
+    if not values_readable(value):
         return torch.where(value.isfinite(), value, torch.nan)
-    if not holds(value.isfinite()):
+    if not all_true(value.isfinite()):
         raise NotFinite(f"fitted {name}: not finite; expected vectors without NaN, infinity or overflow")
     return value
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, FeatureMap, Features, align, can_ask, check_finite, holds
+from crt_exp.features.base import ONE, FeatureMap, Features, align, all_true, check_finite, values_readable
 from crt_exp.features.statistics import Statistics, angle
 from crt_exp.options import Positive
-from crt_exp.samplers.noise import Noise, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32, match_float64
 
 LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
 
@@ -57,7 +57,7 @@ class Block:
     def width(self) -> int:
         return self.weight.shape[-1] * self.columns
 
-    def top(self, log: Tensor) -> Tensor:
+    def column_maxima(self, log: Tensor) -> Tensor:
         """Return the maxima over tokens of log features, (..., width, 1).
 
         `log` has shape (..., L, D or 1).
@@ -65,7 +65,7 @@ class Block:
         top = log.amax(-2).unsqueeze(-1)
         return top.expand(*top.shape[:-2], self.columns, 1).repeat(*[1] * (top.ndim - 2), self.weight.shape[-1], 1)
 
-    def own(self, top: Tensor) -> Tensor:
+    def to_base(self, top: Tensor) -> Tensor:
         """Map maxima per column (..., width, 1) to the base features, (..., 1, D or 1)."""
         return top[..., :self.base.log_scale.shape[-1], :].mT
 
@@ -90,11 +90,11 @@ class Selected(Block):
         own = cluster == torch.arange(clusters, device=cluster.device)
         return cls(own.to(base.log_scale), base, cluster, groups)
 
-    def top(self, log: Tensor) -> Tensor:
+    def column_maxima(self, log: Tensor) -> Tensor:
         tops = [log.masked_fill(weight.unsqueeze(-1) == 0, -torch.inf).amax(-2) for weight in self.weight.unbind(-1)]
         return torch.stack([t.unflatten(-1, (self.groups, -1)) for t in tops], -2).flatten(-3).unsqueeze(-1)
 
-    def own(self, top: Tensor) -> Tensor:
+    def to_base(self, top: Tensor) -> Tensor:
         of_cluster = top.squeeze(-1).unflatten(-1, (self.groups, self.weight.shape[-1], -1)).transpose(-3, -2)
         return rows_of(of_cluster.flatten(-2), self.cluster)
 
@@ -147,8 +147,8 @@ class Coefficient(FeatureMap):
     def width(self, m: int) -> int:
         return int(self.has_constant) + self.columns * m
 
-    def width_left(self, m: int) -> int:
-        """Return the number of columns of `left`."""
+    def complement_width(self, m: int) -> int:
+        """Return the number of columns of `complement_columns`."""
         return 1 + self.columns * m
 
     def constant(self, params) -> Tensor | float:
@@ -162,11 +162,11 @@ class Coefficient(FeatureMap):
         The result includes 1/sqrt(n) and the sign.
         """
 
-    def weighted(self, rho: Tensor, params, key: bool) -> Tensor:
+    def lambda_columns(self, rho: Tensor, params, key: bool) -> Tensor:
         """Return the columns of lambda: [sqrt|a|, rho], with sgn(a) on the query side."""
         return torch.cat([column(self.constant(params), rho, key), rho], -1) if self.has_constant else rho
 
-    def left(self, rho: Tensor, params, key: bool) -> Tensor:
+    def complement_columns(self, rho: Tensor, params, key: bool) -> Tensor:
         """Return the columns of 1 - lambda, from those of `rho`."""
         return torch.cat([column(1 - self.constant(params), rho, key), rho if key else -rho], -1)
 
@@ -185,7 +185,7 @@ class Coefficient(FeatureMap):
         return self._features(self.rho(y, noise, params, key=True), params, key=True)
 
     def _features(self, rho: Tensor, params, key: bool) -> Features:
-        columns = self.weighted(rho, params, key)
+        columns = self.lambda_columns(rho, params, key)
         return Features(columns, torch.zeros_like(columns[..., :1]))
 
     def log_kernel(self, x, y) -> Tensor:
@@ -203,7 +203,7 @@ class BipolarCoefficient(Coefficient):
         """Return rho, given tau.x (..., L, n)."""
 
     def rho(self, x, noise, params, key):
-        return self.of_projections(precise(noise, x.dtype).project(x), params, key)
+        return self.of_projections(match_float64(noise, x.dtype).project(x), params, key)
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ class AngularCoefficient(BipolarCoefficient):
 
     has_constant = False
 
-    def width_left(self, m):
+    def complement_width(self, m):
         return self.columns * m
 
-    def left(self, rho, params, key):
+    def complement_columns(self, rho, params, key):
         """Return [1_+, 1_-] for both sides: the product counts equal signs."""
         return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
 
@@ -282,7 +282,7 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
         known = r > 0
         sigma = torch.full_like(r, self.sigma) if self.sigma is not None else torch.where(known, 1 / r, 1.0)
         product = torch.where(known, sigma * r, torch.inf)
-        if can_ask(product) and not holds(product >= LEAST):
+        if values_readable(product) and not all_true(product >= LEAST):
             _check_product(float(product.min()))
         return GaussianParams(sigma, -torch.expm1(-2 * product.square()))
 
@@ -326,7 +326,7 @@ class GaussianCoefficient(Coefficient):
         object.__setattr__(self, "M", tuple(M.tolist()) if M.ndim else float(M))
 
     def rho(self, x, noise, params, key):
-        noise, x = precise(noise, x.dtype), at_least_float32(x)
+        noise, x = match_float64(noise, x.dtype), at_least_float32(x)
         phase = noise.project((-self._m(x) * x if key else x) / self.c)
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
 

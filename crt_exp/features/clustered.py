@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, BoundMap, Features, align, check_finite, log_expm1, placed
+from crt_exp.features.base import ONE, BoundMap, Features, align, broadcast_matrix, check_finite, log_expm1
 from crt_exp.features.blocks import Blocks, Coefficient, InBlocks, Selected, rows_of
 from crt_exp.features.complex_exponential import (CERF, Diagonal, Field, diagonal_by_centres, diagonal_by_moments,
                                                   exponential)
@@ -22,7 +22,7 @@ from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive
-from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
 
 SEED = 0    # random state of k-means
 STARTS = 4  # initialisations of k-means
@@ -88,7 +88,7 @@ class ClusteredMap(InBlocks):
         size, imaginary = (u.expand(self.queries, self.keys, -1).flatten(0, 1) for u in M)
         return Clusters(r, t, size, imaginary.double())
 
-    def unknown(self, d: int) -> Clusters:
+    def initial_clusters(self, d: int) -> Clusters:
         """Return initial clusters with M = 1 for all pairs, so that every base is PosRF."""
         r, t, size, imaginary = (torch.zeros(count, d, dtype=torch.float64)
                                  for count in (self.queries, self.keys, self.pairs, self.pairs))
@@ -110,7 +110,7 @@ class ClusteredHybrid(ClusteredMap):
         return self.clusters(stats)
 
     def unfitted(self, d: int) -> Clusters:
-        return self.unknown(d)
+        return self.initial_clusters(d)
 
     def admitted(self, params: Clusters) -> Clusters:
         return params._replace(imaginary=params.imaginary.round())
@@ -149,7 +149,7 @@ class _Side:
         self.noise.check(x)
         check_dimension(self.centres, x)
         x = at_least_float32(x)
-        cluster = nearest_row(x, self.centres)                         # (..., L, 1)
+        cluster = nearest_centre(x, self.centres)                      # (..., L, 1)
         re = self._scaled(x, cluster, self.re)                         # (..., others L, d)
         im = None if self.im is None else self._scaled(x, cluster, self.im)
         half = rows_of(product(x.square(), self.half.to(x)).unflatten(-1, (-1, self.others)), cluster.unsqueeze(-1))
@@ -189,7 +189,7 @@ class PairCoefficient(Coefficient):
     has_constant = False
 
     def rho(self, x, noise, params, key):
-        noise, x = precise(noise, x.dtype), at_least_float32(x)
+        noise, x = match_float64(noise, x.dtype), at_least_float32(x)
         factor = (2 * params.imaginary - 1) / params.size if key else params.size
         phase = noise.project(x * (factor / self.tau).to(x))
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
@@ -228,7 +228,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         if self.default is None and self.pairs == 1:
             raise ValueError("default=None with one pair of clusters: expected a base; set default=trig, or use CERF")
 
-    def _made(self):
+    def _build_components(self):
         default = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, None: None}[self.default]
         bases = (CERF(self.kernel, field=self.field),) * self.pairs
         bases = bases if default is None else (*bases, default(self.kernel))
@@ -238,7 +238,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         return self._params(self.clusters(stats))
 
     def unfitted(self, d: int):
-        return self._params(self.unknown(d))
+        return self._params(self.initial_clusters(d))
 
     def admitted(self, params):
         return tuple(tuple(p and p._replace(imaginary=p.imaginary.round()) for p in part) for part in params)
@@ -251,7 +251,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
 
     def _moments(self, x, y, params, n):
         """Include covariances of coefficients, which share their projections."""
-        coefficients = self.made_of()[0]
+        coefficients = self.components()[0]
         seen = [c.between(x, y, p) for c, p in zip(coefficients, params)]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
         products = [[a * b + (_both_signs(u, v) - a * b) / n for b, v in zip(means, seen)] for a, u in zip(means, seen)]
@@ -294,13 +294,13 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
 
 def moments_by_cluster(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     """Return means and mean squares (C, d) of the points of each cluster."""
-    own = (nearest_row(points, centres) == torch.arange(len(centres), device=points.device)).to(points)
+    own = (nearest_centre(points, centres) == torch.arange(len(centres), device=points.device)).to(points)
     count = own.sum(0).unsqueeze(-1).clamp(min=1)
     return own.mT @ points / count, own.mT @ points.square() / count
 
 
 @torch.no_grad()
-def nearest_row(x: Tensor, centres: Tensor) -> Tensor:
+def nearest_centre(x: Tensor, centres: Tensor) -> Tensor:
     """Return the index of the nearest centre of x (..., L, d), (..., L, 1).
 
     A tie goes to the first centre.
@@ -311,7 +311,7 @@ def nearest_row(x: Tensor, centres: Tensor) -> Tensor:
 
 def product(x: Tensor, rows: Tensor) -> Tensor:
     """Return x rows^T, (..., L, C), without autocast, for rows (..., C, d)."""
-    with as_given(x):
+    with no_autocast(x):
         return x @ rows.mT
 
 
@@ -328,7 +328,7 @@ def check_dimension(centres: Tensor, x: Tensor) -> None:
 def _paired(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Reshape (*batch, C, d) to (*batch, 1, ..., 1, C, d) to broadcast with pairs."""
     check_dimension(rows, x)
-    return placed(rows.double(), max(x.ndim, y.ndim))
+    return broadcast_matrix(rows.double(), max(x.ndim, y.ndim))
 
 
 def _row(rows: Tensor, index: Tensor) -> Tensor:

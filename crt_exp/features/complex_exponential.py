@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, Projections, check_finite, log_cosh, placed
+from crt_exp.features.base import (ONE, BoundMap, FeatureMap, Features, Projections, broadcast_matrix, check_finite,
+                                   log_cosh)
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.noise import Nested, Noise, as_given, at_least_float32
+from crt_exp.samplers.noise import Nested, Noise, at_least_float32, no_autocast
 
 Field = Literal["real", "complex"]
 SIZES = (1e-2, 1e2)  # limits of |M_ll|; larger ratios give huge variance away from the centre
@@ -125,27 +126,27 @@ class CERF(FeatureMap):
     def _phi(self, x: Tensor, noise: Noise, M: Tensor, key: bool) -> Features:
         noise.check(x)
         x = at_least_float32(x)
-        with as_given(x):
+        with no_autocast(x):
             M = _for_dimension(M, x).to(x.device)
-            re = times(x, M.real.to(x.dtype))
+            re = apply_matrix(x, M.real.to(x.dtype))
             im = None
             if self.field == "complex":
-                im = times(x, M.imag.to(x.dtype)) if M.is_complex() else torch.zeros_like(re)
+                im = apply_matrix(x, M.imag.to(x.dtype)) if M.is_complex() else torch.zeros_like(re)
             base = -sq_norm(x) / 2 if self.kernel == "gaussian" else 0.0
             return exponential(noise, re, im, base, self.antithetic, key)
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        w = self.meeting(x, y, params)
+        w = self.pair_vector(x, y, params)
         high, low = w.abs().square().sum(-1), (w * w).sum(-1)
         if self.antithetic:  # Re cosh(a + ib) = cosh a cos b
             return log_mean_exp2(log_cosh(high), log_cosh(low.real), low.imag)
         return log_mean_exp2(high, low.real, low.imag)
 
-    def meeting(self, x: Tensor, y: Tensor, params: CERFParams) -> Tensor:
+    def pair_vector(self, x: Tensor, y: Tensor, params: CERFParams) -> Tensor:
         """Return w = M x + M^-T y for each pair, complex128 (..., d)."""
         x, y, M = (t.to(torch.complex128) for t in (x, y, _for_dimension(params.M, x)))
         ndim = max(x.ndim, y.ndim)
-        return paired(x, M, ndim) + paired(y, inverse_transposed(M), ndim)
+        return apply_to_pairs(x, M, ndim) + apply_to_pairs(y, inverse_transposed(M), ndim)
 
 
 @dataclass(frozen=True)
@@ -219,14 +220,14 @@ def inverse_transposed(M: Tensor) -> Tensor:
     return 1 / M if M.shape[-2] == 1 else torch.linalg.inv(M).mT
 
 
-def times(x: Tensor, M: Tensor) -> Tensor:
+def apply_matrix(x: Tensor, M: Tensor) -> Tensor:
     """Return M x for the rows of x (..., L, d)."""
     return x * M if M.shape[-2] == 1 else x @ M.mT
 
 
-def paired(x: Tensor, M: Tensor, ndim: int) -> Tensor:
+def apply_to_pairs(x: Tensor, M: Tensor, ndim: int) -> Tensor:
     """Return M x for x (..., d), broadcast to pairs of `ndim` dimensions."""
-    M = placed(M, ndim)
+    M = broadcast_matrix(M, ndim)
     return x * M[..., 0, :] if M.shape[-2] == 1 else (M @ x.unsqueeze(-1)).squeeze(-1)
 
 

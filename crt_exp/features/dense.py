@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import BoundMap, FeatureMap, Features, check_finite, log_cosh, placed
-from crt_exp.features.complex_exponential import inverse_transposed, paired, times
+from crt_exp.features.base import BoundMap, FeatureMap, Features, broadcast_matrix, check_finite, log_cosh
+from crt_exp.features.complex_exponential import apply_matrix, apply_to_pairs, inverse_transposed
 from crt_exp.features.exponential import OPRF, OPRFParams, PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.samplers.noise import Noise, as_given, at_least_float32
+from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 
 LARGEST_D = 256  # limit for full matrices; the decomposition of larger ones takes longer than the features
 # Ridge of the balance, relative to the mean square. It prevents overfitting to few vectors (10 vectors, d = 64:
@@ -70,7 +70,7 @@ class Dense(PositiveExponential):
     def writer(self, noise, params):
         return FeatureMap.writer(self, noise, params)  # the parent's writer skips shift and balance
 
-    def enter(self, x, params, key=False, factor=1.0):
+    def transform_inputs(self, x, params, key=False, factor=1.0):
         G = params.balance
         if G is None and params.shift is None:
             return x, factor
@@ -115,14 +115,15 @@ class Dense(PositiveExponential):
         """Return s - h in principal directions and the eigenvalues of R, (..., d) each."""
         G, R = (None if t is None else t.double() for t in (params.balance, params.root))
         if G is not None:
-            x, y = paired(x, G, max(x.ndim, y.ndim)), paired(y, inverse_transposed(G), max(x.ndim, y.ndim))
+            x, y = apply_to_pairs(x, G, max(x.ndim, y.ndim)), apply_to_pairs(y, inverse_transposed(G),
+                                                                             max(x.ndim, y.ndim))
         s = x + y
         if params.shift is not None:
-            s = s - placed(params.shift.double(), s.ndim)[..., 0, :]
+            s = s - broadcast_matrix(params.shift.double(), s.ndim)[..., 0, :]
         if R.shape[-2] == 1:
-            return s, placed(R, s.ndim)[..., 0, :]
+            return s, broadcast_matrix(R, s.ndim)[..., 0, :]
         size, Q = torch.linalg.eigh(R)
-        return paired(s, Q.mT, s.ndim), placed(size.unsqueeze(-2), s.ndim)[..., 0, :]
+        return apply_to_pairs(s, Q.mT, s.ndim), broadcast_matrix(size.unsqueeze(-2), s.ndim)[..., 0, :]
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,9 @@ class SDERF(Dense):
         if self.balanced:
             G = balance(x, y) if self.centred else balance(x + self._square(x_mean), y + self._square(y_mean))
             inverse = inverse_transposed(G)
-            x, y, x_mean, y_mean = turned(x, G), turned(y, inverse), times(x_mean, G), times(y_mean, inverse)
+            x, y, x_mean, y_mean = rotate_moment(x, G), rotate_moment(y, inverse), apply_matrix(x_mean,
+                                                                                                G), apply_matrix(y_mean,
+                                                                                                                 inverse)
         h = x_mean + y_mean
         spread = x + y if self.centred else x + y + self._square(h)
         return SDERFParams(optimal_root(spread), h if self.centred else None, G)
@@ -208,11 +211,11 @@ class SDERF(Dense):
 
 def _precise_times(x: Tensor, M: Tensor) -> Tensor:
     """Return M x for the rows of x (..., L, d), without autocast."""
-    with as_given(x):
-        return times(x, M.to(x))
+    with no_autocast(x):
+        return apply_matrix(x, M.to(x))
 
 
-def turned(spread: Tensor, G: Tensor) -> Tensor:
+def rotate_moment(spread: Tensor, G: Tensor) -> Tensor:
     """Return G spread G^T."""
     return spread * G.square() if G.shape[-2] == 1 else G @ spread @ G.mT
 
@@ -308,10 +311,10 @@ class AutoRF(Dense):
 
     def fit(self, stats: Statistics) -> AutoParams:
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
-        fitted = [self._chosen(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+        fitted = [self._select(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
         return AutoParams(*(torch.stack(t).reshape(*batch, *t[0].shape) for t in zip(*fitted)))
 
-    def _chosen(self, x: Tensor, y: Tensor) -> AutoParams:
+    def _select(self, x: Tensor, y: Tensor) -> AutoParams:
         """Return the parameters for queries (L, d) and keys (S, d)."""
         candidates = list(self.candidates(x.shape[-1]).values())
         (x_half, x_judges), (y_half, y_judges) = _halves(x), _halves(y)

@@ -28,7 +28,7 @@ from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, ch
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Positive
-from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise, transforming
+from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast, transforming
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8
@@ -66,7 +66,7 @@ class DiscreteRF(FeatureMap):
         return BoundMap(phi, phi)
 
     def writer(self, noise: Noise, params: DiscreteParams):
-        weight, half_odd = self._weights(precise(noise, torch.float64), params)
+        weight, half_odd = self._weights(match_float64(noise, torch.float64), params)
         buffer = torch.empty(0)
 
         @torch.no_grad()
@@ -91,7 +91,7 @@ class DiscreteRF(FeatureMap):
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None) -> Features:
         """Compute log|phi| as [log|x|, 1, norm term] [counts, bias, 1]^T, and the sign."""
-        with as_given(x):
+        with no_autocast(x):
             inputs, shifted, positive = self._inputs(x, noise, shift)
             log_scale = inputs @ weight.to(inputs.dtype).mT
             sign = ONE if positive else _parity_sign((shifted < 0).to(inputs.dtype), half_odd.to(inputs.dtype))

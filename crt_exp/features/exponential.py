@@ -21,10 +21,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.features.base import LOG2, ONE, BoundMap, FeatureMap, Features, align, can_ask, check_finite, log_cosh
+from crt_exp.features.base import (LOG2, ONE, BoundMap, FeatureMap, Features, align, check_finite, log_cosh,
+                                   values_readable)
 from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
-from crt_exp.samplers.noise import Noise, as_given, at_least_float32, precise
+from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
 
 LARGEST_A = 0.12  # limit of a trained A; the variance is infinite at 1/8
 
@@ -61,14 +62,14 @@ class Trigonometric(FeatureMap):
         return BoundMap(phi, phi)
 
     def _phi(self, x: Tensor, noise: Noise) -> Features:
-        phase = precise(noise, x.dtype).project(x)
+        phase = match_float64(noise, x.dtype).project(x)
         return Features(torch.cat([phase.cos(), phase.sin()], -1), self._log_scale(x, phase))
 
     def writer(self, noise, params=()):
         noise = self.directions(noise)
 
         def write(x: Tensor, out: Tensor) -> None:
-            phase = precise(noise, x.dtype).project(x)
+            phase = match_float64(noise, x.dtype).project(x)
             scale = self._log_scale(x, phase).exp_()
             torch.mul(phase.cos(), scale, out=out[..., :noise.m])
             torch.mul(phase.sin_(), scale, out=out[..., noise.m:])
@@ -126,7 +127,7 @@ class PositiveExponential(FeatureMap):
     def directions(self, noise: Noise) -> Noise:
         return noise
 
-    def enter(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
+    def transform_inputs(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
         """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         return x, factor
 
@@ -141,7 +142,7 @@ class PositiveExponential(FeatureMap):
     def writer(self, noise, params=()):
         if noise.matrix_free:
             return super().writer(noise, params)
-        weight = self._weight(precise(noise, torch.float64), params)
+        weight = self._weight(match_float64(noise, torch.float64), params)
         return lambda x, out: torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
 
     def _weight(self, noise: Noise, params) -> Tensor:
@@ -152,7 +153,7 @@ class PositiveExponential(FeatureMap):
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
-        with as_given(x):
+        with no_autocast(x):
             inputs = self._inputs(x, noise)
             return Features(ONE, inputs @ weight.to(inputs.dtype).mT)
 
@@ -172,8 +173,8 @@ class PositiveExponential(FeatureMap):
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return rows (..., M, d), scale (..., 1, 1) or None, and bias (..., 1, M).
 
-        log phi = scale rows.x + bias - norm_weight |x|^2, where x is the result of `enter`. Attention engines compute
-        features from these tensors. Antithetic maps return both signs of each row.
+        log phi = scale rows.x + bias - norm_weight |x|^2, where x is the result of `transform_inputs`. Attention
+        engines compute features from these tensors. Antithetic maps return both signs of each row.
         """
         noise = self.directions(noise)
         scale, bias = self.affine(noise, params)
@@ -346,7 +347,7 @@ class GERF(FeatureMap):
 
     def _phi(self, x, noise, params, key: bool) -> Features:
         """Return [Re f, Im f] for queries and [Re f, -Im f] for keys."""
-        x, noise = at_least_float32(x), precise(noise, x.dtype)
+        x, noise = at_least_float32(x), match_float64(noise, x.dtype)
         A, s = (t.to(noise.sq_norm.device) for t in (params.A.to(torch.complex128), params.s))
         B = torch.sqrt(s * (1 - 4 * A)) * (s if key else 1)
         log_d = noise.d / 4 * torch.log(1 - 4 * A)
@@ -423,13 +424,13 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
     def moment(a: Tensor) -> Tensor:
         return d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)))
 
-    a = zoom(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
+    a = grid_search(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
     candidates = torch.stack([a, torch.zeros_like(a)], -1)  # 0 is TrigRF itself, exact where it is the optimum
     a = candidates.gather(-1, moment(candidates).argmin(-1, keepdim=True)).squeeze(-1)
     return -torch.expm1(a) / 8
 
 
-def zoom(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
+def grid_search(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
     """Return a point of [low, high] per entry of `like`, by repeated grid search.
 
     Each round evaluates a grid (..., points) and continues between the neighbours of the point chosen by `pick`. The
@@ -486,7 +487,7 @@ def check_a(A: Tensor | complex) -> None:
         ValueError: Re(1 - 8A) <= 0.
     """
     w = 1 - 8 * torch.as_tensor(A)
-    if can_ask(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
+    if values_readable(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
         raise ValueError(f"A={A}: expected Re(1 - 8A) > 0 (A < 1/8 for real A) for a finite variance")
 
 

@@ -24,7 +24,7 @@ from crt_exp.features.complex_exponential import CERF
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive, Several, check_options, split_words, unknown
-from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, mapped, shared
+from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, map_leaves, share_leaf
 
 
 @dataclass(frozen=True)
@@ -46,54 +46,55 @@ class HybridMap(InBlocks):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "_parts", self._made())  # cached: building parts checks their options
+        object.__setattr__(self, "_parts", self._build_components())  # cached: building parts checks their options
 
     @abstractmethod
-    def _made(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+    def _build_components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """Return the coefficients and bases; called once."""
 
-    def made_of(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+    def components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """Return p coefficients and p + 1 bases; the last base has weight 1 - sum lambda."""
         return self._parts
 
     @property
     def fitted(self) -> bool:
-        return any(part.fitted for parts in self.made_of() for part in parts)
+        return any(part.fitted for parts in self.components() for part in parts)
 
     @property
     def second_moments(self) -> bool:
-        return any(part.second_moments for parts in self.made_of() for part in parts)
+        return any(part.second_moments for parts in self.components() for part in parts)
 
     def projections(self, m: Nested) -> Nested:
-        coefficients, bases = self.made_of()
+        coefficients, bases = self.components()
         n, m = self._counts(m)
         several = len(coefficients) > 1 and not self.one_coefficient_noise
-        first = tuple(_named("coefficient", i if several else None, c.projections(k))
+        first = tuple(_rename_parts("coefficient", i if several else None, c.projections(k))
                       for i, (c, k) in enumerate(zip(coefficients, n)))
-        return first, tuple(_named("base", None if self.shared else i, b.projections(k))
+        return first, tuple(_rename_parts("base", None if self.shared else i, b.projections(k))
                             for i, (b, k) in enumerate(zip(bases, m)))
 
     def width(self, m: Nested) -> int:
-        coefficients, bases = self.made_of()
+        coefficients, bases = self.components()
         n, m = self._counts(m)
         columns = [c.width(k) for c, k in zip(coefficients, n)]
         alone = len(coefficients) == 1
-        rest = coefficients[0].width_left(n[0]) if alone else 1 + sum(c.columns * k for c, k in zip(coefficients, n))
+        rest = (coefficients[0].complement_width(n[0]) if alone
+                else 1 + sum(c.columns * k for c, k in zip(coefficients, n)))
         return sum(r * b.width(k) for r, b, k in zip([*columns, rest], bases, m))
 
     def _counts(self, m: Nested) -> tuple[tuple, tuple]:
         """Return the numbers of projections of each coefficient and of each base."""
-        coefficients, bases = self.made_of()
+        coefficients, bases = self.components()
         n, m = m if isinstance(m, tuple) else (self.n or m, m)
         n, m = (k if isinstance(k, tuple) else (k,) * len(parts) for k, parts in ((n, coefficients), (m, bases)))
         return n, m
 
     def fit(self, stats: Statistics) -> Params:
-        return tuple(tuple(part.fit(stats) for part in parts) for parts in self.made_of())
+        return tuple(tuple(part.fit(stats) for part in parts) for parts in self.components())
 
     def _check(self, noise: Nested, params: Nested) -> None:
-        coefficients, bases = self.made_of()
-        if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
+        coefficients, bases = self.components()
+        if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
             raise ValueError("noise: expected independent projections for the two parts; use phi.noise(m, draw)")
         for given, what in ((noise, "noise"), (params, "params")):
             if len(given) != 2 or [len(part) for part in given] != [len(coefficients), len(bases)]:
@@ -102,11 +103,11 @@ class HybridMap(InBlocks):
 
     def bind(self, noise, params) -> BoundMap:
         self._check(noise, params)
-        bases = self.made_of()[1]
+        bases = self.components()[1]
         bound = [b.bind(n, p) for b, n, p in zip(bases, noise[1], params[1])]
 
         def features(x: Tensor, key: bool) -> Blocks:
-            rhos = [c.rho(x, n, p, key) for c, n, p in zip(self.made_of()[0], noise[0], params[0])]
+            rhos = [c.rho(x, n, p, key) for c, n, p in zip(self.components()[0], noise[0], params[0])]
             weights = self._weights(rhos, params[0], key)
             return Blocks(tuple(Block(w, (b.phi_k if key else b.phi_q)(x)) for w, b in zip(weights, bound)))
         return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
@@ -116,10 +117,10 @@ class HybridMap(InBlocks):
 
         They are [sqrt|a|, rho] of its coefficient; the last base has the columns of 1 - sum lambda.
         """
-        coefficients, _ = self.made_of()
-        weights = [c.weighted(rho, p, key) for c, rho, p in zip(coefficients, rhos, params)]
+        coefficients, _ = self.components()
+        weights = [c.lambda_columns(rho, p, key) for c, rho, p in zip(coefficients, rhos, params)]
         if len(coefficients) == 1:
-            return [*weights, coefficients[0].left(rhos[0], params[0], key)]
+            return [*weights, coefficients[0].complement_columns(rhos[0], params[0], key)]
         constants = [c.constant(p) for c, p in zip(coefficients, params)]
         rest = [column(1 - sum(constants), rhos[0], key), *(rho if key else -rho for rho in rhos)]
         return [*weights, torch.cat(rest, -1)]
@@ -141,7 +142,7 @@ class HybridMap(InBlocks):
             NotImplementedError: no covariance is known. It is known for TrigRF, PosRF, HypRF and CERF.
         """
         x, y = x.double(), y.double()
-        bases, moments = self.made_of()[1], self._moments(x, y, params[0], n)
+        bases, moments = self.components()[1], self._moments(x, y, params[0], n)
         spread = torch.stack([log_expm1(b.log_relative_second_moment(x, y, p)) + moments[k][k].log()
                               for k, (b, p) in enumerate(zip(bases, params[1]))])
         top = spread.amax(0).clamp(min=-1e300)
@@ -158,7 +159,7 @@ class HybridMap(InBlocks):
 
         The entries sum to 1.
         """
-        coefficients = self.made_of()[0]
+        coefficients = self.components()[0]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
         spreads = [c.variance(x, y, p) / n for c, p in zip(coefficients, params)]
         means.append(1 - sum(means))
@@ -185,7 +186,7 @@ class Hybrid(HybridMap):
     coefficients: Several[Coefficient | str] = ()
     bases: Several[FeatureMap | str] = ()
 
-    def _made(self):
+    def _build_components(self):
         coefficients = tuple(_part("coefficients", each, COEFFICIENTS) for each in self.coefficients)
         bases = tuple(_part("bases", each, BASES, kernel=self.kernel) for each in self.bases)
         if len(bases) != len(coefficients) + 1:
@@ -222,7 +223,7 @@ class Bipolar(HybridMap):
     @abstractmethod
     def coefficient(self) -> BipolarCoefficient: ...
 
-    def _made(self):
+    def _build_components(self):
         positive = HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
         return (self.coefficient(),), (positive, TrigRF(self.kernel))
 
@@ -236,7 +237,7 @@ class Bipolar(HybridMap):
 
         def features(x: Tensor, key: bool) -> Blocks:
             tau_x, omega_x = rows.project(x).split([of_coefficient.m, of_base.m], -1)
-            rho = self.made_of()[0][0].of_projections(tau_x, params[0][0], key)
+            rho = self.components()[0][0].of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
             return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
         return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
@@ -262,7 +263,7 @@ class AngularHybrid(Bipolar):
     def rank(self, m: Nested) -> int:
         """Return 4m (n + 1), the dimension in HRF, which has a = 1/2 and no indicators."""
         (n,), m = self._counts(m)
-        return (n + 1) * sum(b.width(k) for b, k in zip(self.made_of()[1], m))
+        return (n + 1) * sum(b.width(k) for b, k in zip(self.components()[1], m))
 
     def coefficient(self):
         return AngularCoefficient()
@@ -289,7 +290,7 @@ def covariance(bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y
     The result is divided by exp(log_unit). For TrigRF with PosRF or HypRF the covariance is cos(|x|^2 - |y|^2) - 1
     (HRF Theorem 3.1). The general case was derived for this project.
     """
-    one, other = (_meeting(b, x, y, p) for b, p in zip(bases, params))
+    one, other = (_pair_vector(b, x, y, p) for b, p in zip(bases, params))
     antithetic = any(getattr(b, "antithetic", False) for b in bases)
     products = ((one * other).sum(-1), (one * other.conj()).sum(-1))
     mean = sum(torch.exp(s * t.real - log_unit) * t.imag.cos()
@@ -297,10 +298,10 @@ def covariance(bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y
     return mean / (4 if antithetic else 2) - torch.exp(-log_unit)
 
 
-def _meeting(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
+def _pair_vector(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
     """Return w = M x + M^-T y of the base, complex (..., d)."""
-    if hasattr(base, "meeting"):
-        return base.meeting(x, y, params)
+    if hasattr(base, "pair_vector"):
+        return base.pair_vector(x, y, params)
     if isinstance(base, TrigRF):
         return 1j * (x - y)
     if type(base) in (PosRF, HypRF):
@@ -308,10 +309,10 @@ def _meeting(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
     raise NotImplementedError(f"{type(base).__name__}: unknown covariance with shared projections; set shared=False")
 
 
-def _named(what: str, part: int | None, needed: Nested) -> Nested:
+def _rename_parts(what: str, part: int | None, needed: Nested) -> Nested:
     prefix = what if part is None else f"{what}_{part}"
 
     def named(p: Projections) -> Projections:
         return replace(p, name=f"{prefix}_{p.name}" if p.name else prefix)
 
-    return mapped(named, needed) if not isinstance(needed, Projections) else named(needed)
+    return map_leaves(named, needed) if not isinstance(needed, Projections) else named(needed)

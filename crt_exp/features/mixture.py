@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import FeatureMap, align, check_finite
-from crt_exp.features.complex_exponential import inverse_transposed, paired
+from crt_exp.features.complex_exponential import apply_to_pairs, inverse_transposed
 from crt_exp.features.dense import Dense, balance
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Moments, Statistics
@@ -105,7 +105,8 @@ class Mixture(Dense):
             return FeatureMap.log_relative_second_moment(self, x, y, params)
         G, ndim = params.balance, max(x.ndim, y.ndim)
         if G is not None:
-            x, y = paired(x.double(), G.double(), ndim), paired(y.double(), inverse_transposed(G.double()), ndim)
+            x, y = apply_to_pairs(x.double(), G.double(), ndim), apply_to_pairs(y.double(),
+                                                                                inverse_transposed(G.double()), ndim)
         return (x + y - align(params.centres.double(), x, y)).square().sum(-1)
 
     # ---- fit
@@ -137,7 +138,7 @@ class Mixture(Dense):
         seen = seen.tril() if causal else seen
         exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
         s = x.unsqueeze(2) + self._attended(y, exact, seen, generator)
-        centres, count = k_means(s.flatten(0, 2), self.size)
+        centres, count = lloyd_centres(s.flatten(0, 2), self.size)
         if self.weights == "unbiased":
             return MixtureParams(G, centres, torch.zeros_like(count))
         if not causal:
@@ -155,7 +156,7 @@ class Mixture(Dense):
         return y[torch.arange(len(y), device=y.device).view(-1, 1, 1), drawn.view(*exact.shape[:2], n)]
 
 
-def k_means(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def lloyd_centres(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return centres (count, d) of points (n, d) and cluster sizes (1, count)."""
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning

@@ -21,7 +21,7 @@ from crt_exp.features.base import BoundMap, FeatureMap, Features, Params
 from crt_exp.features.exponential import Trigonometric
 from crt_exp.features.statistics import Kernel, Statistics, angle
 from crt_exp.options import Positive
-from crt_exp.samplers.noise import DenseNoise, Nested, Noise, mapped, precise, shared
+from crt_exp.samplers.noise import DenseNoise, Nested, Noise, map_leaves, match_float64, share_leaf
 
 NODES, POINTS = 400, 1500  # sizes of the quadrature over the mixture and of the table of the rational quadratic kernel
 
@@ -168,7 +168,7 @@ class ArcCosineRF(FeatureMap):
 
     def bind(self, noise, params=()) -> BoundMap:
         def phi(x: Tensor) -> Features:
-            projected = precise(noise, x.dtype).project(x)
+            projected = match_float64(noise, x.dtype).project(x)
             half = projected.new_tensor(0.5)  # value of the step function at 0
             value = projected.relu() if self.order else torch.heaviside(projected, half)
             return Features(value, torch.full_like(projected[..., :1], math.log(2 / noise.m) / 2))
@@ -222,7 +222,7 @@ class Composite(FeatureMap):
 
     def projections(self, m) -> Nested:
         needed = zip(self.parts, _spread(m, self.parts))
-        return tuple(mapped(lambda p, i=i: p.of_part(i), part.projections(k)) for i, (part, k) in enumerate(needed))
+        return tuple(map_leaves(lambda p, i=i: p.of_part(i), part.projections(k)) for i, (part, k) in enumerate(needed))
 
     def fit(self, stats: Statistics) -> Params:
         return tuple(p.fit(stats) for p in self.parts)
@@ -299,7 +299,7 @@ class Product(Composite):
         return math.prod(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
 
     def bind(self, noise, params) -> BoundMap:
-        if not isinstance(noise, tuple) or len(noise) != 2 or shared(*noise):
+        if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
             raise ValueError("noise: expected a pair of independent projections; use phi.noise(m, draw)")
         first, second = self._bound(noise, params)
         return BoundMap(lambda x: _outer(first.phi_q(x), second.phi_q(x)),

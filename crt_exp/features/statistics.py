@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.samplers.noise import at_least_float32, cached
+from crt_exp.samplers.noise import at_least_float32, cached_property
 
 Kernel = Literal["softmax", "gaussian"]
 
@@ -107,23 +107,23 @@ class Moments:
     def __getattr__(self, name):  # reached only for missing moments
         raise AttributeError(f"statistics: no {name!r}; expected one of {sorted(self.__dict__)}")
 
-    @cached
+    @cached_property
     def count(self) -> Tensor:
         """Number of vectors (..., 1), at least 1 so that an empty set has zero moments."""
         if self._mask is None:
             return self._x.new_full((1,), self._x.shape[-2])
         return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._x.dtype)
 
-    @cached
+    @cached_property
     def mean(self) -> Tensor:
         return self._average(self._x) * self._scale
 
-    @cached
+    @cached_property
     def mean_sq(self) -> Tensor:
         """Mean of x_l^2 per coordinate, (..., d)."""
         return self._average(self._x.square()) * self._scale**2
 
-    @cached
+    @cached_property
     def mean_norm(self) -> Tensor:
         """Mean of |x|^2, (...) float64."""
         if "mean_sq" in self.__dict__:
@@ -131,17 +131,17 @@ class Moments:
         norm = torch.linalg.vector_norm(self._x, dim=(-2, -1)).double()
         return (self._scale * norm).square() / self.count.squeeze(-1)
 
-    @cached
+    @cached_property
     def mean_abs(self) -> Tensor:
         return self._average(self._x.abs()) * self._scale
 
-    @cached
+    @cached_property
     def second(self) -> Tensor:
         """Mean of x x^T, (..., d, d)."""
         x = self._x.double() * self._scale
         return x.mT @ x / self.count.double().unsqueeze(-1)
 
-    @cached
+    @cached_property
     def covariance(self) -> Tensor:
         """Mean of (x - mean)(x - mean)^T, (..., d, d).
 
@@ -154,14 +154,14 @@ class Moments:
         x = x if self._mask is None else x.masked_fill(~self._mask[..., None], 0)
         return x.mT @ x / count
 
-    @cached
+    @cached_property
     def minimum(self) -> Tensor:
         if self._mask is None:
             return self._x.amin(-2) * self._scale
         low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
         return torch.where(low.isinf(), 0.0, low) * self._scale  # all positions masked
 
-    @cached
+    @cached_property
     def largest(self) -> Tensor:
         """The largest |x_l| of each coordinate, (..., d)."""
         return self._x.abs().amax(-2) * self._scale
@@ -246,17 +246,17 @@ class Statistics:
     def d(self) -> int:
         return self.x.d
 
-    @cached
+    @cached_property
     def mean_norms(self) -> Tensor:
         """Mean of N = |x|^2 + |y|^2."""
         return self.x.mean_norm + self.y.mean_norm
 
-    @cached
+    @cached_property
     def mean_sq_sum(self) -> Tensor:
         """Mean of |x + y|^2 over all pairs."""
         return self._mean_s(1)
 
-    @cached
+    @cached_property
     def mean_sq_diff(self) -> Tensor:
         """Mean of |x - y|^2 over all pairs."""
         return self._mean_s(-1)

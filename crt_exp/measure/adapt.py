@@ -18,14 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.swap.bench import fitted, quiet
+from crt_exp.swap.bench import fit_attention, quiet
 from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import SwapMeasurement, pretrained
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.trainer_config import Adapters
 from crt_exp.swap.calibration import learns
-from crt_exp.tasks.transfer import Transferring, calibrate, learned, release, swapped_layers, transfer_attention
+from crt_exp.tasks.transfer import (TransferModel, calibrate, layer_parameters, release, swapped_layers,
+                                    transfer_attention)
 from crt_exp.tasks.mlm import following
 from crt_exp.times import PROCESSOR, milliseconds, threads
 from crt_exp.measure.variance import mnist_file
@@ -170,7 +171,7 @@ def swapped(model: nn.Module, mechanism: Mechanism, seed: int, batches: list) ->
         return model
     with quiet():
         replace(mechanism, seed=seed).swap(model, saved=False)
-        return fitted(model, batches)
+        return fit_attention(model, batches)
 
 
 def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
@@ -212,7 +213,7 @@ class Adapt(SwapMeasurement):
         with threads(1):
             model = self.swapped(mechanism, seed)
             yield at("swapped")
-            if not mechanism.is_exact and learned(swapped_layers(model)):
+            if not mechanism.is_exact and layer_parameters(swapped_layers(model)):
                 self.train_transfer(model, seed)
             yield at("transferred")
             if mechanism.name != UNIFORM:
@@ -228,7 +229,7 @@ class Adapt(SwapMeasurement):
         return swapped(model.eval(), mechanism, seed, calibration(self.setting, seed))
 
     def train_transfer(self, model: nn.Module, seed: int) -> None:
-        student = Transferring(model)
+        student = TransferModel(model)
         calibrate(student, calibration(self.setting, seed))
         train(student, self.setting, seed, self.transfer, self.transfer_lr, lambda student, rows: student(
             rows[0])[0].mean())
@@ -261,12 +262,12 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def published(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
+def exact_readings(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
     """Rows, and the outputs of the pretrained checkpoint for each."""
-    return [pretrained.exact_of(model, kind, length, i) for i in range(count)]
+    return [pretrained.exact_reading(model, kind, length, i) for i in range(count)]
 
 
-def called(ids: Tensor) -> dict[str, Any]:
+def batch_arguments(ids: Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": False}
 
 
@@ -299,8 +300,9 @@ class AdaptPretrained(SwapMeasurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
-        given = [called(row[None]) for row in rows[:self.captured]]
-        model, minutes = swapped(deepcopy(pretrained.opened(self.model).model), mechanism, seed, given), 0.0
+        given = [batch_arguments(row[None]) for row in rows[:self.captured]]
+        model, minutes = swapped(deepcopy(pretrained.load_model_and_tokenizer(self.model).model), mechanism, seed,
+                                 given), 0.0
         found = self.readings(model)
         yield from after(0, found, minutes)
         if can_learn(model):
@@ -317,8 +319,9 @@ class AdaptPretrained(SwapMeasurement):
 
     def readings(self, model: nn.Module) -> dict[str, list[float]]:
         model.eval()
-        return {kind: [float((pretrained.read(model, row).nats - exact.nats).mean()) for row, exact in published(
-            self.model, kind, self.length, self.tested)] for kind in self.texts}
+        return {kind: [float((pretrained.run_row(model, row).nats - exact.nats).mean())
+                       for row, exact in exact_readings(self.model, kind, self.length, self.tested)]
+                for kind in self.texts}
 
 
 def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:
@@ -328,13 +331,13 @@ def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[
 
 def can_learn(model: nn.Module) -> bool:
     return any("swapped" in part._modules for part in model.modules()) and (
-        learns(model) or bool(learned(swapped_layers(model))))
+        learns(model) or bool(layer_parameters(swapped_layers(model))))
 
 
 def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
     """Return loss(i), nats per token of row i."""
     def loss(i: int) -> Tensor:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
-            logits = model.train()(**called(rows[i][None])).logits[0, :-1]
+            logits = model.train()(**batch_arguments(rows[i][None])).logits[0, :-1]
         return F.cross_entropy(logits.float(), rows[i][1:])
     return loss

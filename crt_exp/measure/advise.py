@@ -1,7 +1,7 @@
 """task=advise: `crt_exp.advise` for a model and data in files.
 
-Loads models from folders, runs or the hub, and text, images or audio from files. task=fidelity also uses `opened`,
-`rows_of` and `length_in`.
+Loads models from folders, runs or the hub, and text, images or audio from files. task=fidelity also uses
+`load_language_model`, `rows_of` and `length_in`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import conformer_transducer, encoders, vision
 from crt_exp.models.folder import CONFIG, block_of
 from crt_exp.options import Count, Positive, checked
-from crt_exp.swap.advise import LEAST, SAMPLES, Advice, advice_of, measured, mechanisms, spread, text_bench
+from crt_exp.swap.advise import LEAST, SAMPLES, Advice, advice_of, measure_mechanism, mechanisms, spread, text_bench
 from crt_exp.swap.bench import HEADS, MASKED, NEXT, BatchBench, Bench, length_of, positions, predicts
 
 PREDICTING = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
@@ -59,7 +59,7 @@ class Advise(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         bench, records, methods = self.bench(seed), [], mechanisms(self.attentions, seed)
-        for record in measured(bench, methods, self.rounds):
+        for record in measure_mechanism(bench, methods, self.rounds):
             records.append(record)
             yield record
         self.advice = advice_of(bench, methods, records, self.tolerance)
@@ -75,10 +75,10 @@ class Advise(Measurement):
     def bench(self, seed: int) -> Bench:
         """Load model and data. Raises DataError and ValueError if they do not match."""
         if self.images is not None:
-            return of_images(self.model, self.images, self.samples, self.calibration, seed)
+            return image_bench(self.model, self.images, self.samples, self.calibration, seed)
         if self.audio is not None:
-            return of_audio(self.model, self.audio, self.samples, self.calibration, seed)
-        model, tokenizer = opened(self.model, self.tokenizer)
+            return audio_bench(self.model, self.audio, self.samples, self.calibration, seed)
+        model, tokenizer = load_language_model(self.model, self.tokenizer)
         rows = rows_of(self.text, model, tokenizer, length_in(model, self.length, LEAST), self.cache_dir)
         return text_bench(model, rows, self.samples, self.calibration, tokenizer, seed)
 
@@ -118,8 +118,9 @@ def part_of(name: str, kind: str) -> Any:
     import transformers
 
     origin = origin_of(name)
-    return encoders.loaded(partial(getattr(transformers, kind).from_pretrained, origin.name, trust_remote_code=False),
-                           origin, kind[4:])
+    return encoders.load_or_explain(partial(getattr(transformers, kind).from_pretrained, origin.name,
+                                            trust_remote_code=False),
+                                    origin, kind[4:])
 
 
 def config_of(name: str) -> Mapping[str, Any] | None:
@@ -138,7 +139,7 @@ def refuse_other(name: str, described: Mapping[str, Any]) -> None:
 
 # ---- text
 
-def opened(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
+def load_language_model(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
     """Load a language model in eval mode, and its tokenizer or task.tokenizer.
 
     Raises ValueError for models that are not encoders or decoders of text.
@@ -174,7 +175,7 @@ def rows_of(text: str | Sequence[str], model: nn.Module, tokenizer: Any, length:
 
 # ---- images
 
-def of_images(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
+def image_bench(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
     """Load an image classifier and its test and calibration images.
 
     model: a run of task=imagenet, or a folder or name of timm or transformers. Raises DataError.
@@ -185,7 +186,7 @@ def of_images(model: str, folder: str, samples: int | None, calibration: int, se
         raise DataError(f"task.images={folder}: no such folder")
     files = files_ending(place, IMAGES)
     judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
-    pieces = {i: transform(images.read(files[i]))[None] for i in [*judged, *training]}
+    pieces = {i: transform(images.read_image(files[i]))[None] for i in [*judged, *training]}
     labels = [label_of(files[i][len(str(place)):], classes) for i in judged]
     return BatchBench(loaded, [pieces[i] for i in judged], [pieces[i] for i in training], noun="images", seed=seed,
                       labels=None if None in labels else [torch.tensor([label]) for label in labels])
@@ -201,7 +202,7 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
     """Load an image classifier in eval mode, its classes and its transform."""
     config = config_of(name)
     if config is None and is_of_timm(name):
-        description = vision.known(name)
+        description = vision.timm_description(name)
         return vision.build(description, Mechanism.of("exact"), "pretrained").eval(), description.classes, \
             description.transform()
     if config is not None and "architecture" in config:
@@ -220,15 +221,15 @@ def is_of_timm(name: str) -> bool:
 
 # ---- audio
 
-def of_audio(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
+def audio_bench(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
     """Load a speech model and its test and calibration utterances.
 
     model: a run of task=librispeech, or a model of transformers for CTC or audio classification. Raises DataError.
     """
-    utterances, config = spoken(source), config_of(model)
+    utterances, config = read_utterances(source), config_of(model)
     judged, training = spread(len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}")
     is_run = config is not None and config.get("kind") == conformer_transducer.KIND
-    loaded, batch = (transducer if is_run else hearer)(model)
+    loaded, batch = (transducer if is_run else load_hub_speech_model)(model)
     try:
         made = [batch(utterances[i]) for i in [*judged, *training]]
     except speech.BadAudio as error:
@@ -238,7 +239,7 @@ def of_audio(model: str, source: str, samples: int | None, calibration: int, see
     return BatchBench(loaded, made[:len(judged)], made[len(judged):], noun="utterances", seed=seed)
 
 
-def spoken(source: str) -> list[speech.Utterance]:
+def read_utterances(source: str) -> list[speech.Utterance]:
     """Return the utterances of a table with transcripts, or of a folder without."""
     path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
     if path.is_file():
@@ -246,7 +247,7 @@ def spoken(source: str) -> list[speech.Utterance]:
     else:
         heard = [speech.Utterance(file.stem, "", (speech.AudioPart(str(file), speech.seconds_of(file, str(file))),))
                  for file in speech.audio_files(source, "task.audio")]
-    faults.settle(len(heard))
+    faults.report(len(heard))
     return speech.usable(heard, float("inf"), faults)
 
 
@@ -266,7 +267,7 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
     return known.build(tensors), batch
 
 
-def hearer(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
+def load_hub_speech_model(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
     loaded, extractor = load(name, AUDIO), part_of(name, "AutoFeatureExtractor")
     folder = Path(encoders.folder_of(name, "task.model"))
     written = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZERS)

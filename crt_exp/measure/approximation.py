@@ -29,12 +29,12 @@ from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import SwapMeasurement, check_estimates
-from crt_exp.measure.kernel import drawn, drawn_ratios, generator, log_relative_mse
+from crt_exp.measure.kernel import generator, log_relative_mse, sample_projections, sampled_ratios
 from crt_exp.measure.fidelity import LayerCall, Subject, relative_error
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.samplers.noise import cached
+from crt_exp.samplers.noise import cached_property
 
 DRAWS = 200      # samples of the projections, for sample variances
 PREDICTED = 256  # query-key pairs of a head over which closed forms are averaged
@@ -78,7 +78,7 @@ class Approximation(SwapMeasurement):
         check_estimates(mechanism)
         if mechanism.estimates:
             phi = mechanism.map("softmax")  # raises before the first row if map and sampler are incompatible
-            noise = drawn(phi, mechanism, 1, layers[0].d, generator(seed), ())
+            noise = sample_projections(phi, mechanism, 1, layers[0].d, generator(seed), ())
             phi.phi_q(layers[0].x[:, :, :1], noise, layers[0].fit(phi))
             plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
         plan += [("layer", self.of_layer, (mechanism, m, i, seed)) for m in ms for i in numbers]
@@ -129,7 +129,7 @@ class Approximation(SwapMeasurement):
             else:
                 phi, rows = mechanism.projecting(m).map(), torch.randperm(x.shape[2], generator=generator(seed))
                 rows = rows[:self.row_count].sort().values
-                noise = drawn(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
+                noise = sample_projections(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
                 params = layer.fit(phi)
                 pairs["output"] = attention(x, y, v, phi, noise, params, causal=causal, counter=count), layer.output
                 pairs["matrix"] = [attention_matrix(x, y, *given, causal=causal, rows=rows)
@@ -148,7 +148,7 @@ class Approximation(SwapMeasurement):
         of_kinds = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
             of_kinds["_coupled"] = ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_part.name) - squared
-        ratios = drawn_ratios(phi, mechanism, m, x, y, params, DRAWS, generator(seed, i, m))
+        ratios = sampled_ratios(phi, mechanism, m, x, y, params, DRAWS, generator(seed, i, m))
         of_kinds["_sampled"] = ratios.var(0, keepdim=True).log()
         medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in of_kinds.items()}
         middle = {k: _number(v.median()) for k, v in medians.items()}
@@ -226,12 +226,12 @@ class LayerInputs:
     def __post_init__(self):
         self.heads, self.d = self.x.shape[1], self.x.shape[3]
 
-    @cached
+    @cached_property
     def y_of_heads(self) -> Tensor:
         """Keys of each query head, (1, H, S, d)."""
         return repeat_heads(self.y, self.heads)
 
-    @cached
+    @cached_property
     def output(self) -> Tensor:
         """Output of exact attention, (1, H, L, dv)."""
         return exact_attention(self.x, self.y, self.v, causal=self.causal)
@@ -330,7 +330,7 @@ class Pretrained(Subject):
                  layers: Sequence[int] | None = None):
         super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
         self.training, self.chosen = [self.rows], layers
-        calls = self.watched(self.rows, LayerCall.of, layers)[0]
+        calls = self.record_calls(self.rows, LayerCall.of, layers)[0]
         self.inputs = [LayerInputs(call.path, call.scaling**0.5 * call.q, call.scaling**0.5 * call.k, call.v,
                                    call.causal and call.q.shape[2] > 1) for call in calls]
 

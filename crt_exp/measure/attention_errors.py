@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.swap.bench import fitted
+from crt_exp.swap.bench import fit_attention
 from crt_exp.attention import Baseline, DenominatorCount, LinearAttention, attention
 from crt_exp.attention.reference import softmax_attention
 from crt_exp.config import ConfigError
@@ -195,7 +195,7 @@ class AttentionMaps(SwapMeasurement):
         errors = [float((a - b).norm() / b.norm()) for a, b in zip(made, exact)]
         yield {"layer": [*range(len(errors))], "error": errors, "mean_error": float(np.mean(errors))}
 
-    def similar(self, kept: language.KeptLanguageModel, chains: list[np.ndarray]) -> Iterator[dict[str, Any]]:
+    def similar(self, kept: language.SavedLanguageModel, chains: list[np.ndarray]) -> Iterator[dict[str, Any]]:
         composition, score = frequencies(chains), blosum62()
         logs = np.log(np.maximum(composition.mean(0), 1e-12))
         by = {"attention": similarity(shares(kept.build(), chains)),
@@ -208,7 +208,7 @@ class AttentionMaps(SwapMeasurement):
             yield {"by": name, "sample": names, "similarity": matrix[PAIRS].tolist()}
 
 
-def of_proteins(start: str) -> language.KeptLanguageModel:
+def of_proteins(start: str) -> language.SavedLanguageModel:
     """Load the model of a run of task=trembl.
 
     Raises DataError and ConfigError for other folders.
@@ -227,7 +227,7 @@ def entry_of(path: Path, accession: str) -> list[int]:
     return entries[accession]
 
 
-def with_random_weights(kept: language.KeptLanguageModel, start: str) -> language.LanguageModel:
+def with_random_weights(kept: language.SavedLanguageModel, start: str) -> language.LanguageModel:
     """Return a model of equal sizes with random weights, seeded by the run's weights."""
     weights = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
     digest = hashlib.sha256(weights).hexdigest()[:16]
@@ -241,7 +241,7 @@ def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
     Causal maps are fitted to the letters.
     """
     tokens = read_by(model, letters)
-    return [A[0] for A in attention_matrices(fitted(model, [tokens]), tokens)]
+    return [A[0] for A in attention_matrices(fit_attention(model, [tokens]), tokens)]
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from crt_exp.data import text as data
 from crt_exp.data.text import official_file
 from crt_exp.measure import SwapMeasurement
-from crt_exp.measure.advise import length_in, opened, rows_of
+from crt_exp.measure.advise import length_in, load_language_model, rows_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.options import Count, Several, Whole, checked
 from crt_exp.runner.configuration import kept_task
-from crt_exp.swap.bench import SHARE, TextBench, looked_at, nats
+from crt_exp.swap.bench import SHARE, TextBench, calibrated_layers, nats
 from crt_exp.swap.calibration import learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
@@ -87,7 +87,7 @@ class Subject(TextBench):
                  tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
                  cache_dir: str | Path | None = None):
         self.name = model
-        loaded, self.tokenizer = opened(model, tokenizer)
+        loaded, self.tokenizer = load_language_model(model, tokenizer)
         L = length_in(loaded, length)
         check_apart(text, calibration)
 
@@ -97,7 +97,7 @@ class Subject(TextBench):
         super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
                          pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
         self.calls: list[list[LayerCall]] = []
-        self.exact = [self.captured(i) for i in range(texts)]
+        self.exact = [self.record_exact(i) for i in range(texts)]
 
     # ---- reading
 
@@ -108,25 +108,25 @@ class Subject(TextBench):
         states = list(out.hidden_states[1:])
         if self.predicts is None:
             return Pass(states, None)
-        inputs, labels = self.asked(i)
+        inputs, labels = self.inputs_and_labels(i)
         logits = out.logits if self.causal else self.model(input_ids=inputs).logits
         return Pass(states, float(nats(logits, labels).mean()))
 
     def run(self, ids: Tensor) -> Any:
         return super().run(ids, output_hidden_states=True)
 
-    def asked(self, i: int) -> tuple[Tensor, Tensor]:
+    def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels of document i; masked models get BERT's corruption."""
         if self.causal:
-            return super().asked(i)
+            return super().inputs_and_labels(i)
         draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
         batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i:i + 1].numpy(), draw)
         return batch["input_ids"], batch["labels"]
 
-    def captured(self, i: int) -> Pass:
+    def record_exact(self, i: int) -> Pass:
         """Run the exact model on document i; append its attention calls to `calls`."""
         exact = self.read(i)
-        self.calls.append(self.watched(self.rows[i:i + 1], LayerCall.of)[0])
+        self.calls.append(self.record_calls(self.rows[i:i + 1], LayerCall.of)[0])
         return exact
 
     # ---- other attention
@@ -274,7 +274,8 @@ class SwapLoss(SwapMeasurement):
         task = task_of(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
-            looked_at(model, [called(task, batch) for batch in islice(task.batches("train", Plan(1)), self.fit)])
+            calibrated_layers(model, [model_inputs(task, batch) for batch in islice(task.batches("train", Plan(1)),
+                                                                                    self.fit)])
         read = getattr(task, "metrics", task.evaluate)  # without the additional output of a run's end
         for split in self.splits:
             found = read(model, split, Reader(task))
@@ -282,7 +283,7 @@ class SwapLoss(SwapMeasurement):
                                                  if isinstance(value, (int, float))}
 
 
-def called(task: Task, batch: Batch) -> Any:
+def model_inputs(task: Task, batch: Batch) -> Any:
     """Return the inputs that the model is called with."""
     if hasattr(task, "arguments"):
         return task.arguments(batch)

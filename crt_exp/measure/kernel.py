@@ -52,13 +52,14 @@ def generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
 
 
-def drawn(phi: FeatureMap, mechanism: Mechanism, m: int, d: int, g: torch.Generator, batch: tuple[int, ...]) -> Nested:
+def sample_projections(phi: FeatureMap, mechanism: Mechanism, m: int, d: int, g: torch.Generator,
+                       batch: tuple[int, ...]) -> Nested:
     """Sample random projections for the map from the mechanism's sampler."""
     return phi.noise(m, lambda p: mechanism.sampler(p.m, d, g, batch=batch))
 
 
-def drawn_ratios(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params: Params, draws: int,
-                 g: torch.Generator) -> Tensor:
+def sampled_ratios(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Tensor, params: Params, draws: int,
+                   g: torch.Generator) -> Tensor:
     """Return estimate / SM for `draws` samples of the projections.
 
     The shape is (draws, n), or (draws, *heads, n) for x and y (1, *heads, n, d).
@@ -67,7 +68,7 @@ def drawn_ratios(phi: FeatureMap, mechanism: Mechanism, m: int, x: Tensor, y: Te
     block, ratios = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m))), []
     for start in range(0, draws, block):
         batch = (min(block, draws - start), *[1] * max(0, x.ndim - 3))
-        noise = drawn(phi, mechanism, m, x.shape[-1], g, batch)
+        noise = sample_projections(phi, mechanism, m, x.shape[-1], g, batch)
         ratios.append(bias * estimate_ratios(phi, x, y, noise, params))
     return torch.cat(ratios)
 
@@ -78,7 +79,7 @@ def squared_errors(phi: FeatureMap, mechanism: Mechanism, x: Tensor, y: Tensor, 
 
     For a given seed, maps with equal numbers of projections share them.
     """
-    ratios = drawn_ratios(phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed))
+    ratios = sampled_ratios(phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed))
     return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
 
 
@@ -275,7 +276,7 @@ def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted
 
     "attention" counts the features of a query and a key, and their products with values and ones.
     """
-    bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+    bound = phi.bind(sample_projections(phi, mechanism, mechanism.m, d, generator(0), ()), params)
 
     def run(x: Tensor) -> Tensor:
         queries = columns(bound.phi_q(x))
@@ -357,7 +358,7 @@ def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
         return length**2 * (2 * d + 4) if mechanism.is_exact else 0  # products, exp, two sums, one division
     phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
     params = phi.fit(Statistics.of(x, x))
-    bound = phi.bind(drawn(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+    bound = phi.bind(sample_projections(phi, mechanism, mechanism.m, d, generator(0), ()), params)
 
     def ranked(x: Tensor) -> Tensor:  # column sums of normalised linear self-attention
         f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))

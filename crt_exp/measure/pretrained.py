@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from crt_exp.swap.bench import AT_ONCE, UNSURE, Bench, TextBench, quiet
+from crt_exp.swap.bench import MIN_CONTEXT, TOKENS_PER_BLOCK, Bench, TextBench, quiet
 from crt_exp.data import images
 from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.options import Count, checked
@@ -72,7 +72,7 @@ def folder_of(model: str) -> Path:
 
 
 @lru_cache(maxsize=1)
-def opened(model: str) -> Opened:
+def load_model_and_tokenizer(model: str) -> Opened:
     folder = folder_of(model)
     return Opened(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
                   AutoTokenizer.from_pretrained(folder))
@@ -105,7 +105,7 @@ def plain_text(split: str) -> str:
 
 @lru_cache(maxsize=2)
 def tokens(model: str, split: str) -> Tensor:
-    return opened(model).encoded(plain_text(split))
+    return load_model_and_tokenizer(model).encoded(plain_text(split))
 
 
 def passage(model: str, split: str, seed: int, length: int) -> Tensor:
@@ -127,7 +127,7 @@ def repeated(model: str, length: int, seed: int) -> Row:
     The first tokens of the second half are not predicted.
     """
     half = length // 2
-    return Row(passage(model, "valid", seed, half).repeat(2)[None], torch.arange(half + UNSURE, 2 * half))
+    return Row(passage(model, "valid", seed, half).repeat(2)[None], torch.arange(half + MIN_CONTEXT, 2 * half))
 
 
 ROWS = {"new": new, "repeated": repeated}
@@ -137,32 +137,32 @@ ROWS = {"new": new, "repeated": repeated}
 
 
 @lru_cache(maxsize=4)
-def exact_of(model: str, kind: str, length: int, seed: int) -> tuple[Row, Reading]:
+def exact_reading(model: str, kind: str, length: int, seed: int) -> tuple[Row, Reading]:
     """Return a row and its reading with exact attention."""
     made = ROWS[kind](model, length, seed)
-    return made, read(opened(model).model, made)
+    return made, run_row(load_model_and_tokenizer(model).model, made)
 
 
 @torch.no_grad()
-def read(model: nn.Module, row: Row) -> Reading:
+def run_row(model: nn.Module, row: Row) -> Reading:
     states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state[0, row.places - 1]
     head, wanted, nats, best = model.get_output_embeddings(), row.ids[0, row.places], [], []
-    for part, labels in zip(states.split(AT_ONCE), wanted.split(AT_ONCE)):
+    for part, labels in zip(states.split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK)):
         logits = head(part).float()
         nats.append(F.cross_entropy(logits, labels, reduction="none").double())
         best.append(logits.argmax(-1))
     return Reading(torch.cat(nats), torch.cat(best))
 
 
-def bench_of(model: str, row: Row, length: int, fit: int, fit_text: str) -> TextBench:
+def text_bench(model: str, row: Row, length: int, fit: int, fit_text: str) -> TextBench:
     """Return a bench of the model on a row, with `fit` calibration rows."""
     fitted_to = [passage(model, fit_text, i, min(length, FITTED)) for i in range(fit)]
-    return TextBench(opened(model).model, row.ids, torch.stack(fitted_to))
+    return TextBench(load_model_and_tokenizer(model).model, row.ids, torch.stack(fitted_to))
 
 
 @contextmanager
-def arranged(method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int, dtype: str | None = None
-             ) -> Iterator[nn.Module]:
+def with_attention(method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int, dtype: str | None = None
+                   ) -> Iterator[nn.Module]:
     """Swap attention in the bench's model and yield the whole model.
 
     With `dtype`, yield a copy of that type with exact attention instead.
@@ -203,12 +203,12 @@ class SwapText(SwapMeasurement):
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        row, exact = exact_of(self.model, self.kind, self.length, seed)
+        row, exact = exact_reading(self.model, self.kind, self.length, seed)
         found = exact
         if not mechanism.is_exact or self.dtype:
-            bench = bench_of(self.model, row, self.length, self.fit, self.fit_text)
-            with arranged(mechanism, bench, bench.model, seed, self.dtype) as reader:
-                found = read(reader, row)
+            bench = text_bench(self.model, row, self.length, self.fit, self.fit_text)
+            with with_attention(mechanism, bench, bench.model, seed, self.dtype) as reader:
+                found = run_row(reader, row)
         yield {"nats": float(found.nats.mean()), "above": float((found.nats - exact.nats).mean()),
                "agrees": float((found.best == exact.best).float().mean())}
 
@@ -278,7 +278,7 @@ class SwapImages(SwapMeasurement):
 
         def batch(split: str, count: int) -> Tensor:
             places = np.linspace(0, len(splits[split].labels) - 1, count).astype(int)
-            pixels = np.stack([images.squared(splits[split], i, self.size, 3) for i in places])
+            pixels = np.stack([images.square_image(splits[split], i, self.size, 3) for i in places])
             return (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / deviation
 
         judged = batch("val", self.images)

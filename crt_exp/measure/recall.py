@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
-from crt_exp.swap.bench import UNSURE, TextBench, fitted, following
+from crt_exp.swap.bench import MIN_CONTEXT, TextBench, fit_attention, next_token_labels
 from crt_exp.swap.swap import LayerMaker, swap_layers
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
@@ -32,8 +32,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
-from crt_exp.tasks.mlm import repeated
-from crt_exp.tasks.sequences import drawn
+from crt_exp.tasks.mlm import repeat_first_half
+from crt_exp.tasks.sequences import recall_row
 
 OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
 CALIBRATION = 4        # calibration rows of task=swap_recall
@@ -79,7 +79,7 @@ class FarKey(Measurement):
         if name not in OWN:
             raise unknown("method", name, [*OWN, *BASELINES])
         if name == "nearfar":
-            sizes = Sizes(options.pop("block"), options.pop("heavy"), cells_at(self.length), **options)
+            sizes = Sizes(options.pop("block"), options.pop("heavy"), clusters_at(self.length), **options)
             return near_far_attention(*heads, sizes, causal=True)
         return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=True, **options)
 
@@ -135,10 +135,10 @@ class SwapRecall(SwapMeasurement):
         symbols, right, count = kept.symbols["values"], 0, 0
 
         def row(split: str, number: int) -> tuple[Tensor, Tensor]:
-            return tuple(map(torch.from_numpy, drawn(split, number, self.length, symbols, self.pairs, self.pairs)))
+            return tuple(map(torch.from_numpy, recall_row(split, number, self.length, symbols, self.pairs, self.pairs)))
 
         given = (row("train", i)[0][None] for i in range(CALIBRATION))
-        model = fitted(kept.build(replace(mechanism, seed=0)), given)
+        model = fit_attention(kept.build(replace(mechanism, seed=0)), given)
         for i in range(self.evaluated):
             tokens, labels = row("test", 1000 * seed + i)
             asked = labels >= 0
@@ -169,7 +169,7 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     """
     text, g = blocks(start, split, length), generator_of(seed, length)
     rows = text[torch.randperm(len(text), generator=g)[:ROWS]]
-    return repeated(rows, 1.0, torch.rand(2, len(rows), generator=g))
+    return repeat_first_half(rows, 1.0, torch.rand(2, len(rows), generator=g))
 
 
 @checked("task")
@@ -190,9 +190,9 @@ class SwapCopying(SwapMeasurement):
         rows, train = (passages(self.start, split, self.length, each) for split, each in (("test", seed), ("train", 0)))
         bench, half = TextBench(model_of(self.start)[0], rows, train), self.length // 2
         with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
-            nats = [bench.nats(*following(row)) for row in rows.split(1)]
+            nats = [bench.nats(*next_token_labels(row)) for row in rows.split(1)]
         new = [float(row[:half - 1].mean()) for row in nats]
-        copied = [float(row[half + UNSURE:].mean()) for row in nats]
+        copied = [float(row[half + MIN_CONTEXT:].mean()) for row in nats]
         new, copied = (sum(each) / len(each) for each in (new, copied))
         yield {"new": new, "copied": copied, "gain": new - copied}
 
@@ -203,7 +203,7 @@ class SwapCopying(SwapMeasurement):
 # keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
 
 
-def seen(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
+def key_masks(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
     """Return masks (R, L) of the keys always attended to, and of other past keys."""
     places = torch.arange(k.shape[2])
     ago = places[len(places) - q.shape[2]:].unsqueeze(1) - places
@@ -211,7 +211,7 @@ def seen(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
     return close, (ago >= 0) & ~close
 
 
-def reading(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int) -> Tensor:
+def top_key_attention(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int) -> Tensor:
     """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L).
 
     near, far: masks (R, L).
@@ -221,16 +221,16 @@ def reading(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Te
     return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
 
 
-def largest(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+def top_weight_keys(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
     """Oracle: near keys and the keys with the largest weights."""
-    return reading(q, k, v, q @ k.mT, *seen(q, k, near, first), keys)
+    return top_key_attention(q, k, v, q @ k.mT, *key_masks(q, k, near, first), keys)
 
 
 def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
     """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
     of_page = k.unflatten(2, (-1, PAGE))
     rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
-    return reading(q, k, v, rank.repeat_interleave(PAGE, -1), *seen(q, k, near, first), keys)
+    return top_key_attention(q, k, v, rank.repeat_interleave(PAGE, -1), *key_masks(q, k, near, first), keys)
 
 
 def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
@@ -240,10 +240,10 @@ def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first
     by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
     optimistic.
     """
-    length, K = q.shape[2], cells_at(q.shape[2])
+    length, K = q.shape[2], clusters_at(q.shape[2])
     centres, cell = kmeans(k, K)
     member = F.one_hot(cell, K).to(k)                                                        # (1, H, L, K)
-    close, far = seen(q, k, near, first)
+    close, far = key_masks(q, k, near, first)
     there = member.clone()
     there[:, :, :first] = 0
     there = torch.cat([torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2)        # excludes near keys
@@ -271,11 +271,11 @@ def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
     return centres, torch.cdist(k, centres).argmin(-1)
 
 
-def cells_at(length: int) -> int:
+def clusters_at(length: int) -> int:
     return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
 
 
-BASELINES: dict[str, Callable[..., Tensor]] = {"largest": largest, "pages": pages, "clusters": clusters}
+BASELINES: dict[str, Callable[..., Tensor]] = {"largest": top_weight_keys, "pages": pages, "clusters": clusters}
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,18 @@ from crt_exp.measure import Measurement
 from crt_exp.times import Call, Update, added, in_turns, milliseconds
 
 CAUSAL = " causal"          # suffix of a method's name
-CHUNKED, PEER = f"chunked{CAUSAL}", "performer-pytorch"
+CHUNKED, BASELINE = f"chunked{CAUSAL}", "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
-NAMES = (CHUNKED, PEER, PEER + CAUSAL, FORMED)
+NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
 HEADS, D = 8, 64            # sizes of attention alone
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
 M = {"one_head": 300}       # default number of projections
 OTHER_M = 256
 ALONE = [f"{name}{end}" for end in ("", CAUSAL) for name in (
-    "exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", PEER)] + ["identity", CHUNKED]
+    "exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)] + ["identity", CHUNKED]
 IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
 # Maximum lengths of the default methods; the causal baseline stores L m d numbers.
-LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, PEER: 65536, PEER + CAUSAL: 1024}
+LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, BASELINE: 65536, BASELINE + CAUSAL: 1024}
 # Called directly, because their layers copy the scaled queries and keys.
 PLAIN = {"exact": exact_attention, "identity": identity_attention, "uniform": uniform_attention}
 SAMPLE = 512                # queries and keys of a head to which clusters are fitted, before timing
@@ -50,11 +50,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # ---- methods
 
 
-def at_hand(what: str, length: int) -> Sequence[str]:
+def default_methods(what: str, length: int) -> Sequence[str]:
     """Return the default methods; quadratic ones only up to their maximum length."""
     if what == "attention":
         peer = find_spec("performer_pytorch") is not None
-        return [name for name in ALONE if length <= LONGEST.get(name, length) and (peer or not name.startswith(PEER))]
+        return [name for name in ALONE if length <= LONGEST.get(name,
+                                                                length) and (peer or not name.startswith(BASELINE))]
     return [name for name in IN_MODELS if name != "exact" or length <= 4096] if what in PASSES else []
 
 
@@ -92,7 +93,7 @@ class Work(NamedTuple):
 # ---- attention alone: queries, keys and values (1, HEADS, length, D), with scale d^(-1/4) applied
 
 
-def alone(method: str, length: int) -> Work:
+def attention_work(method: str, length: int) -> Work:
     *given, gradient = inputs(length)
 
     def backward(out: Tensor) -> None:
@@ -109,7 +110,7 @@ def attend_by(method: str) -> Attend:
         return chunked(orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,)).rows())
     if name in PLAIN:
         return partial(PLAIN[name], causal=causal)
-    if name == PEER:
+    if name == BASELINE:
         return performer_pytorch(D, OTHER_M, causal)
     mechanism = mechanism_of(name, "attention")
     return of_map(mechanism, causal) if mechanism.estimates else mechanism.layer(HEADS, D, scaling=1.0,
@@ -235,25 +236,25 @@ def vit_step(method: str, tokens: int) -> Update:
 
 
 TIMED: dict[str, Callable[[str, int], Work | Call]] = {
-    "attention": alone, **{what: partial(transformer, what) for what in MODELS},
+    "attention": attention_work, **{what: partial(transformer, what) for what in MODELS},
     "vit": lambda method, length: whole(*vit(method, length)), "vit_ti": vit_step,
     "one_head": OneHead}
 PASSES = ("attention", *MODELS, "vit")  # inference and training are timed separately
 
 
-def held_alone(method: str, length: int) -> float:
-    warm, work = alone(method, 256), alone(method, length)
+def attention_memory(method: str, length: int) -> float:
+    warm, work = attention_work(method, 256), attention_work(method, length)
     warm.backward(warm.forward())  # libraries and threads
     theirs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
     return added(lambda: work.backward(work.forward())) - theirs / 2**20
 
 
-def held_by_step(method: str, length: int) -> float:
+def training_memory(method: str, length: int) -> float:
     vit_step(method, 64)()  # libraries and threads
     return vit_step(method, length).added()
 
 
-HELD = {"attention": held_alone, "vit_ti": held_by_step}
+MEMORY = {"attention": attention_memory, "vit_ti": training_memory}
 
 
 # ---- the tasks
@@ -281,7 +282,7 @@ class Speed(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         places = [(length, method) for length in self.lengths
-                  for method in self.methods or at_hand(self.what, length) or [str(mechanism)]]
+                  for method in self.methods or default_methods(self.what, length) or [str(mechanism)]]
         warm = dict.fromkeys((min(length, WARMED), method) for length, method in places)
         in_turns({place: self.turn(*place) for place in warm}, 1, lambda turn: turn(), warm=0)
         found = in_turns({place: self.turn(*place) for place in places}, self.rounds, lambda turn: turn(), 0, seed)
@@ -314,9 +315,9 @@ class Memory(Measurement):
 
     metric = "mib"
 
-    def __init__(self, what: Literal[*HELD], length: Count, method: str | None = None):
+    def __init__(self, what: Literal[*MEMORY], length: Count, method: str | None = None):
         check_methods([method] if method else (), what)
         self.what, self.length, self.method = what, length, method
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        yield {"length": self.length, "mib": HELD[self.what](self.method or str(mechanism), self.length)}
+        yield {"length": self.length, "mib": MEMORY[self.what](self.method or str(mechanism), self.length)}

@@ -84,7 +84,7 @@ REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]]
 
 
 @lru_cache(maxsize=1)
-def drawn(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> tuple[Tensor, Tensor]:
+def sample_pairs(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> tuple[Tensor, Tensor]:
     """Sample the pairs of a regime with sigma = 1, once for all sigmas."""
     return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
 
@@ -126,7 +126,7 @@ class Variance(Series):
         self.fit, self.resize = fit, resize or {}
 
     def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        x, y = drawn(self.regime, self.pairs, seed, tuple(self.resize.items()))
+        x, y = sample_pairs(self.regime, self.pairs, seed, tuple(self.resize.items()))
         values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
         record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
         return record if sigma != self.values[-1] else record | {"of_pairs": values.tolist()}

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from crt_exp.swap.bench import Bench, fitted, quiet
+from crt_exp.swap.bench import Bench, fit_attention, quiet
 from crt_exp.data import speech
 from crt_exp.data.text import generator_of
 from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure.adapt import descent
 from crt_exp.measure import SwapMeasurement
-from crt_exp.measure.pretrained import DTYPES, arranged, folder_of
+from crt_exp.measure.pretrained import DTYPES, with_attention, folder_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import error_rates
 
@@ -46,7 +46,7 @@ def utterances(subset: str) -> list[speech.Utterance]:
     """Return the utterances of a subset in a fixed random order."""
     faults = speech.Faults("error", subset)
     found = list(speech.official([subset], None, faults))
-    faults.settle(len(found))
+    faults.report(len(found))
     random.Random(0).shuffle(found)
     return found
 
@@ -138,7 +138,7 @@ class SwapSpeech(SwapMeasurement):
         made, processor = load(self.model)
         spoken = group(self.subset, self.count, seed, self.fit)
         bench = encoder_bench(self.model, self.subset, self.fit)
-        with arranged(mechanism, bench, made, seed, self.dtype) as model:
+        with with_attention(mechanism, bench, made, seed, self.dtype) as model:
             written = [transcript(model, processor, each) for each in spoken]
         yield {"wer": word_error_rate(processor, spoken, written)}
 
@@ -215,7 +215,7 @@ class Whisper(SwapMeasurement):
         if not mechanism.is_exact:
             with quiet():
                 replace(mechanism, seed=seed).swap(model.get_encoder(), saved=False)
-                fitted(model.get_encoder(), [{"input_features": features(processor, fit)}])
+                fit_attention(model.get_encoder(), [{"input_features": features(processor, fit)}])
         return model
 
     def loss(self, model: nn.Module, utterance: speech.Utterance) -> Tensor:

@@ -27,9 +27,9 @@ from crt_exp.attention.checks import outside_graphs
 from crt_exp.config import ConfigError
 from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import check_shapes, read_kept, write_kept
+from crt_exp.models.folder import check_shapes, open_folder, save_folder
 from crt_exp.options import Count, NotNegative, check_options
-from crt_exp.samplers.noise import as_given
+from crt_exp.samplers.noise import no_autocast
 
 WINDOW, HOP = 0.025, 0.010  # seconds
 STEP = 4 * HOP  # seconds between encoder frames; the receptive field of a frame is WINDOW + 6 HOP before the Conformer
@@ -83,12 +83,12 @@ def frames_of(samples, rate: int):
     return (samples - round(WINDOW * rate)) // round(HOP * rate) + 1
 
 
-def subsampled(frames):
+def subsampled_length(frames):
     """Number of encoder frames: two unpadded convolutions of width 3, stride 2."""
     return ((frames - 1) // 2 - 1) // 2
 
 
-def real(lengths: Tensor, most: int) -> Tensor:
+def frame_mask(lengths: Tensor, most: int) -> Tensor:
     """Lengths (B,) -> mask (B, most), True for real frames."""
     return torch.arange(most, device=lengths.device) < lengths[:, None]
 
@@ -110,15 +110,15 @@ class LogMel(nn.Module):
             self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
 
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        with as_given(audio):
+        with no_autocast(audio):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
             x, frames = torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT, frames_of(samples, self.rate)
-            keep, count = real(frames, x.shape[1])[:, :, None], frames[:, None, None]
+            keep, count = frame_mask(frames, x.shape[1])[:, :, None], frames[:, None, None]
             centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
             return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt(), frames
 
 
-def masked(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
+def apply_spec_augment(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
     """SpecAugment: set bands of mels and spans of frames of (B, frames, mels) to 0.
 
     0 is the mean. bands, spans (B, n, 2) hold the first index and the one after the last. The data loader samples them,
@@ -141,7 +141,7 @@ class Subsampling(nn.Module):
     def __init__(self, mels: int, channels: int, dim: int, dropout: float):
         super().__init__()
         self.first, self.second = nn.Conv2d(1, channels, 3, 2), nn.Conv2d(channels, channels, 3, 2)
-        self.out, self.dropout = nn.Linear(channels * subsampled(mels), dim), nn.Dropout(dropout)
+        self.out, self.dropout = nn.Linear(channels * subsampled_length(mels), dim), nn.Dropout(dropout)
         # torch's default would leave 1% of the variance of the features
         for part in (self.first, self.second, self.out):
             nn.init.kaiming_normal_(part.weight, nonlinearity="linear" if part is self.out else "relu")
@@ -208,9 +208,9 @@ class Encoder(nn.Module):
     def forward(self, audio: Tensor, samples: Tensor, bands: Tensor | None = None,
                 spans: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x, frames = self.features(audio, samples)
-        x = self.subsampling(x if bands is None else masked(x, bands, spans)).transpose(0, 1)
-        lengths = subsampled(frames)
-        keep = real(lengths, len(x))
+        x = self.subsampling(x if bands is None else apply_spec_augment(x, bands, spans)).transpose(0, 1)
+        lengths = subsampled_length(frames)
+        keep = frame_mask(lengths, len(x))
         for layer in self.layers:
             x = layer(x, keep)
         return x.transpose(0, 1).to(self.subsampling.out.weight.dtype), lengths  # sharded layers return float32
@@ -240,9 +240,9 @@ class Joiner(nn.Module):
         super().__init__()
         self.heard, self.said, self.out = nn.Linear(dim, width), nn.Linear(cells, width), nn.Linear(width, symbols)
 
-    def forward(self, heard: Tensor, said: Tensor) -> Tensor:
-        """heard (..., J), said (..., J) -> (..., V)."""
-        return self.out(torch.tanh(heard + said))
+    def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
+        """encoded (..., J), predicted (..., J) -> (..., V)."""
+        return self.out(torch.tanh(encoded + predicted))
 
 
 class Hypothesis(NamedTuple):
@@ -278,7 +278,7 @@ class ConformerTransducer(nn.Module):
             samples: lengths of the audio (B,).
             targets: symbols (B, U) int32.
             target_lengths: (B,).
-            bands, spans: see `masked`.
+            bands, spans: see `apply_spec_augment`.
         """
         encoded, lengths = self.encoder(audio, samples, bands, spans)
         losses = None if targets is None else self.losses(encoded, lengths, targets, target_lengths)
@@ -356,17 +356,17 @@ class Recogniser(NamedTuple):
         return model if tensors is None else model.eval()
 
 
-def keep(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
+def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     symbols = recogniser.symbols
     config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
               "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
-    write_kept(directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None)
+    save_folder(directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None)
 
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     """Load the recogniser and the weights of a run. Raises DataError naming `option`."""
-    with read_kept(run, option, KIND, "task=librispeech") as (folder, config, tensors):
+    with open_folder(run, option, KIND, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
         symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
         mechanism = Mechanism.of_saved(config["attention"], f"{option}={run}")

@@ -62,7 +62,8 @@ def load_tokenizer(origin: Origin):
     """Load the tokenizer. Raises DataError if there is none."""
     from transformers import AutoTokenizer
 
-    tokenizer = loaded(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin, "tokenizer")
+    tokenizer = load_or_explain(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin,
+                                "tokenizer")
     # transformers returns an empty tokenizer for a folder without tokenizer files
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise DataError(f"{origin.option}={origin.name}: no tokenizer; expected tokenizer.json or vocab.txt")
@@ -73,8 +74,8 @@ def load_config(origin: Origin, **changes: Any):
     """Load the model's configuration with changed keys. Raises DataError."""
     from transformers import AutoConfig
 
-    return loaded(lambda: AutoConfig.from_pretrained(origin.name, trust_remote_code=False, **changes), origin,
-                  "configuration")
+    return load_or_explain(lambda: AutoConfig.from_pretrained(origin.name, trust_remote_code=False, **changes), origin,
+                           "configuration")
 
 
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
@@ -92,7 +93,7 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
             raise ConfigError(f"{origin.option}={origin.name}: trained with another attention ({', '.join(changed)}); "
                               f"use that attention, or task.init=uptrain task.model={origin.name}")
     if origin.weights:
-        model, info = loaded(lambda: auto.from_pretrained(
+        model, info = load_or_explain(lambda: auto.from_pretrained(
             origin.name, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
             ignore_mismatched_sizes=True), origin, "weights")  # a head for other classes has other shapes
         check_complete(model, info, origin)
@@ -141,7 +142,7 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
                         f"{', '.join(wrong[:3])}")
 
 
-def loaded(load: Callable[[], Any], origin: Origin, what: str) -> Any:
+def load_or_explain(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     """Call `load` and turn its errors into a DataError that states the fix."""
     from safetensors import SafetensorError
 
@@ -206,7 +207,7 @@ def buildable(option: str) -> Iterator[None]:
         raise ConfigError(f"{option}: transformers cannot build the model: {reason_of(error)[:300]}") from None
 
 
-def keep(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
+def save_model(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     with whole_folder(directory) as path, quiet():
         model.save_pretrained(path, state_dict=tensors)

@@ -1,6 +1,6 @@
 """The folder `<run>/model` of a run: atomic writes and digests of the weights.
 
-`write_kept` and `read_kept` are for models of this package: config.json and tensors.
+`save_folder` and `open_folder` are for models of this package: config.json and tensors.
 """
 
 import hashlib
@@ -150,8 +150,8 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
 
 
 # ---- config.json and tensors -----------------------------------------------------------------------------------------
-def write_kept(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor],
-               files: Mapping[str, bytes] | None = None) -> None:
+def save_folder(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor],
+                files: Mapping[str, bytes] | None = None) -> None:
     """Write `<directory>/model` with further files, atomically. Raises OSError."""
     with whole_folder(directory) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
@@ -161,7 +161,7 @@ def write_kept(directory: Path, config: dict[str, Any], tensors: Mapping[str, Te
 
 
 @contextmanager
-def read_kept(run: str | Path, option: str, kind: str,
+def open_folder(run: str | Path, option: str, kind: str,
          task: str) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
     """Context manager: yield the folder, config and tensors of a run's model.
 

@@ -118,7 +118,7 @@ class ImplicitPolicy:
         """The attention that ranks the patches; None if all are kept."""
         return None if self.looks == "average" else mechanism.layer(self.heads, self.d, scaling=1.0).eval()
 
-    def kept(self, layer: nn.Module | None, theta: Tensor, images: Tensor) -> Tensor:
+    def selected_patches(self, layer: nn.Module | None, theta: Tensor, images: Tensor) -> Tensor:
         """Patches that the controller reads, (P, H, L), as ones and zeros.
 
         Among equal ranks the first patches are kept.
@@ -136,7 +136,7 @@ class ImplicitPolicy:
     def act(self, layer: nn.Module | None, theta: Tensor, images: Tensor, states: Tensor) -> Tensor:
         """theta (P, N), images (P, C, size, size), states (P, S) -> actions (P, A)."""
         *_, controller = self.parts(theta)
-        kept = self.kept(layer, theta, images)
+        kept = self.selected_patches(layer, theta, images)
         seen = tokens(images, self.patch)[..., :-1]                                    # (P, L, C + 2)
         seen[..., :self.channels] /= self.patch**2  # a mean, of the scale of positions
         mean = kept @ seen / kept.sum(-1, keepdim=True)                                # (P, H, C + 2)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from crt_exp.attention.state import make_room
 from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import check_shapes, read_kept, write_kept
+from crt_exp.models.folder import check_shapes, open_folder, save_folder
 from crt_exp.options import Count, check_options
 from crt_exp.swap.swap import LayerMaker
 
@@ -97,7 +97,7 @@ class SequenceModel(nn.Module):
                                 rotary=description.positions == "rotary", checkpointing=checkpointing)
         self.norm = nn.LayerNorm(sizes["d"])
 
-    def begin_small(self) -> None:
+    def initialize_embeddings(self) -> None:
         for embedding in filter(None, (self.symbol, self.place)):
             nn.init.normal_(embedding.weight, std=0.02)  # as in GPT-2: tied logits start near 0
 
@@ -122,7 +122,7 @@ class LanguageModel(SequenceModel):
     def __init__(self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False):
         super().__init__(description, make, checkpointing)
         self.head = nn.Linear(description.sizes["d"], description.symbols)
-        self.begin_small()
+        self.initialize_embeddings()
         if description.tied:
             self.head.weight = self.symbol.weight
         nn.init.zeros_(self.head.bias)
@@ -162,7 +162,7 @@ class Classifier(SequenceModel):
         super().__init__(description, make, checkpointing)
         d, self.together = description.sizes["d"], together
         self.head = nn.Sequential(nn.Linear(d if together == 1 else 4 * d, d), nn.GELU(), nn.Linear(d, classes))
-        self.begin_small()
+        self.initialize_embeddings()
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Tokens (B, L) -> logits (B / together, classes). key_mask (B, L), True = keep."""
@@ -195,7 +195,7 @@ class Rotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def turned(t: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(t: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys (B, H, L, d)."""
     first, second = t.chunk(2, -1)
     cos, sin = (part.to(t.dtype) for part in turn)
@@ -222,7 +222,7 @@ class TransformerBlock(nn.Module):
         `past` is the decoding state of the attention, which the call updates.
         """
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, d)
-        q, k = (turned(q, turn), turned(k, turn)) if turn else (q, k)
+        q, k = (rotate(q, turn), rotate(k, turn)) if turn else (q, k)
         out = self.attention(q, k, v, key_mask) if past is None else past.step(q, k, v)
         x = x + self.dropout(self.proj(out.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.ffn(self.norm2(x)))
@@ -266,7 +266,7 @@ class Transformer(nn.Module):
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
-class KeptLanguageModel(NamedTuple):
+class SavedLanguageModel(NamedTuple):
     """A saved language model. `symbols` describes the vocabulary as JSON.
 
     `named` is the name of the folder in errors.
@@ -290,35 +290,35 @@ class KeptLanguageModel(NamedTuple):
         and causal layers with fitted features need `calibrate_attention`.
         """
         model = LanguageModel(self.description, (mechanism or self.mechanism).layer)
-        fill(model, self, mechanism or self.mechanism)
+        load_weights(model, self, mechanism or self.mechanism)
         return model.eval()
 
 
-def keep(description: LanguageDescription, mechanism: Mechanism, symbols: dict[str, Any], tensors: dict[str, Tensor],
-         directory: Path) -> None:
+def save_model(description: LanguageDescription, mechanism: Mechanism, symbols: dict[str, Any],
+               tensors: dict[str, Tensor], directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     config = {"kind": KIND} | asdict(description) | {"attention": mechanism.saved(), "vocabulary": symbols}
     if description.tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
-    write_kept(directory, config, tensors)
+    save_folder(directory, config, tensors)
 
 
-def load(run: str | Path, option: str) -> KeptLanguageModel:
+def load(run: str | Path, option: str) -> SavedLanguageModel:
     """Load the model of a run.
 
     Raises DataError, naming `option`, if the run holds no such model, and ConfigError for an unknown attention.
     """
     named = f"{option}={run}"
-    with read_kept(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
+    with open_folder(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
         mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
         check_options("", LanguageDescription, config)
-        kept = KeptLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
+        kept = SavedLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]
         check_shapes(lambda: LanguageModel(kept.description, exact), layers, kept.untied(), named)
         return kept
 
 
-def fill(model: LanguageModel, kept: KeptLanguageModel, mechanism: Mechanism) -> bool:
+def load_weights(model: LanguageModel, kept: SavedLanguageModel, mechanism: Mechanism) -> bool:
     """Load saved weights into a model; return whether its attention is the same.
 
     Random projections and statistics are loaded only for the same attention. Raises ConfigError for weights that are

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.data.text import IGNORED
-from crt_exp.models.folder import check_shapes, read_kept, write_kept
+from crt_exp.models.folder import check_shapes, open_folder, save_folder
 from crt_exp.options import Count, check_options
 
 KIND = "word_lstm"
@@ -42,7 +42,7 @@ class WordLSTM(nn.Module):
         return self.dropout(outputs), torch.stack(after)
 
 
-class Found(NamedTuple):
+class BatchResult(NamedTuple):
     """Results of a model on a batch.
 
     Attributes:
@@ -71,7 +71,7 @@ class LSTMLanguageModel(nn.Module):
         super().__init__()
         self.body, self.head, self.temperature, self.beta, self.gamma = body, head, temperature, beta, gamma
 
-    def forward(self, tokens: Tensor, labels: Tensor, state: Tensor | None = None) -> Found:
+    def forward(self, tokens: Tensor, labels: Tensor, state: Tensor | None = None) -> BatchResult:
         """Tokens, labels (B, T); label -100 excludes a position from the loss."""
         outputs, after = self.body(tokens, state)
         chosen = labels != IGNORED
@@ -82,16 +82,16 @@ class LSTMLanguageModel(nn.Module):
             logits = outputs / self.temperature @ weight.float().T  # sharded weights may be bfloat16
             loss = F.cross_entropy(logits, labels, reduction="mean" if self.training else "none")
         if not self.training:
-            return Found(loss.double().sum(), after, logits.argmax(-1) == labels, outputs.norm(dim=-1))
+            return BatchResult(loss.double().sum(), after, logits.argmax(-1) == labels, outputs.norm(dim=-1))
         costs = ((self.beta, outputs), (self.gamma, weight))
         cost = sum(factor * (x.float().norm(dim=-1) - 1).square().mean() for factor, x in costs if factor)
-        return Found(loss + cost, after)
+        return BatchResult(loss + cost, after)
 
 
 # ---- the folder of a run ---------------------------------------------------------------------------------------------
 
 
-class KeptLSTM(NamedTuple):
+class SavedLSTM(NamedTuple):
     """A saved model in eval mode, with its words and temperature."""
 
     body: WordLSTM
@@ -99,20 +99,20 @@ class KeptLSTM(NamedTuple):
     temperature: float
 
 
-def keep(body: WordLSTM, words: tuple[str, ...], temperature: float, tensors: dict[str, Tensor],
-         directory: Path) -> None:
+def save_model(body: WordLSTM, words: tuple[str, ...], temperature: float, tensors: dict[str, Tensor],
+               directory: Path) -> None:
     """Write `<directory>/model` atomically from the state of `body`. Raises OSError."""
     sizes = {"width": body.lstm.hidden_size, "layers": body.lstm.num_layers, "dropout": body.dropout.p}
     config = {"kind": KIND, "sizes": sizes, "temperature": temperature, "words": words}
-    write_kept(directory, config, tensors)
+    save_folder(directory, config, tensors)
 
 
-def load(run: str | Path, option: str) -> KeptLSTM:
+def load(run: str | Path, option: str) -> SavedLSTM:
     """Load the model of a run of task=ptb. Raises DataError, naming `option`."""
-    with read_kept(run, option, KIND, "task=ptb") as (_, config, tensors):
+    with open_folder(run, option, KIND, "task=ptb") as (_, config, tensors):
         sizes = {"words": len(config["words"]), **config["sizes"]}
         check_options("", WordLSTM, sizes)
         check_shapes(lambda: WordLSTM(**sizes), sizes["layers"], tensors, f"{option}={run}")
         body = WordLSTM(**sizes)
         body.load_state_dict(tensors)
-        return KeptLSTM(body.eval(), tuple(config["words"]), config["temperature"])
+        return SavedLSTM(body.eval(), tuple(config["words"]), config["temperature"])

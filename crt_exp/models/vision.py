@@ -132,7 +132,7 @@ def check_patch(size: int, patch: int) -> None:
         raise ConfigError(f"task.size={size}: expected a multiple of the patch size, {patch} pixels")
 
 
-def known(model: str) -> VisionDescription:
+def timm_description(model: str) -> VisionDescription:
     """The description of a timm model, such as vit_base_patch16_224.mae.
 
     Raises ConfigError for an unknown name.
@@ -253,7 +253,7 @@ def build(description: VisionDescription, mechanism: Mechanism, init: str = "scr
             check_classes(checkpoint, description, new_head)
             state = checkpoint.state()
             check_numbers(state.items(), checkpoint.named)
-            fill(model, state, checkpoint.named, new_head)
+            load_weights(model, state, checkpoint.named, new_head)
     if not mechanism.is_exact:
         mechanism.swap(model)
     if checkpoint is not None and checkpoint.attention:
@@ -313,7 +313,7 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
                           f"task.init={checkpoint.path / 'model.safetensors'}")
 
 
-def fill(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool) -> None:
+def load_weights(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool) -> None:
     """Load weights with timm's names; timm interpolates position embeddings.
 
     A missing head stays as it is. Raises DataError for weights of another width, depth or kind.
@@ -346,7 +346,8 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 # ---- the folder of a run
 
-def keep(description: VisionDescription, mechanism: Mechanism, tensors: dict[str, Tensor], directory: Path) -> None:
+def save_model(description: VisionDescription, mechanism: Mechanism, tensors: dict[str, Tensor],
+               directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
     weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
@@ -357,7 +358,7 @@ def keep(description: VisionDescription, mechanism: Mechanism, tensors: dict[str
             save_tensors(noise, folder / ATTENTION)
 
 
-class KeptClassifier(NamedTuple):
+class SavedClassifier(NamedTuple):
     """A saved model in eval mode, its class names, and its input transform.
 
     The transform takes a PIL.Image in RGB.
@@ -368,7 +369,7 @@ class KeptClassifier(NamedTuple):
     transform: Callable[[Any], Tensor]
 
 
-def load(run: str | Path) -> KeptClassifier:
+def load(run: str | Path) -> SavedClassifier:
     """Load the model of a run of task=imagenet, with the attention of training.
 
     `unswap_attention` restores exact attention. Raises DataError if the run is unfinished or of another task. Raises
@@ -379,4 +380,4 @@ def load(run: str | Path) -> KeptClassifier:
         raise DataError(f"{run}: no classifier; expected the directory of a run of task=imagenet")
     description, saved = checkpoint.description, checkpoint.attention
     mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
-    return KeptClassifier(build(description, mechanism, str(run)).eval(), description.classes, description.transform())
+    return SavedClassifier(build(description, mechanism, str(run)).eval(), description.classes, description.transform())

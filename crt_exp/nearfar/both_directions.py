@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.nearfar.choice import (
-    HIDDEN, LEAST, Choice, KeyMetric, Sizes, blocks, grouped, moments, one_hot, rows_at, summed, ungrouped,
+    HIDDEN, LEAST, Choice, KeyMetric, Sizes, blocks, from_blocks, moments, one_hot, rows_at, sum_clusters, to_blocks,
 )
 from crt_exp.nearfar import native
 
@@ -72,10 +72,10 @@ class Both:
         level, members = levels(y.detach(), metric, choice), one_hot(choice.cluster, K, dtype)
         u = weights(y, metric, choice.pool, choice.cluster, level)
         sums = members.mT @ moments(y, u, metric, choice.cluster, choice.centres)
-        clusters = summed(sums.unsqueeze(1), metric, choice.centres, level)
+        clusters = sum_clusters(sums.unsqueeze(1), metric, choice.centres, level)
         rows = torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)                           # [u v, u]
         far = (members.mT @ rows).unsqueeze(1) if self.cross else far_sums(blocks(members, b).mT @ blocks(rows, b))
-        q = grouped(x, b)                                                                      # (Z, N, G b, d)
+        q = to_blocks(x, b)                                                                    # (Z, N, G b, d)
         keys, values = (rows_at(t, choice.heavy) for t in (y, v))
         shared = torch.cat([keys, clusters.mu.squeeze(1)], 1)                             # heavy hitters, then clusters
         logits = _of_all_blocks(q, shared.mT)
@@ -92,11 +92,11 @@ class Both:
         out = _of_all_blocks(of_heavy, values) + of_clusters @ torch.where(N > LEAST, V / N.clamp(min=LEAST), 0.0)
         if of_near:
             out = out + of_near[0] @ _windows(blocks(v, b))
-        out = ungrouped(out, *x.shape[1:3])
+        out = from_blocks(out, *x.shape[1:3])
         if self.sizes.first_order:
             g = torch.where(choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0)
             slope = slopes(y, v, g, members, clusters.mu.squeeze(1)).unsqueeze(1)
-            share = ungrouped(of_clusters.sum(-1, keepdim=True), *x.shape[1:3])
+            share = from_blocks(of_clusters.sum(-1, keepdim=True), *x.shape[1:3])
             out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
         return out
 

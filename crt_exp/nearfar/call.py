@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.baselines import VECTOR
-from crt_exp.attention.checks import (Shift, check_entries, check_inputs, compute_dtype, end_graph, first_kept,
-                                      left_open, outside_graphs, transformed)
+from crt_exp.attention.checks import (Shift, check_entries, check_inputs, compute_dtype, first_unmasked, graph_break,
+                                      has_dynamic_size, outside_graphs, transformed)
 from crt_exp.nearfar.both_directions import Both
-from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
+from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
 from crt_exp.nearfar import native
 from crt_exp.nearfar.causal import Causal, renewals
-from crt_exp.samplers.noise import as_given, transforming
+from crt_exp.samplers.noise import no_autocast, transforming
 
 PART = 2**15     # keys of heads computed together: larger temporaries need fresh memory, which is slower
-KEPT = 2**17     # keys of all heads up to which a call stores its intermediates; beyond, only the sets
+MAX_SAVED_KEYS = 2**17  # keys of all heads up to which a call stores its intermediates; beyond, only the sets
 
 
 def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
@@ -76,11 +76,11 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     if not in_c and factor != 1:
         x, y, factor = x * factor, y * factor, 1.0
     until = renewals(sizes, 0)[0] if causal else sizes.exact_until
-    exact = partial(_exactly, causal=causal, factor=factor)
+    exact = partial(_exact_outputs, causal=causal, factor=factor)
     if y.shape[2] <= until:
         return exact(x, y, v, key_mask)
-    if causal and left_open(x, y):      # unrolled blocks and renewals take minutes to compile for each length
-        end_graph("attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True")
+    if causal and has_dynamic_size(x, y):  # unrolled blocks and renewals take minutes to compile for each length
+        graph_break("attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True")
         return _outside(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
     method = Causal(sizes, factor, in_c) if causal else Both(sizes, cross, metric, factor, in_c)
     if key_mask is None:
@@ -89,7 +89,7 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     rest = partial(_from_first_renewal if causal else _from_first_block, method)
     if causal or not until:
         return rest(x, y, v, key_mask)
-    return by_rows(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
+    return apply_by_row(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
 
 
 _outside = outside_graphs(near_far_attention)
@@ -108,7 +108,7 @@ def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) -> Non
 # ---- rows of a batch
 
 
-def by_rows(which: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def apply_by_row(which: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Apply `first` to rows where `which` (B,) is True, and `second` to the others.
 
     No row's outputs depend on other rows.
@@ -143,7 +143,7 @@ def _from_first_renewal(method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mas
     if torch.compiler.is_compiling() or transforming():
         raise ValueError("key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
                          "torch.func: omit it, or use attention=favorpp")
-    firsts, before, parts = first_kept(key_mask), y.shape[2] - x.shape[2], []
+    firsts, before, parts = first_unmasked(key_mask), y.shape[2] - x.shape[2], []
     if not bool(firsts.any()):
         return _by_heads(method, x, y, v, key_mask)
     for first in firsts.unique().tolist():
@@ -163,11 +163,11 @@ def _heads(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Te
     return *tensors, None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
 
 
-def _exactly(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float) -> Tensor:
+def _exact_outputs(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float) -> Tensor:
     *tensors, keep = _heads(x, y, v, key_mask)
     if compute_dtype(x, y, v) == torch.float64:
         tensors = [t.double() for t in tensors]
-    out = exactly(*tensors, keep, factor**2, causal)
+    out = exact_outputs(*tensors, keep, factor**2, causal)
     if not transformed(x, y, v):
         check_entries(out)
         if y.shape[2] < VECTOR:      # torch's kernel for few keys hides NaN
@@ -184,8 +184,8 @@ def _by_heads(method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: 
     (Z, S), dtype = tensors[1].shape[:2], compute_dtype(x, y, v)
     whole = method.native or torch.compiler.is_compiling() or transformed(x, y, v)
     size, parts = Z if whole else max(1, PART // S), []
-    again = size < Z and Z * S > KEPT and torch.is_grad_enabled()
-    with as_given(x):
+    again = size < Z and Z * S > MAX_SAVED_KEYS and torch.is_grad_enabled()
+    with no_autocast(x):
         for start in range(0, max(Z, 1), max(size, 1)):
             rows = slice(start, start + size)
             part, own = [t[rows].to(dtype) for t in tensors], None if keep is None else keep[rows]

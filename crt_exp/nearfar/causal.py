@@ -6,7 +6,7 @@ Each query scores the clustered keys in 8 bits (retrieval.py), retrieves those w
 exactly. It retrieves `open` keys; beyond GROWS tokens the number grows with the square root of the position of the last
 renewal.
 Retrieved keys leave their clusters, so that each key counts once. The logits of the remaining keys lie below theirs
-(`left_in_clusters`).
+(`cluster_remainder`).
 
 The metric comes from the keys before the first renewal, relative to the means of their blocks. Heavy hitters and
 centres come from the keys before the last renewal. Keys that follow join the nearest clusters.
@@ -30,11 +30,11 @@ from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.nearfar.choice import (
-    DRAWN, HIDDEN, MIXED, PART, RENEWED, Clusters, KeyMetric, Sizes, blocks, centres_of, exactly, grouped, largest,
-    mean_of, moments, nearest, one_hot, rows_at, scores, summed, ungrouped, without,
+    DRAWN, HIDDEN, MIXED, PART, RENEWED, Clusters, KeyMetric, Sizes, blocks, centres_of, exact_outputs, from_blocks,
+    largest, mean_of, moments, nearest, one_hot, rows_at, scores, sum_clusters, to_blocks, zero_masked,
 )
 from crt_exp.nearfar import native
-from crt_exp.nearfar.retrieval import left_in_clusters, retrieved
+from crt_exp.nearfar.retrieval import cluster_remainder, retrieved_positions
 
 NUMBERS = 2**24            # elements of the keys that the queries of a chunk retrieve
 
@@ -44,13 +44,13 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
 
     They are multiples of the block. Attention is exact before the first one.
     """
-    positions = [max(_whole(sizes.exact_until, sizes.block), 2 * sizes.block)]
+    positions = [max(_round_up(sizes.exact_until, sizes.block), 2 * sizes.block)]
     while positions[-1] < length:
-        positions.append(positions[-1] + _whole(max(RENEWED, positions[-1] // PART), sizes.block))
+        positions.append(positions[-1] + _round_up(max(RENEWED, positions[-1] // PART), sizes.block))
     return positions
 
 
-def _whole(tokens: int, block: int) -> int:
+def _round_up(tokens: int, block: int) -> int:
     """Round up to whole blocks."""
     return -(-tokens // block) * block
 
@@ -72,15 +72,15 @@ def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0)
     """
     far = renewals(sizes, 0)[0] - sizes.block
     y, keep = y[:, :far] * factor, None if keep is None else keep[:, :far]
-    metric = KeyMetric.of(about_means(y, keep, sizes.block), y, keep, keep)
+    metric = KeyMetric.of(subtract_block_means(y, keep, sizes.block), y, keep, keep)
     size = torch.linalg.matrix_norm(metric.root @ metric.root.mT, keepdim=True)
     return metric._replace(tilt=torch.zeros_like(metric.shift), root=metric.root * size.rsqrt())
 
 
-def about_means(y: Tensor, keep: Tensor | None, block: int) -> Tensor:
+def subtract_block_means(y: Tensor, keep: Tensor | None, block: int) -> Tensor:
     """Subtract from keys (Z, S, d) the mean of their block; S is in whole blocks."""
     rows, kept = (None if t is None else blocks(t, block).flatten(0, 1) for t in (y, keep))
-    return without(rows - mean_of(rows, kept)[0], kept).view(y.shape)
+    return zero_masked(rows - mean_of(rows, kept)[0], kept).view(y.shape)
 
 
 class ChosenEpochs(NamedTuple):
@@ -96,7 +96,7 @@ class ChosenEpochs(NamedTuple):
 class Epoch(NamedTuple):
     """State of the past between two renewals: what queries know of their far keys.
 
-    Heavy hitters and centres stay, and keys that become far join clusters (`advanced`). Choices carry no gradient.
+    Heavy hitters and centres stay, and keys that become far join clusters (`advance`). Choices carry no gradient.
     """
 
     start: int        # position of the renewal
@@ -120,7 +120,7 @@ class Epoch(NamedTuple):
         far = start - sizes.block
         keep = keep[:, :far]
         z = metric.measured(y[:, :far], keep)
-        score = scores(without(y[:, :far] - metric.shift, keep), metric.root, 0.0, keep)
+        score = scores(zero_masked(y[:, :far] - metric.shift, keep), metric.root, 0.0, keep)
         highest, heavy = largest(score, min(sizes.heavy, far))
         member = keep.scatter(1, heavy, False)
         at = sample(far, DRAWN * sizes.cells, y.device)
@@ -129,7 +129,7 @@ class Epoch(NamedTuple):
         return cls(start, stop, metric, heavy, highest > -torch.inf, centres, member, nearest(z, centres),
                    z.new_zeros(()))
 
-    def advanced(self, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int, last: int) -> tuple["Epoch", Tensor]:
+    def advance(self, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int, last: int) -> tuple["Epoch", Tensor]:
         """Return the state for block `last` and the sums for blocks `first` to `last`.
 
         In the new state the keys before block `last - 1` are far. The sums (Z, N, K, dv + d + 2) are over the keys that
@@ -160,7 +160,7 @@ def epochs_of(y: Tensor, keep: Tensor | None, sizes: Sizes, first: int, metric: 
 
     The queries are the last ones of keys y (Z, S, d). `known` is reused if it is one of the epochs.
     """
-    edges, keep = renewals(sizes, y.shape[1]), kept_of(y, keep)
+    edges, keep = renewals(sizes, y.shape[1]), unmasked_keys(y, keep)
     return [known if known is not None and known.start == start else Epoch.of(y, keep, sizes, start, stop, metric)
             for start, stop in zip(edges, edges[1:]) if stop > first]
 
@@ -200,10 +200,10 @@ def attend_in_c(x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: nat
     alone, parts = min(max(0, until - S + L), L), []
     if alone:
         stop = min(until, S)
-        parts = [exactly(x[:, :, :alone], y[:, :stop], v[:, :stop], given.keep, given.factor**2)]
+        parts = [exact_outputs(x[:, :, :alone], y[:, :stop], v[:, :stop], given.keep, given.factor**2)]
     if alone < L:
         parts.append(native.causal(x[:, :, alone:], y, v, given, state))
-    return joined(parts, 2)
+    return concatenate(parts, 2)
 
 
 def attend_epochs(epochs: Sequence[Epoch], x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
@@ -212,12 +212,12 @@ def attend_epochs(epochs: Sequence[Epoch], x: Tensor, y: Tensor, v: Tensor, keep
     S, until, state = y.shape[1], min(renewals(sizes, 0)[0], y.shape[1]), None
     first, parts = S - x.shape[2], []
     if first < until:
-        parts = [exactly(x[:, :, :until - first], y[:, :until], v[:, :until], keep)]
+        parts = [exact_outputs(x[:, :, :until - first], y[:, :until], v[:, :until], keep)]
     for epoch in epochs:
         start, stop = max(first, epoch.start), min(S, epoch.stop)
         out, state = attend_epoch(epoch, x[:, :, start - first:stop - first], y[:, :stop], v[:, :stop], keep, sizes)
         parts.append(out)
-    return joined(parts, 2), state
+    return concatenate(parts, 2), state
 
 
 def attend_epoch(epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
@@ -226,23 +226,23 @@ def attend_epoch(epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | N
 
     x (Z, G, l, d) are the last ones of keys (Z, S, d).
     """
-    (_, G, L, _), S, b, keep = x.shape, y.shape[1], sizes.block, kept_of(y, keep)
+    (_, G, L, _), S, b, keep = x.shape, y.shape[1], sizes.block, unmasked_keys(y, keep)
     first, last = (S - L) // b, (S - 1) // b                  # the blocks of queries
-    epoch, sums = epoch.advanced(y, v, keep, b, first, last)
+    epoch, sums = epoch.advance(y, v, keep, b, first, last)
     far, clusters = clusters_of(sums, v.shape[-1], epoch)
     before = S - L - first * b                                # tokens of the first block
     lead = before if first < last else 0
-    q = grouped(F.pad(x, (0, 0, lead, 0)), b if first < last else L)
+    q = to_blocks(F.pad(x, (0, 0, lead, 0)), b if first < last else L)
     own = torch.arange(before - lead, before - lead + q.shape[2] // G, device=x.device).repeat(G)
     seen = Seen(y, v, keep, epoch.member, epoch.cluster, far, clusters, first)
-    return ungrouped(in_chunks(epoch, seen, q, sizes, own), G, lead + L)[:, :, lead:], epoch
+    return from_blocks(chunked_outputs(epoch, seen, q, sizes, own), G, lead + L)[:, :, lead:], epoch
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
+def concatenate(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def kept_of(y: Tensor, keep: Tensor | None) -> Tensor:
+def unmasked_keys(y: Tensor, keep: Tensor | None) -> Tensor:
     """Return which of the keys (Z, S, d) are unmasked, (Z, S)."""
     return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
 
@@ -263,7 +263,7 @@ def clusters_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
     sums (Z, N, K, dv + d + 2) are those of `rows_of` over the keys.
     """
     far, metric = torch.cat([sums[..., :dv], sums[..., -1:]], -1), epoch.metric
-    clusters = summed(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1), mass=False)
+    clusters = sum_clusters(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1), mass=False)
     return far, clusters._replace(mu=clusters.mu + metric.shift.unsqueeze(1))
 
 
@@ -290,7 +290,7 @@ def sample(keys: int, wanted: int, device: torch.device) -> Tensor:
     return run * step + run * MIXED % step
 
 
-def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor) -> Tensor:
+def chunked_outputs(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor) -> Tensor:
     """Return the outputs (Z, N, r, dv) of queries (Z, N, r, d), some blocks at a time.
 
     The backward pass recomputes them. own (r,): positions of the queries within a block.
@@ -303,7 +303,7 @@ def in_chunks(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor) ->
     for at in range(0, q.shape[1], size):
         here = tuple(t[:, at:at + size] for t in of_blocks)
         positions = chosen_keys(seen, here[0], at, sizes.block, open)
-        reading = partial(gathered, epoch, seen, own, sizes.block, at, positions)
+        reading = partial(retrieved_outputs, epoch, seen, own, sizes.block, at, positions)
         results.append(checkpoint(reading, *here, use_reentrant=False) if again else reading(*here))
     return torch.cat(results, 1)
 
@@ -317,11 +317,11 @@ def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
     far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * b                 # keys of each block
     position = torch.arange(seen.member.shape[1], device=q.device)
     member = seen.member[:, None, None] & (position < far[:, None, None])
-    return retrieved(seen.y[:, :len(position)], member, q, open)
+    return retrieved_positions(seen.y[:, :len(position)], member, q, open)
 
 
-def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, positions: Tensor, q: Tensor, far: Tensor,
-             *clusters: Tensor) -> Tensor:
+def retrieved_outputs(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, positions: Tensor, q: Tensor, far: Tensor,
+                      *clusters: Tensor) -> Tensor:
     """Return the outputs of queries (Z, m, r, d) of blocks from seen.first + at on.
 
     It is a softmax over near keys, heavy hitters, retrieved keys and the rest of the clusters (Z, m, K, .).
@@ -342,7 +342,7 @@ def gathered(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, positions: 
     cluster = seen.cluster.gather(1, positions.flatten(1)).view(positions.shape)
     with torch.no_grad():    # assumes that a cluster is shaped like all keys
         variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * clusters.spread.unsqueeze(-2)
-    left, each = left_in_clusters(q @ clusters.mu.mT, variance.sqrt(), far[..., -1].unsqueeze(-2),
+    left, each = cluster_remainder(q @ clusters.mu.mT, variance.sqrt(), far[..., -1].unsqueeze(-2),
                                exact.masked_fill(~there, torch.inf), cluster)
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
     shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)

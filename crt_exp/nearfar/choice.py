@@ -247,7 +247,7 @@ def moments(y: Tensor, u: Tensor, metric: KeyMetric, cluster: Tensor, centres: T
     return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
 
 
-def summed(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True) -> Clusters:
+def sum_clusters(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True) -> Clusters:
     """Return the clusters of summed `moments` (Z, n, K, d + 2).
 
     `mass` adds the factor 1 + tau / 2: e^(x.mu) is below the mean of e^(x.y), and the factor corrects that to second
@@ -273,12 +273,12 @@ def blocks(t: Tensor, b: int) -> Tensor:
     return t.unflatten(1, (t.shape[1] // b, b))    # no -1: a batch may be empty
 
 
-def without(t: Tensor, keep: Tensor | None) -> Tensor:
+def zero_masked(t: Tensor, keep: Tensor | None) -> Tensor:
     """Replace padded positions (Z, S, .), which may hold NaN, by zeros."""
     return t if keep is None else torch.where(keep.unsqueeze(-1), t, 0.0)
 
 
-def grouped(x: Tensor, b: int) -> Tensor:
+def to_blocks(x: Tensor, b: int) -> Tensor:
     """Split queries (Z, G, L, d) into blocks (Z, N, G b, d).
 
     The heads of a group follow each other.
@@ -286,8 +286,8 @@ def grouped(x: Tensor, b: int) -> Tensor:
     return blocks(x.transpose(1, 2), b).transpose(2, 3).flatten(2, 3)
 
 
-def ungrouped(t: Tensor, heads: int, length: int) -> Tensor:
-    """Undo `grouped`: (Z, N, G b, k) -> (Z, G, L, k)."""
+def from_blocks(t: Tensor, heads: int, length: int) -> Tensor:
+    """Undo `to_blocks`: (Z, N, G b, k) -> (Z, G, L, k)."""
     return t.unflatten(2, (heads, t.shape[2] // heads)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
@@ -309,7 +309,8 @@ def rows_at(t: Tensor, index: Tensor) -> Tensor:
 # ---- all keys
 
 
-def exactly(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True) -> Tensor:
+def exact_outputs(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0,
+                  causal: bool = True) -> Tensor:
     """Compute exact attention of queries (Z, G, l, d) to all keys (Z, S, d).
 
     The logits are scale x.y. Causal queries are the last of the sequence and see no later key.

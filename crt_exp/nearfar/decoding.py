@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from crt_exp.attention.baselines import Buffer
-from crt_exp.attention.checks import check_entries, check_inputs, check_result, compute_dtype, entries, first_kept
-from crt_exp.nearfar.choice import KeyMetric, Sizes, exactly
+from crt_exp.attention.checks import (batch_indices, check_entries, check_inputs, check_result, compute_dtype,
+                                      first_unmasked)
+from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
 from crt_exp.nearfar import native
 from crt_exp.nearfar.causal import (
-    Epoch, attend_epochs, attend_in_c, epochs_of, joined, metric_of, options_of, renewals,
+    Epoch, attend_epochs, attend_in_c, concatenate, epochs_of, metric_of, options_of, renewals,
 )
 
 WHOLE = 16             # the C engine reads columns of buffers padded with zeros to a multiple of this
@@ -124,7 +125,8 @@ class RecallState:
                 self.buffers += Buffer(keep.new_ones(B, 1, self.length, 1), self.length),
         check_result(torch.linalg.vector_norm(parts[0], dim=(1, 2, 3)))
         if None in self.firsts:
-            new = [0] * B if len(parts) == 2 else torch.where(keep.any(2), first_kept(keep[:, 0, :, 0])[:, None, None],
+            new = [0] * B if len(parts) == 2 else torch.where(keep.any(2),
+                                                              first_unmasked(keep[:, 0, :, 0])[:, None, None],
                                                               -1).flatten().tolist()
             self.firsts = [position if position is not None else self.length + at if at >= 0 else None
                            for position, at in zip(self.firsts, new)]
@@ -148,7 +150,7 @@ class RecallState:
         """
         if not self.buffers:
             return
-        rows = entries(rows, len(self.firsts))
+        rows = batch_indices(rows, len(self.firsts))
         self.buffers = tuple(Buffer(buffer.tensor[rows, :, :self.length], self.length) for buffer in self.buffers)
         positions = {first: self._rows(first) for first in self.known}
         chosen = [self.firsts[row] for row in rows.tolist()]
@@ -183,7 +185,7 @@ class RecallState:
         x (B, H, 1, d). This path has the least overhead and takes no mask.
         """
         y, v = (t[:, :, first:].flatten(0, 1) for t in self.kept[:2])
-        out = exactly(x.to(y.dtype).reshape(len(y), -1, 1, x.shape[3]), y, v, None)
+        out = exact_outputs(x.to(y.dtype).reshape(len(y), -1, 1, x.shape[3]), y, v, None)
         return out.reshape(*x.shape[:3], v.shape[2])
 
     def _read(self, first: int, rows: list[int], x: Tensor) -> Tensor:
@@ -194,9 +196,10 @@ class RecallState:
         T, S, until = x.shape[2], self.length - first, self.until
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
         if until >= S:
-            out = joined([exactly(x[at], *self._tokens(run, first)) for run, at in self._runs(rows)], 0)
+            out = concatenate([exact_outputs(x[at], *self._tokens(run, first))
+                               for run, at in self._contiguous_rows(rows)], 0)
         elif native.applies(x, self.kept.keys):     # for any number of threads: a state keeps its engine
-            out = self._by_c(first, rows, x)
+            out = self._read_native(first, rows, x)
         else:
             (y, v, keep), known = self._tokens(rows, first), self.known.get(first)
             metric = metric_of(y, keep, self.sizes) if known is None else known.metric
@@ -208,13 +211,13 @@ class RecallState:
         keep = keep[_places(rows), 0, first:, 0]
         return torch.where((keep.cumsum(1)[:, S - T:] > 0)[:, None, :, None], out, 0.0)
 
-    def _runs(self, rows: list[int]) -> Iterator[tuple[list[int], slice]]:
+    def _contiguous_rows(self, rows: list[int]) -> Iterator[tuple[list[int], slice]]:
         """Yield runs of neighbouring rows and the range of their heads among all."""
         starts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
         for start, stop in zip(starts, starts[1:]):
             yield rows[start:stop], slice(start * self.heads, stop * self.heads)
 
-    def _by_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
+    def _read_native(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """Compute `_read` with the C engine.
 
         The engine takes a prompt at once and continues from its state.
@@ -227,11 +230,11 @@ class RecallState:
             state = native.new_state(y, self.kept.values.shape[-1], options_of(self.sizes, room), room)
             known = self.known[first] = KnownInC(metric, state)
         parts, options = [], options_of(self.sizes, known.state.room)
-        for run, at in self._runs(rows):
+        for run, at in self._contiguous_rows(rows):
             y, v, keep = self._tokens(run, first)
             given = native.Given(keep, known.metric.shift[at], known.metric.root[at], options)
             parts.append(attend_in_c(x[at], y, v, given, known.state._replace(kept=known.state.kept[at])))
-        return joined(parts, 0)
+        return concatenate(parts, 0)
 
 
 def _places(rows: list[int]) -> slice | list[int]:

@@ -21,7 +21,7 @@ from crt_exp.attention.checks import transformed
 from crt_exp.attention.state import FittedOnce
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Whole, checked
-from crt_exp.nearfar.call import by_rows, near_far_attention
+from crt_exp.nearfar.call import apply_by_row, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.decoding import RecallState
 from crt_exp.samplers.noise import transforming
@@ -100,7 +100,7 @@ class NearFar(LinearAttention):
                 return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
-        if changing and not self.going_on:
+        if changing and not self.continues_step:
             self._advance(q, k)
         out = self.estimate(q, k, v, key_mask)
         if (changing or self.calibrated is not None) and self._uses_moments(q, k):
@@ -135,7 +135,7 @@ class NearFar(LinearAttention):
             return attend(x, y, v, long)
         plain, to_first_order = (lambda x, y, v, mask, own=own: attend(x, y, v, own, key_mask=mask)
                                  for own in (sizes, long))
-        return by_rows(key_mask.sum(1) >= LONG, to_first_order, plain, x, y, v, key_mask)
+        return apply_by_row(key_mask.sum(1) >= LONG, to_first_order, plain, x, y, v, key_mask)
 
     # ---- learned state and decoding
 

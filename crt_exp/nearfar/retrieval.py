@@ -32,7 +32,7 @@ class Integers(NamedTuple):
         Halves are rounded away from 0, by truncating a doubled number. Nothing is added to a product, because some
         processors fuse the two without rounding between.
         """
-        t = turned(t.float())
+        t = rotate(t.float())
         most = t.abs().amax(-1, keepdim=True)
         there = most > LEAST
         end = torch.full_like(most, WHOLE)  # a tensor: division by a Python number rounds twice, through a reciprocal
@@ -42,7 +42,7 @@ class Integers(NamedTuple):
         return cls(((cut + cut.sign()) / 2).trunc(), step.squeeze(-1))
 
 
-def turned(t: Tensor) -> Tensor:
+def rotate(t: Tensor) -> Tensor:
     """Rotate vectors (..., d) by random signs and Hadamard matrices.
 
     Vectors are padded with zeros to d'. The matrices act on runs of 2^i columns, the largest power that divides d'.
@@ -81,7 +81,7 @@ def eight_bit_scores(q: Tensor, y: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def retrieved(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
+def retrieved_positions(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
     """Return the positions (Z, ..., o) of retrieved keys, -1 where there are fewer.
 
     Each query (Z, ..., d) retrieves the `open` keys of y (Z, S, d) with the largest 8-bit scores among `member` (Z,
@@ -95,7 +95,7 @@ def retrieved(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
 
 
 @torch.no_grad()
-def log_mean_below(mu: Tensor, sd: Tensor, bar: Tensor) -> Tensor:
+def log_mean_below_threshold(mu: Tensor, sd: Tensor, threshold: Tensor) -> Tensor:
     """Return the log of the mean of e^l over l < bar for normal l. No gradient.
 
     l has mean mu and standard deviation sd. The result is at most `bar`; it is mu if sd is 0 and bar is larger.
@@ -103,8 +103,8 @@ def log_mean_below(mu: Tensor, sd: Tensor, bar: Tensor) -> Tensor:
     squares, which would cancel, are removed: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
     """
     sd = sd.clamp(min=SHARPEST)
-    t = (bar - mu) / sd
-    whole = torch.where(t >= sd, mu + sd.square() / 2, torch.where(t > 0, bar - t.square() / 2, bar))
+    t = (threshold - mu) / sd
+    whole = torch.where(t >= sd, mu + sd.square() / 2, torch.where(t > 0, threshold - t.square() / 2, threshold))
     return whole + _log_phi(t - sd) - _log_phi(t)
 
 
@@ -114,7 +114,7 @@ def _log_phi(u: Tensor) -> Tensor:
     return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
 
 
-def left_in_clusters(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cluster: Tensor) -> tuple[Tensor, Tensor]:
+def cluster_remainder(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cluster: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many keys of each cluster remain, and the log weight of each.
 
     Both are (..., K); the log weight is -inf in empty clusters. The logits of the remaining keys lie below the least
@@ -130,5 +130,5 @@ def left_in_clusters(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, clus
     """
     with torch.no_grad():
         left = number - torch.zeros_like(mu).scatter_add(-1, cluster, exact.isfinite().to(mu.dtype))
-        more = log_mean_below(mu, sd, exact.amin(-1, keepdim=True)) - mu
+        more = log_mean_below_threshold(mu, sd, exact.amin(-1, keepdim=True)) - mu
     return left, torch.where(left > 0, mu + more, -torch.inf)

@@ -19,7 +19,7 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
-from crt_exp.data import whole
+from crt_exp.data import full_tensor
 from crt_exp.runner.trainer_config import Adapters
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, sharded_like
 from crt_exp.runner.run import Run, write_atomic
@@ -145,7 +145,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str,
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimiser's tensors as "<parameter name>.<key>"."""
-    return {f"{name}.{key}": whole(value) for name, parameter in model.named_parameters()
+    return {f"{name}.{key}": full_tensor(value) for name, parameter in model.named_parameters()
             for key, value in optimizer.state.get(parameter, {}).items()}
 
 
@@ -205,7 +205,8 @@ class TrainingState:
 
     def save(self) -> None:
         """Write a checkpoint and remove old ones, on the first process."""
-        tensors = {"model": {name: whole(t) for name, t in self.module.state_dict().items() if name not in self.stay},
+        tensors = {"model": {name: full_tensor(t)
+                             for name, t in self.module.state_dict().items() if name not in self.stay},
                    "optimizer": optimizer_tensors(self.module, self.optimizer)}
         plain = self.distributed.gather({name: value.detach().cpu() if isinstance(value, Tensor) else value
                                          for name, value in self.task.state_dict().items()})

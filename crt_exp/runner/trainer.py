@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import same_step
 from crt_exp.config import ConfigError
-from crt_exp.data import whole
+from crt_exp.data import full_tensor
 from crt_exp.features.base import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
@@ -161,7 +161,7 @@ class Trainer:
         except NotFinite as error:  # on this process only; others may be waiting
             first = None if self.sharded else self._first_nonfinite(batches, before)
             raise self._diverged("no loss", first or layer_of(error, self.module)) from None
-        norm = whole(self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf))
+        norm = full_tensor(self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf))
         loss, norm = self._agree(loss, norm, batches, before)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -336,7 +336,7 @@ class Trainer:
         merged = self.config.lora["merge"]
         if self.adapters and merged:
             self.adapters.merge()
-        tensors = {name: whole(t) for name, t in self.module.state_dict().items()}
+        tensors = {name: full_tensor(t) for name, t in self.module.state_dict().items()}
         if self.distributed.main and self.adapters and not merged:
             self.adapters.save(tensors, self.run.directory)
         elif self.distributed.main:

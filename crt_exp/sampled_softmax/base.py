@@ -95,13 +95,13 @@ def blocks(step: int, *of_queries: Tensor | None):
         yield tuple(None if each is None else each[start:start + step] for each in of_queries)
 
 
-def joined(parts: list[Drawn]) -> Drawn:
+def concatenate_samples(parts: list[Drawn]) -> Drawn:
     """Concatenate the samples of blocks of queries."""
     targets = None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
     return Drawn(torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets)
 
 
-def without(log_q: Tensor, target_log_q: Tensor) -> Tensor:
+def exclude_target(log_q: Tensor, target_log_q: Tensor) -> Tensor:
     """Return log(q_c / (1 - q_t)): log_q (B, k) without the target, target_log_q (B,)."""
     return log_q - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))[:, None]
 
@@ -178,7 +178,7 @@ class FixedDistribution(ClassSampler):
         u = u * (1 - q_t)
         ids = self.at(torch.where(u >= before, u + q_t, u).clamp(max=1 - 2.0**-53))
         ids = torch.where(ids == t, self._neighbour(t), ids)  # rounding errors of u may hit the target
-        log_q = without(self.log_probability(ids), target_log_q[:, 0])
+        log_q = exclude_target(self.log_probability(ids), target_log_q[:, 0])
         return Drawn(ids, log_q.to(torch.float32), target_log_q[:, 0].to(torch.float32))
 
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -266,7 +266,8 @@ class LogitDistribution(ClassSampler):
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        return joined([draw_dense(self._weights(h), t, k) for h, t in blocks(PAIRS // self.classes, hidden, targets)])
+        return concatenate_samples([draw_dense(self._weights(h), t, k)
+                                    for h, t in blocks(PAIRS // self.classes, hidden, targets)])
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_classes, check_finite, check_queries, check_rows
 from crt_exp.samplers import DenseNoise
-from crt_exp.samplers.noise import Nested, mapped
+from crt_exp.samplers.noise import Nested, map_leaves
 
-UPDATED = 2**12    # classes per block of an update, so that intermediate results fit the cache
+UPDATE_BLOCK = 2**12  # classes per block of an update, so that intermediate results fit the cache
 DEFENSIVE = 0.05   # default share of the uniform distribution if estimates may be negative
-FITTED_TO = 2**11  # largest number of queries and of classes in the fit, evenly spaced
+MAX_FIT_VECTORS = 2**11  # largest number of queries and of classes in the fit, evenly spaced
 BLOCK = 2**22      # features per block of classes in a rebuild
 HIGHEST = 20.0     # largest log of feature / constant; sums over classes lose precision above it
 LEAST = 1e-30      # least positive feature, so that no class has probability 0 by underflow
@@ -62,14 +62,14 @@ class FeatureDistribution(ClassSampler):
     # ---- implemented by subclasses
 
     @abstractmethod
-    def _restored(self, features: Tensor, rows: slice) -> None:
+    def _store_rebuilt(self, features: Tensor, rows: slice) -> None:
         """Store features (r, M) of the classes `rows` during a rebuild."""
 
-    def _completed(self) -> None:
+    def _finish_rebuild(self) -> None:
         """Finish a rebuild."""
 
     @abstractmethod
-    def _changed(self, rows: Tensor, features: Tensor) -> None:
+    def _store_updated(self, rows: Tensor, features: Tensor) -> None:
         """Store features (r, M) of sorted, distinct classes during an update."""
 
     @abstractmethod
@@ -88,13 +88,13 @@ class FeatureDistribution(ClassSampler):
         self._queries = hidden.detach()
         ids, log_q, target_log_q = self._draw(hidden, targets, self._uniform(hidden, targets, k))
         if targets is None:
-            return Drawn(ids, self._mixed(log_q, self.classes), None)
-        return Drawn(ids, self._mixed(log_q, self.classes - 1), self._mixed(target_log_q, self.classes))
+            return Drawn(ids, self._mix_uniform(log_q, self.classes), None)
+        return Drawn(ids, self._mix_uniform(log_q, self.classes - 1), self._mix_uniform(target_log_q, self.classes))
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         self._check(hidden)
-        return self._mixed(self._log_q(hidden, ids), self.classes)
+        return self._mix_uniform(self._log_q(hidden, ids), self.classes)
 
     def _check(self, hidden: Tensor) -> None:
         if not self.built:
@@ -112,19 +112,19 @@ class FeatureDistribution(ClassSampler):
         check_classes(weight, bias, self.classes, self.d)
         check_finite(weight, bias, None)
         self.features.fit(weight, bias, self._queries if hidden is None else hidden)
-        if not self._all_restored(weight, bias):
+        if not self._store_all(weight, bias):
             self.features.fit_constants(weight, bias)
-            self._all_restored(weight, bias)
-        self._completed()
+            self._store_all(weight, bias)
+        self._finish_rebuild()
         self.made.fill_(True)
 
-    def _all_restored(self, weight: Tensor, bias: Tensor | None) -> bool:
+    def _store_all(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Store the features of all classes; False if one exceeds the constants."""
         for rows in self.features.blocks():
             features = self.features.of_classes(weight[rows], _part(bias, rows))
             if features is None:
                 return False
-            self._restored(features, rows)
+            self._store_rebuilt(features, rows)
         return True
 
     @torch.no_grad()
@@ -140,12 +140,12 @@ class FeatureDistribution(ClassSampler):
 
     def _update(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Store features of sorted, distinct classes; False if one exceeds the constants."""
-        for start in range(0, len(rows), UPDATED):
-            some = slice(start, start + UPDATED)
+        for start in range(0, len(rows), UPDATE_BLOCK):
+            some = slice(start, start + UPDATE_BLOCK)
             features = self.features.of_classes(weight[some], _part(bias, some))
             if features is None:
                 return False
-            self._changed(rows[some], features)
+            self._store_updated(rows[some], features)
         return True
 
     def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
@@ -157,7 +157,7 @@ class FeatureDistribution(ClassSampler):
         ids = ids if targets is None else ids + (ids >= targets[:, None])
         return torch.where(torch.rand(shape, device=device) < self.defensive, ids, -1)
 
-    def _mixed(self, log_q: Tensor, classes: int) -> Tensor:
+    def _mix_uniform(self, log_q: Tensor, classes: int) -> Tensor:
         if not self.defensive:
             return log_q
         flat = torch.full_like(log_q, math.log(self.defensive / classes))
@@ -199,10 +199,10 @@ class ClassFeatures(nn.Module):
         self.gaussian = {_buffer_of(p): noise.gaussian for p, noise in noises.items()}
         for p, noise in noises.items():
             self.register_buffer(_buffer_of(p), noise.rows().float().contiguous())
-        self.width = self.phi.width(mapped(lambda p: p.m, self.projections, empty=d))
+        self.width = self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=d))
         self.register_buffer("constants", torch.zeros(self.width, dtype=torch.float64))
         for side in "xy":  # vectors for fitting the parameters, and their number
-            self.register_buffer(f"{side}_fitted_to", torch.zeros(FITTED_TO, d))
+            self.register_buffer(f"{side}_fitted_to", torch.zeros(MAX_FIT_VECTORS, d))
             self.register_buffer(f"{side}_count", torch.zeros((), dtype=torch.long))
         self.register_buffer("stamp", torch.zeros((), dtype=torch.float64))  # checksum of the arguments of `fit`
         self.positive = is_positive(self.phi)  # for all vectors
@@ -211,13 +211,13 @@ class ClassFeatures(nn.Module):
     def fit(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
         """Fit parameters and constants to class vectors (V, d) and queries (B, d).
 
-        All values must be finite. At most FITTED_TO vectors per side are used.
+        All values must be finite. At most MAX_FIT_VECTORS vectors per side are used.
         """
-        some = slice(None, None, spacing(len(weight), FITTED_TO))
+        some = slice(None, None, spacing(len(weight), MAX_FIT_VECTORS))
         keys = self._unit(weight[some])
         queries = torch.cat([keys, -keys]) if hidden is None else self._unit(hidden)
         for side, vectors in (("x", queries), ("y", keys)):
-            vectors = vectors[::spacing(len(vectors), FITTED_TO)]
+            vectors = vectors[::spacing(len(vectors), MAX_FIT_VECTORS)]
             getattr(self, f"{side}_fitted_to")[:len(vectors)] = vectors
             getattr(self, f"{side}_count").fill_(len(vectors))
         self.stamp.copy_(sum((side + 1) * vectors.double().abs().sum() for side, vectors in enumerate((queries, keys))))
@@ -263,7 +263,7 @@ class ClassFeatures(nn.Module):
             noises = {name: DenseNoise(getattr(self, name), gaussian) for name, gaussian in self.gaussian.items()}
             sets = [getattr(self, f"{side}_fitted_to")[:int(getattr(self, f"{side}_count"))] for side in "xy"]
             params = self.phi.fit(Statistics.of(*sets))
-            self._kept = state, (mapped(lambda p: noises[_buffer_of(p)], self.projections), params)
+            self._kept = state, (map_leaves(lambda p: noises[_buffer_of(p)], self.projections), params)
         return self._kept[1]
 
     def _unit(self, vectors: Tensor) -> Tensor:

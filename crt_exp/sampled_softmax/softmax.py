@@ -12,7 +12,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import ClassSampler, check_queries
 from crt_exp.sampled_softmax.tree_features import TreeFeatures
 
-NOTED = 2**20          # recorded classes before duplicates are removed, or 2 V if that is larger
+MAX_RECORDED = 2**20   # recorded classes before duplicates are removed, or 2 V if that is larger
 LARGEST_BLOCK = 2**24  # entries of a block of the (queries, classes) matrix of exact losses
 
 
@@ -117,14 +117,14 @@ class SampledSoftmax(nn.Module):
         ids = torch.cat([t[:, None], drawn.ids], 1)
         logits = self._logits(h, ids)
         if self.training and self.sampler.looks_at_classes and self.rebuild_every != 1:
-            self._note(ids)
+            self._record(ids)
         corrected = logits[:, 1:] - drawn.log_q - math.log(self.negatives)
         return torch.cat([logits[:, :1], corrected], 1).logsumexp(-1), logits[:, 0]
 
-    def _note(self, ids: Tensor) -> None:
+    def _record(self, ids: Tensor) -> None:
         """Record classes for the next update; remove duplicates if there are many."""
         self._touched.append(ids.reshape(-1))
-        if sum(map(len, self._touched)) > max(NOTED, 2 * self.sampler.classes):
+        if sum(map(len, self._touched)) > max(MAX_RECORDED, 2 * self.sampler.classes):
             self._touched = [torch.cat(self._touched).unique()]
 
     def _logits(self, h: Tensor, ids: Tensor) -> Tensor:

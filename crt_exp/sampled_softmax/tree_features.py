@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, draw_dense, joined
+from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, concatenate_samples, draw_dense
 from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
 
-GATHERED = 2**22   # features per block of gathered classes
+GATHER_BLOCK = 2**22  # features per block of gathered classes
 SHARED = 100       # levels of at most SHARED k nodes use one product with all queries, faster than k gathers each
 FAN = 16           # children per node
 EXHAUSTED = 1e-9   # a sum minus one row counts as 0 below this share of the sum, because of rounding
@@ -45,13 +45,13 @@ class TreeFeatures(FeatureDistribution):
         dtype = torch.float64 if self.features.positive else torch.float32
         self.tree = SumTree(self.classes, self.features.width, dtype)
 
-    def _restored(self, features: Tensor, rows: slice) -> None:
+    def _store_rebuilt(self, features: Tensor, rows: slice) -> None:
         self.tree.leaves[rows] = features
 
-    def _completed(self) -> None:
+    def _finish_rebuild(self) -> None:
         self.tree.resum()
 
-    def _changed(self, rows: Tensor, features: Tensor) -> None:
+    def _store_updated(self, rows: Tensor, features: Tensor) -> None:
         self.tree.set(rows, features)
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
@@ -62,7 +62,7 @@ class TreeFeatures(FeatureDistribution):
         mass = a * left
         sums = mass.sum(-1, keepdim=True)
         ids = self.tree.draw(mass, uniform.shape[1], targets)
-        ids = self._repaired(ids, sums == 0, targets)
+        ids = self._replace_invalid(ids, sums == 0, targets)
         ids = torch.where(uniform >= 0, uniform, ids) if self.defensive else ids
         log_q = self._products((a * (left > 0) / sums).float(), ids).log()
         flat = -math.log(self.classes - (targets is not None))
@@ -92,7 +92,7 @@ class TreeFeatures(FeatureDistribution):
         left = torch.where(left > EXHAUSTED * total, left, 0.0)
         return a, left, ((a * of_targets).sum(-1) / (a @ total)).log().float()
 
-    def _repaired(self, ids: Tensor, hopeless: Tensor, targets: Tensor | None) -> Tensor:
+    def _replace_invalid(self, ids: Tensor, hopeless: Tensor, targets: Tensor | None) -> Tensor:
         """Replace invalid samples by uniform ones.
 
         Invalid are samples that hit the target by rounding, and queries whose other classes have a mass below the
@@ -108,7 +108,7 @@ class TreeFeatures(FeatureDistribution):
 
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Return weight (B, M) times the features of ids (B, k), (B, k)."""
-        step = max(1, GATHERED // (ids.shape[1] * weight.shape[1]))
+        step = max(1, GATHER_BLOCK // (ids.shape[1] * weight.shape[1]))
         parts = [F.embedding(i, self.tree.leaves) @ w[..., None] for i, w in zip(ids.split(step), weight.split(step))]
         return torch.cat(parts).squeeze(-1)
 
@@ -151,7 +151,7 @@ class TreeFeatures(FeatureDistribution):
         level, k = self.tree.level(number), children.shape[1]
         if number and len(level) <= SHARED * k:
             return (a @ level.mT).gather(1, children.flatten(1)).view_as(children)
-        groups, step = level.view(-1, FAN * level.shape[1]), max(1, GATHERED // (FAN * k * level.shape[1]))
+        groups, step = level.view(-1, FAN * level.shape[1]), max(1, GATHER_BLOCK // (FAN * k * level.shape[1]))
         parts = zip((children[..., 0] // FAN).split(step), a.split(step))
         scores = [F.embedding(node, groups).view(len(w), k * FAN, level.shape[1]) @ w[..., None] for node, w in parts]
         return torch.cat(scores).view_as(children)
@@ -167,16 +167,16 @@ class DenseFeatures(FeatureDistribution):
         super().__init__(proposal, classes, d, **options)
         self.register_buffer("leaves", torch.zeros(self.classes, self.features.width))
 
-    def _restored(self, features: Tensor, rows: slice) -> None:
+    def _store_rebuilt(self, features: Tensor, rows: slice) -> None:
         self.leaves[rows] = features
 
-    def _changed(self, rows: Tensor, features: Tensor) -> None:
+    def _store_updated(self, rows: Tensor, features: Tensor) -> None:
         self.leaves[rows] = features
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         parts = [draw_dense(self._weights(h), t, uniform.shape[1], u)
                  for h, t, u in blocks(PAIRS // self.classes, hidden, targets, uniform)]
-        return joined(parts)
+        return concatenate_samples(parts)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         parts = []
@@ -279,7 +279,7 @@ class SumTree(nn.Module):
         for number in reversed(range(self.start)):
             weights = self.level(number).view(-1, FAN, self.width)[node, :, column].double()  # (B, k, FAN)
             if without is not None:
-                self._leave_out(weights, number, node, without[:, None], taken)
+                self._subtract_row(weights, number, node, without[:, None], taken)
             node = node * FAN + choose(weights, u[..., self.start + 1 - number])
             node = node.clamp_(max=self._last(number))
         return node
@@ -303,7 +303,7 @@ class SumTree(nn.Module):
         """Return the last non-empty node of a level, a limit against rounding errors."""
         return (self.rows - 1) // FAN**number
 
-    def _leave_out(self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor) -> None:
+    def _subtract_row(self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor) -> None:
         """Subtract a row's entries `taken` (B, k) from its ancestor in weights.
 
         `weights` (B, k, FAN) is modified in place.

@@ -257,7 +257,7 @@ def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generato
     return m, d
 
 
-def available() -> float:
+def available_memory() -> float:
     """Return the available memory of the machine in bytes; infinity if unknown."""
     table = Path("/proc/meminfo")
     lines = dict(line.split(":", 1) for line in table.read_text().splitlines()) if table.is_file() else {}
@@ -268,7 +268,7 @@ def free_memory(device: torch.device) -> float:
     """Return the free bytes of the GPU, or of the machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = available()
+    free = available_memory()
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.is_file() and limit.read_text().strip().isdigit():
         free = min(free, int(limit.read_text()) - int(used.read_text()))

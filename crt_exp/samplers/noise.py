@@ -21,7 +21,7 @@ Nested = Any  # a leaf, None, or a tuple of nested values
 RADIX = 64  # largest factor of the fast transform; products with H_64 are faster than more passes over memory
 
 
-def lasting() -> bool:
+def cacheable() -> bool:
     """Whether a new tensor may be cached: not inside torch.func or torch.export."""
     return not (transforming() or torch.compiler.is_exporting())
 
@@ -34,7 +34,7 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-class cached:  # noqa: N801 (used as a decorator)
+class cached_property:  # noqa: N801 (used as a decorator)
     """functools.cached_property without its lock, which torch.compile cannot trace.
 
     Values computed inside torch.func or torch.export are not cached.
@@ -50,7 +50,7 @@ class cached:  # noqa: N801 (used as a decorator)
         if instance is None:
             return self
         value = self.function(instance)
-        if lasting():
+        if cacheable():
             instance.__dict__[self.name] = value
         return value
 
@@ -86,7 +86,7 @@ class Noise(ABC):
         Lower precision is not enough: an absolute error of a log feature is a relative error of the feature.
         """
         self.check(x)
-        with as_given(x):
+        with no_autocast(x):
             return self._project(at_least_float32(x))
 
     def check(self, x: Tensor) -> None:
@@ -98,7 +98,7 @@ class Noise(ABC):
     def dtype(self) -> torch.dtype:
         return self.sq_norm.dtype
 
-    @cached
+    @cached_property
     def sq_norm(self) -> Tensor:
         """|omega_m|^2, (*batch, 1, m)."""
         with torch.inference_mode(False):  # a cached inference tensor would fail in backward
@@ -165,7 +165,7 @@ class HadamardNoise(Noise):
     def dtype(self) -> torch.dtype:
         return self.lengths.dtype
 
-    @cached
+    @cached_property
     def _rows(self) -> Tensor:
         with torch.no_grad(), torch.inference_mode(False):  # see sq_norm
             unit = torch.eye(self.d, dtype=torch.float64, device=self.signs.device)
@@ -182,7 +182,7 @@ class HadamardNoise(Noise):
             x = fwht(x * signs)                                                     # (..., L, stacks, n)
         return x.flatten(-2)[..., :self.m] * self.lengths.to(x.dtype).mT
 
-    @cached
+    @cached_property
     def sq_norm(self) -> Tensor:
         rows = self.rows() if self.d < self.n else self.lengths  # the cut to d columns changes the lengths
         with torch.inference_mode(False):
@@ -200,9 +200,9 @@ class HadamardNoise(Noise):
         return HadamardNoise(self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d)
 
 
-def precise(noise: Nested, dtype: torch.dtype) -> Nested:
+def match_float64(noise: Nested, dtype: torch.dtype) -> Nested:
     """Convert the projections to float64 if the vectors are float64."""
-    return mapped(lambda n: n.to(dtype) if dtype == torch.float64 != n.dtype else n, noise)
+    return map_leaves(lambda n: n.to(dtype) if dtype == torch.float64 != n.dtype else n, noise)
 
 
 def fwht(x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ def fwht(x: Tensor) -> Tensor:
     if n & (n - 1):
         raise ValueError(f"n={n}: expected a power of two")
     for r in _radices(n):
-        matrix = (_hadamard_matrix if lasting() else _hadamard_matrix.__wrapped__)(r, x.dtype, x.device)
+        matrix = (_hadamard_matrix if cacheable() else _hadamard_matrix.__wrapped__)(r, x.dtype, x.device)
         x = x.unflatten(-1, (-1, r, h) if h > 1 else (-1, r))
         x = (matrix @ x).flatten(-3) if h > 1 else (x @ matrix).flatten(-2)
         h *= r
@@ -257,7 +257,7 @@ def leaves(tree: Nested) -> list:
     return [] if tree is None else [tree]
 
 
-def mapped(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> Nested:
+def map_leaves(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> Nested:
     """Apply `function` to each leaf; None becomes `empty`.
 
     The function is called once per distinct leaf, so shared projections stay shared.
@@ -269,7 +269,7 @@ def mapped(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> N
     return _rebuilt(tree, iter([results[id(leaf)] for leaf in every]), empty)
 
 
-def shared(one: Nested, other: Nested) -> bool:
+def share_leaf(one: Nested, other: Nested) -> bool:
     """Whether the two nested values have a common leaf."""
     return any(a is b for a in leaves(one) for b in leaves(other))
 
@@ -281,6 +281,6 @@ def _rebuilt(tree: Nested, results: Iterator, empty: Any) -> Nested:
     return empty if tree is None else next(results)
 
 
-def as_given(t: Tensor) -> AbstractContextManager:
+def no_autocast(t: Tensor) -> AbstractContextManager:
     """Disable autocast on the device of a tensor; a null context on the meta device."""
     return nullcontext() if t.is_meta else torch.autocast(t.device.type, enabled=False)

@@ -32,7 +32,7 @@ SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # default numbers of samples
 LEAST = 32                # minimum length of a document, in tokens
 TOLERANCE = 0.02          # nats; 2% of the perplexity
 REPEATED = 0.1            # nats, tolerance on repeated passages
-TELLS = 5                 # the control must cost this many tolerances, else the data cannot distinguish methods
+CONTROL_TOLERANCES = 5    # the control must cost this many tolerances, else the data cannot distinguish methods
 USES = 0.5                # nats by which exact attention must be better on repeated passages, so that recall is judged
 MARGIN = 1.05
 
@@ -74,7 +74,7 @@ def advise(model: nn.Module, texts: str | Sequence[str] | Tensor | Sequence[Mapp
         else:
             bench = _batch_bench(model, texts, labels, samples, calibration, seed)
         methods = mechanisms(attentions, seed)
-        return advice_of(bench, methods, list(measured(bench, methods, rounds)), tolerance)
+        return advice_of(bench, methods, list(measure_mechanism(bench, methods, rounds)), tolerance)
 
 
 @dataclass
@@ -143,10 +143,11 @@ class Advice:
         """A DataFrame of formatted strings, one row for each method."""
         others = self.rows[1:]
         cells = {"attention": [row.attention for row in self.rows],
-                 "loss increase": [f"(loss {self.loss:.3f})", *(shown(r.above, r.above_ci95) for r in others)]}
+                 "loss increase": [f"(loss {self.loss:.3f})", *(format_interval(r.above,
+                                                                                r.above_ci95) for r in others)]}
         if self.repeated_loss is not None:
             cells["repeated passage"] = [f"({self.repeated_loss:.3f})",
-                                         *(shown(row.repeated, row.repeated_ci95) for row in others)]
+                                         *(format_interval(row.repeated, row.repeated_ci95) for row in others)]
         cells["ms"] = [f"{row.ms[self.length]:.1f}" for row in self.rows]
         cells["MiB"] = ["" if row.mib is None else f"{row.mib:.0f}" for row in self.rows]
         cells["speed-up"] = [f"{row.speedup:.2f}" for row in self.rows]
@@ -224,7 +225,7 @@ def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mec
     return {EXACT: None} | {name: Mechanism.parse(name, seed=seed) for name in names if name != EXACT}
 
 
-def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Iterator[dict[str, Any]]:
+def measure_mechanism(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Iterator[dict[str, Any]]:
     """Yield a record of losses and memory for each method, then times by length."""
     longest = bench.timed[bench.length]
     for label, attention in methods.items():
@@ -239,7 +240,7 @@ def measured(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int)
 
 def advice_of(bench: Bench, methods: Mapping[str, Mechanism | None], records: Sequence[Mapping[str, Any]],
               tolerance: float) -> Advice:
-    """Build the advice from the records of `measured`."""
+    """Build the advice from the records of `measure_mechanism`."""
     judged = {each["attention"]: each for each in records if "attention" in each}
     times = {each["length"]: each["ms"] for each in records if "length" in each}
     own, rows = judged[EXACT], []
@@ -304,16 +305,16 @@ def is_costly(advice: Advice, row: Row) -> bool:
 
     The lower end of its 95% CI must be at least TELLS times the tolerance, on the samples or on repeated passages.
     """
-    forgets = advice.uses_repetition and row.repeated - row.repeated_ci95 >= TELLS * REPEATED
-    return forgets or not row.above - row.above_ci95 < TELLS * advice.tolerance
+    forgets = advice.uses_repetition and row.repeated - row.repeated_ci95 >= CONTROL_TOLERANCES * REPEATED
+    return forgets or not row.above - row.above_ci95 < CONTROL_TOLERANCES * advice.tolerance
 
 
 def cost(advice: Advice, row: Row) -> str:
-    repeated = f" and {shown(row.repeated, row.repeated_ci95)} nats on repeated passages"
-    return f"{shown(row.above, row.above_ci95)} nats{repeated * advice.uses_repetition}"
+    repeated = f" and {format_interval(row.repeated, row.repeated_ci95)} nats on repeated passages"
+    return f"{format_interval(row.above, row.above_ci95)} nats{repeated * advice.uses_repetition}"
 
 
-def shown(value: float | None, half: float | None) -> str:
+def format_interval(value: float | None, half: float | None) -> str:
     return f"{value:.4f} ± {half:.4f}" if value is not None and math.isfinite(value) else "not finite"
 
 

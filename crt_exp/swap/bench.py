@@ -2,8 +2,8 @@
 
 `Bench` swaps the attention of any model and restores it. `TextBench` adds the losses of language models, `BatchBench`
 those of models of images, audio and other inputs. A sample has the form of a batch of `calibrate_attention`. Samples
-that attention is fitted to are not evaluated. Models that were built with other attention need no bench: see `fitted`
-and `looked_at`.
+that attention is fitted to are not evaluated. Models that were built with other attention need no bench: see
+`fit_attention` and `calibrated_layers`.
 
 Notation: B batch, L tokens, V vocabulary size, C classes.
 """
@@ -26,26 +26,26 @@ from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics,
 from crt_exp.swap.saved import holders
 from crt_exp.swap.swap import unswap_attention
 
-KEPT = 8            # number of fitted methods that a bench caches
+MAX_CACHED = 8      # number of fitted methods that a bench caches
 MASKED, NEXT = "masked", "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
 IGNORED = -100      # label of a token without loss, as in torch and transformers
 SHARE = 0.15        # fraction of tokens that are masked
-UNSURE = 16         # tokens after which a model can detect that a passage is repeated
+MIN_CONTEXT = 16    # tokens after which a model can detect that a passage is repeated
 REPEATED = 4        # rows that are also evaluated as repeated passages
 SHORTEST = 128      # tokens of the shortest timed input
 LENGTH = 512        # default length of a document, in tokens
-AT_ONCE = 256       # tokens whose losses are computed at a time
+TOKENS_PER_BLOCK = 256  # tokens whose losses are computed at a time
 
 
-def fitted(model: nn.Module, batches: Iterable) -> nn.Module:
+def fit_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     """Fit the attention of a model to batches, if it needs fitting; return the model."""
     if learns(model):
         fill_statistics(model, batches)
     return model
 
 
-def looked_at(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
+def calibrated_layers(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
     """Calibrate the model and return its layers with the measured errors."""
     with quiet():
         calibrate_attention(model, batches)
@@ -91,7 +91,7 @@ class Bench:
 
     def fit(self, attention: Mechanism) -> None:
         """Fit the attention that the model now has."""
-        fitted(self.model, self.training)
+        fit_attention(self.model, self.training)
 
     @contextmanager
     def swapped(self, attention: Mechanism | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
@@ -117,14 +117,14 @@ class Bench:
         if kept is None:
             self.fit(key[0])
             kept = [{name: t.clone() for name, t in state.state_dict().items()} for state in states]
-            self.fits = [*self.fits, (key, kept)][-KEPT:]
+            self.fits = [*self.fits, (key, kept)][-MAX_CACHED:]
             return
         for state, tensors in zip(states, kept, strict=True):
             state.load_state_dict(tensors)
 
     @torch.no_grad()
-    def watched(self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
-                ) -> tuple[list[Any], Any]:
+    def record_calls(self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
+                     ) -> tuple[list[Any], Any]:
         """Run a sample with exact attention and record each attention call.
 
         Returns:
@@ -204,11 +204,11 @@ class TextBench(Bench):
         L = rows.shape[1]
         lengths = [SHORTEST * 2**i for i in range(L.bit_length()) if SHORTEST * 2**i < L]
         self.timed = {length: rows[:1, :length] for length in [*lengths, L]}
-        if self.causal and L >= 4 * UNSURE:
+        if self.causal and L >= 4 * MIN_CONTEXT:
             self.repeats = min(REPEATED, len(rows))
 
     def fit(self, attention: Mechanism) -> None:
-        fitted(self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training])
+        fit_attention(self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training])
 
     def run(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids.to(self.device), **self.options, **options)
@@ -219,7 +219,7 @@ class TextBench(Bench):
 
     def loss(self, i: int) -> float:
         """Mean loss of row i, in nats per predicted token."""
-        return float(self.nats(*self.asked(i)).mean())
+        return float(self.nats(*self.inputs_and_labels(i)).mean())
 
     def repeated_loss(self, i: int) -> float:
         """Loss on a repeated passage, in nats per token.
@@ -227,19 +227,19 @@ class TextBench(Bench):
         The input is the first half of row i, twice. The loss covers the second copy.
         """
         half = self.rows.shape[1] // 2
-        inputs, labels = following(self.rows[i:i + 1, :half].repeat(1, 2))
-        labels[:, :half + UNSURE - 1] = IGNORED
+        inputs, labels = next_token_labels(self.rows[i:i + 1, :half].repeat(1, 2))
+        labels[:, :half + MIN_CONTEXT - 1] = IGNORED
         return float(self.nats(inputs, labels).mean())
 
     def nats(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Loss of each token with a label, labels (1, L), in float64."""
         return nats(self.run(inputs).logits, labels)
 
-    def asked(self, i: int) -> tuple[Tensor, Tensor]:
+    def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of row i, (1, L) each, equal for all methods."""
         row = self.rows[i:i + 1]
         if self.causal:
-            return following(row)
+            return next_token_labels(row)
         hidden = self._places(i)
         return row.masked_fill(hidden, self.mask), row.masked_fill(~hidden, IGNORED)
 
@@ -250,7 +250,7 @@ class TextBench(Bench):
         return draw <= max(SHARE, float(draw.min()))
 
 
-def following(ids: Tensor) -> tuple[Tensor, Tensor]:
+def next_token_labels(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Ids (1, L) and next-token labels; the last token has no label."""
     return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
 
@@ -260,7 +260,7 @@ def nats(logits: Tensor, labels: Tensor) -> Tensor:
     asked = (labels != IGNORED).to(logits.device)
     wanted = labels.to(logits.device)[asked]
     return torch.cat([F.cross_entropy(part.double(), each, reduction="none")
-                      for part, each in zip(logits[asked].split(AT_ONCE), wanted.split(AT_ONCE))])
+                      for part, each in zip(logits[asked].split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK))])
 
 
 def predicts(model: nn.Module) -> str | None:
@@ -305,7 +305,8 @@ class BatchBench(Bench):
                  labels: Sequence[Tensor] | None = None, noun: str = "pieces", seed: int = 0):
         super().__init__(model, judged, training, seed)
         self.labels, self.noun = labels, noun
-        queries, outputs = zip(*(self.watched(piece, lambda state, given, out: given[0].shape[2]) for piece in judged))
+        queries, outputs = zip(*(self.record_calls(piece, lambda state, given, out: given[0].shape[2])
+                                 for piece in judged))
         self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
         self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
         self.own = None if self.labelled else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]

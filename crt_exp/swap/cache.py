@@ -61,7 +61,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _clear(self) -> None:
         self.length, self.whole = 0, False
-        self.given = None      # new keys and values that no attention function has used yet
+        self.new_keys = None   # new keys and values that no attention function has used yet
         self.handed = None     # weak references to what `update` returned for them
         self.state = None      # recurrent state of all tokens
         self.padding = None    # (B, p): padding mask of the first p tokens; all later tokens are kept
@@ -70,13 +70,13 @@ class RecurrentLayer(DynamicLayer):
     # ---- methods that a forward pass calls
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self._keep_given()
+        self._store_new_keys()
         if self.whole or (self.state is None and type(key_states) is not Tensor):
             self.whole = True
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.given, self.length = (key_states, value_states), self.length + key_states.shape[-2]
+        self.new_keys, self.length = (key_states, value_states), self.length + key_states.shape[-2]
         kind = Tensor if self.state is None else NewKeys  # the first keys are all keys, so any use is valid
         keys, values = key_states.as_subclass(kind), value_states.as_subclass(kind)
         self.handed = weakref.ref(keys), weakref.ref(values)
@@ -94,15 +94,15 @@ class RecurrentLayer(DynamicLayer):
         used, first = self.length, not isinstance(key, NewKeys)
         at_once = partial(attend, swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling,
                           dropout=dropout, matrix=matrix)
-        if not self._takes(key, value, swapped.path):
+        if not self._is_update(key, value, swapped.path):
             return at_once()
-        (key, value), self.given = self.given, None
+        (key, value), self.new_keys = self.new_keys, None
         if mask is not None:
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
         keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
         prepare(swapped, query, key, causal)
-        if first and not self._begins(swapped, query, key, value, causal and not matrix and used == self.length):
-            self._keep_whole(key, value)
+        if first and not self._create_state(swapped, query, key, value, causal and not matrix and used == self.length):
+            self._store_all_keys(key, value)
             return at_once()
         if first:
             self._set_padding(keep)
@@ -116,21 +116,21 @@ class RecurrentLayer(DynamicLayer):
         q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
         return self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
 
-    def _takes(self, key: Tensor, value: Tensor, path: str) -> bool:
+    def _is_update(self, key: Tensor, value: Tensor, path: str) -> bool:
         """Whether key and value are the tensors of `update`, used for the first time."""
         same = self.handed[0]() is key and self.handed[1]() is value
-        if same and self.given is not None:
+        if same and self.new_keys is not None:
             return True
         if isinstance(key, NewKeys):
             raise ValueError(f"{path}: the recurrent cache does not support changed or reused keys; {WHOLE}")
         # other attention uses the keys too, which a single state cannot serve
-        if self.given is None and not self.whole:
+        if self.new_keys is None and not self.whole:
             self.state = None
-            self._keep_whole(key, value)
-        self._keep_given()
+            self._store_all_keys(key, value)
+        self._store_new_keys()
         return False
 
-    def _begins(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
+    def _create_state(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
         """Create the state before the first tokens; False if a state cannot be used."""
         possible = possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
         if not possible or _all_keys(swapped) or swapped.calibrated is not None:
@@ -178,22 +178,22 @@ class RecurrentLayer(DynamicLayer):
 
     # ---- fall back to storing the keys
 
-    def _keep_whole(self, key: Tensor, value: Tensor) -> None:
+    def _store_all_keys(self, key: Tensor, value: Tensor) -> None:
         self.whole = True
         self.lazy_initialization(key, value)
         super().update(key, value)
 
-    def _keep_given(self) -> None:
+    def _store_new_keys(self) -> None:
         """Store keys that no swapped attention used.
 
         The first keys are complete; later keys would miss their past and raise ValueError.
         """
-        if self.given is None:
+        if self.new_keys is None:
             return
-        given, self.given = self.given, None
+        given, self.new_keys = self.new_keys, None
         if self.state is not None:
             raise ValueError(f"no swapped attention used the new keys; use a new cache, or {WHOLE}")
-        self._keep_whole(*given)
+        self._store_all_keys(*given)
 
     # ---- methods that generation calls
 
@@ -210,7 +210,7 @@ class RecurrentLayer(DynamicLayer):
         self._clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._keep_given()
+        self._store_new_keys()
         if self.whole or self.state is None:
             super().reorder_cache(beam_idx)
             return

@@ -27,7 +27,7 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.nearfar.layer import NearFar
-from crt_exp.swap.families import others
+from crt_exp.swap.families import unknown_modules
 from crt_exp.swap.swap import swappable
 
 SEQUENCES = 4   # sequences of a batch, the first ones, on which errors are measured
@@ -243,7 +243,7 @@ def describe_attention(model: nn.Module):
     import pandas as pd
 
     rows = [_row(i, path, module) for i, (path, module) in enumerate(swappable(model))]
-    rows += [_row(None, path, module) for path, module in others(model)]
+    rows += [_row(None, path, module) for path, module in unknown_modules(model)]
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})
 
 

@@ -44,7 +44,7 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
         check_mask(mask, q, S, state.path)
         expected = causal
         keep, causal, used = read_mask(mask, keep, causal, q.shape[2], state.path)
-        if getattr(state, "counts_places", True):
+        if getattr(state, "position_dependent", True):
             used = _to_last_query(keep, causal, expected, q.shape[2], state.path)
         if used < k.shape[2]:
             k, v, keep = k[:, :, :used], v[:, :, :used], keep[:, :used]

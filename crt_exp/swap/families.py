@@ -31,7 +31,7 @@ BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_po
 CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
 # layer type -> configuration key of the window size
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-SEES = "has a window"                     # start of the reason for a layer with a window
+WINDOW_REASON = "has a window"                     # start of the reason for a layer with a window
 ROTATIONS = (None, "rotary", "absolute")  # position embeddings that add nothing to the logits
 # Classes, or parent class and attribute, whose masks are built elsewhere and are neither padding nor causal.
 OTHER_MASKS = {
@@ -85,7 +85,7 @@ def names_in_forward(kind: type) -> frozenset[str]:
     return frozenset(() if code is None else code.co_names)
 
 
-def others(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Attention modules of unknown families, with paths.
 
     A module counts if its class name contains "attention", or if it calls torch's fused attention. Parents and children
@@ -176,7 +176,7 @@ def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | Non
     """
     if family(module) != "hf":
         return _read_by_hand(module, holder)
-    passed = what_is_passed(type(module))
+    passed = passed_arguments(type(module))
     known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(f"{type(holder).__name__}.{name}")
     reason = known or _bias(module, passed) or _softmax(module, passed) or _window(module, passed)
     return reason or ("masks pairs of queries and keys" if passed.own_mask else None)
@@ -216,7 +216,7 @@ def _window(module: nn.Module, passed: Passed) -> str | None:
         size = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     longest = getattr(config, "max_position_embeddings", None) or float("inf")
     cuts = isinstance(size, int) and 0 < size < longest
-    return f"{SEES} of {size} tokens for sequences of up to {longest} (max_position_embeddings)" if cuts else None
+    return f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens" if cuts else None
 
 
 def _layer_type(module: nn.Module) -> str | None:
@@ -227,7 +227,7 @@ def _layer_type(module: nn.Module) -> str | None:
 
 
 @cache
-def what_is_passed(kind: type) -> Passed:
+def passed_arguments(kind: type) -> Passed:
     """Parse the source of a class's forward method."""
     function = inspect.unwrap(kind.forward)
     parameters = frozenset(inspect.signature(function).parameters)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from crt_exp.swap import families
-from crt_exp.swap.families import SEES
+from crt_exp.swap.families import WINDOW_REASON
 from crt_exp.swap.saved import restore_own, write_record
 
 # builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module called as (q, k, v, key_mask)
@@ -34,7 +34,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
         record: what the model's configuration stores of the mechanism. Without a record `from_pretrained` cannot
             rebuild the mechanism.
     """
-    places = _places(model)
+    places = _attention_modules(model)
     chosen = _choose(places, layers)
     if layers is None:
         _warn_of_others(model, [place for i, place in enumerate(places) if i not in chosen])
@@ -50,7 +50,7 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
         if (swapped := families.swapped_class(module)) not in (None, type(module)):
             module.__dict__.setdefault("unswapped_class", type(module))
             module.__class__ = swapped
-    _tell_libraries(model)
+    _configure_libraries(model)
     write_record(model)
     return model
 
@@ -91,10 +91,10 @@ def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if modules := families.attention_modules(model):
         return modules
     raise ValueError(f"{type(model).__name__}: no supported attention; unsupported: "
-                     f"{_names(families.others(model)) or 'none'}")
+                     f"{_names(families.unknown_modules(model)) or 'none'}")
 
 
-class Place(NamedTuple):
+class AttentionModule(NamedTuple):
     """An attention module, its parent module, and why it cannot be swapped, or None."""
 
     path: str
@@ -103,18 +103,18 @@ class Place(NamedTuple):
     reason: str | None
 
 
-def _places(model: nn.Module) -> list[Place]:
+def _attention_modules(model: nn.Module) -> list[AttentionModule]:
     held = {id(child): (part, name) for part in model.modules() for name, child in part.named_children()}
     places = []
     for path, module in swappable(model):
         holder, name = held.get(id(module), (None, ""))
-        places.append(Place(path, module, holder, families.refusal(module, holder, name)))
+        places.append(AttentionModule(path, module, holder, families.refusal(module, holder, name)))
     return places
 
 
-def _warn_of_others(model: nn.Module, windows: list[Place]) -> None:
+def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
     kind = type(model).__name__
-    if others := families.others(model):
+    if others := families.unknown_modules(model):
         warnings.warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}", stacklevel=4)
     if windows:
         warnings.warn(f"{kind}: {len(windows)} layers with window attention stay unchanged: {_names(windows)}",
@@ -126,14 +126,14 @@ def _names(parts: list[tuple]) -> str:
     return names + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
 
 
-def _choose(places: list[Place], layers: Iterable[int] | int | str | None) -> list[int]:
+def _choose(places: list[AttentionModule], layers: Iterable[int] | int | str | None) -> list[int]:
     """Return the indices of the layers to swap.
 
     By default these are all layers. If some layers have window attention and all others are supported, the layers with
     a window stay as they are.
     """
     supported = [i for i, place in enumerate(places) if place.reason is None]
-    windows = all(place.reason is None or place.reason.startswith(SEES) for place in places)
+    windows = all(place.reason is None or place.reason.startswith(WINDOW_REASON) for place in places)
     if layers is None or (isinstance(layers, str) and layers == "supported"):
         return supported if supported and (layers or windows) else list(range(len(places)))
     numbers = [layers] if isinstance(layers, Integral) else list(layers)
@@ -143,13 +143,13 @@ def _choose(places: list[Place], layers: Iterable[int] | int | str | None) -> li
     return sorted({int(i) % len(places) for i in numbers})
 
 
-def _refuse(places: list[Place], chosen: list[int]) -> None:
+def _refuse(places: list[AttentionModule], chosen: list[int]) -> None:
     """Raise ValueError if a selected layer cannot be swapped; list those that can."""
     refused = [places[i] for i in chosen if places[i].reason]
     if not refused:
         return
     # report window attention last: on its own it would stay as it is
-    first = min(refused, key=lambda place: place.reason.startswith(SEES))
+    first = min(refused, key=lambda place: place.reason.startswith(WINDOW_REASON))
     fit = [i for i, place in enumerate(places) if not place.reason]
     way = f"layers='supported' swaps {fit}" if fit else "no layer can be swapped"
     raise ValueError(f"{_names([first])}: this attention {first.reason}, which linear attention does not support; "
@@ -158,7 +158,7 @@ def _refuse(places: list[Place], chosen: list[int]) -> None:
 
 # ---- build and attach layers
 
-def _state(maker: LayerMaker, name: str, i: int, place: Place, causal: bool | None) -> nn.Module:
+def _state(maker: LayerMaker, name: str, i: int, place: AttentionModule, causal: bool | None) -> nn.Module:
     """Build one attention layer on the device of its module.
 
     The layer serves causal and bidirectional calls, unless causal=False.
@@ -180,7 +180,7 @@ def _state(maker: LayerMaker, name: str, i: int, place: Place, causal: bool | No
     return (state if device is None else state.to(device)).train(module.training)
 
 
-def _tell_libraries(model: nn.Module) -> None:
+def _configure_libraries(model: nn.Module) -> None:
     swapped = [module for _, module in swappable(model) if "swapped" in module._modules]
     inside = {id(module) for module in swapped}
     for part in model.modules():
@@ -192,7 +192,7 @@ def _tell_libraries(model: nn.Module) -> None:
     _remove_check(model)
     for module in swapped:
         module.swapped.__dict__["reached"] = None  # unknown before the first forward pass
-    model.__dict__["swap_check"] = model.register_forward_hook(_tell_unreached)
+    model.__dict__["swap_check"] = model.register_forward_hook(_warn_unreached)
 
 
 def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
@@ -206,7 +206,7 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
     _own_configurations(model)
     read = {id(module.config): module.config for module in swapped}
     before = [(config, config._attn_implementation) for config in read.values() if not interface.is_ours(config)]
-    others = families.others(model)
+    others = families.unknown_modules(model)
     for _, part in families.attention_modules(model):
         config = getattr(part, "config", None)
         if id(config) in read and config._attn_implementation == "eager":
@@ -242,7 +242,7 @@ def _remove_check(model: nn.Module) -> None:
         hook.remove()
 
 
-def _tell_unreached(model: nn.Module, *_) -> None:
+def _warn_unreached(model: nn.Module, *_) -> None:
     """After the first forward pass, warn of swapped modules that it did not reach."""
     if torch.compiler.is_compiling():
         return

@@ -156,14 +156,16 @@ class Reader:
     `task.evaluate(model, "validation", Reader(task, batch=32))`.
 
     Args:
-        told: callback before each micro-batch, with the split, the micro-batches read and their total (None: unknown).
+        progress: callback before each micro-batch, with the split, the micro-batches read and their total or None.
         limit: maximum number of micro-batches of a split. `partial` is True if this limit left micro-batches unread.
         world: number of processes.
     """
 
     def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
-                 world: int = 1, told: Callable[[str, int, int | None], None] | None = None, limit: int | None = None):
-        self.task, self.device, self.told, self.limit, self.partial = task, torch.device(device), told, limit, False
+                 world: int = 1, progress: Callable[[str, int, int | None], None] | None = None,
+                 limit: int | None = None):
+        self.task, self.device, self.progress, self.limit = task, torch.device(device), progress, limit
+        self.partial = False
         self.plan = Plan(batch, seed=seed, rank=rank, world=world)
 
     def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
@@ -174,13 +176,13 @@ class Reader:
         from accelerate.utils import send_to_device
 
         plan = self.plan if batch is None else replace(self.plan, batch=batch)
-        whole = self._whole(split, plan) if self.told else None
+        whole = self._whole(split, plan) if self.progress else None
         for read, item in enumerate(self.task.batches(split, plan)):
             if read == self.limit:
                 self.partial = True
                 return
-            if self.told:
-                self.told(split, read, whole)
+            if self.progress:
+                self.progress(split, read, whole)
             yield send_to_device(item, self.device, non_blocking=True)
 
     def _whole(self, split: str, plan: Plan) -> int | None:
@@ -266,7 +268,7 @@ def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
     return {name: METRICS[name](predictions, labels) for name in TASKS[task].metrics}
 
 
-def of_parts(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:
+def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:
     """Jackknife pseudo-values of a metric, one for each part of the examples.
 
     Part i holds every `parts`-th example. Its pseudo-value is parts * metric(all) - (parts - 1) * metric(all but part

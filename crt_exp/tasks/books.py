@@ -19,7 +19,7 @@ from torch import nn
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.corpora import PARTS, Row, Rows, TokenText
-from crt_exp.data.plan import bucketed, masked, padded
+from crt_exp.data.plan import bucketed, pad_rows, with_key_mask
 from crt_exp.data.sources import no_folder, stand_in
 from crt_exp.data.text import IGNORED, Masking, official_file, table, text_files
 from crt_exp.data.vocabularies import fast_tokenizer, new_tokenizer
@@ -53,7 +53,7 @@ class Books(SymbolTask):
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
     share: Share = 0.15
 
-    ours = "a run of task=books with the same tokenizer"
+    compatible_runs = "a run of task=books with the same tokenizer"
 
     def __post_init__(self):
         if self.text is None:
@@ -111,7 +111,8 @@ class Books(SymbolTask):
             rows = [data[places[i]] for i in chosen]
             pairs = rows if self.causal else [self.corrupted(row, plan.rng(i)) for i, row in zip(chosen, rows)]
             tokens, labels = zip(*pairs)
-            yield masked(padded(tokens, self.end), list(map(len, tokens))) | {"labels": padded(labels, IGNORED)}
+            yield with_key_mask(pad_rows(tokens, self.end), list(map(len, tokens))) | {"labels": pad_rows(labels,
+                                                                                                          IGNORED)}
 
     def corrupted(self, row: Row, rng: np.random.Generator) -> Row:
         """BERT's masking of the tokens of a row."""

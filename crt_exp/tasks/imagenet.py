@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, check_classes, images as data
 from crt_exp.data.sources import SOURCES, is_on_hub, task_folder
-from crt_exp.data.loading import Draw, ImageHub, Micro, Streamed, Workers, by_workers, drawing, listed
+from crt_exp.data.loading import (Generator, ImageHub, Micro, Streamed, Workers, by_workers, listed_batches,
+                                  seeded_globals)
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
@@ -62,7 +63,7 @@ class ImageTask(Task):
             if self.data_dir or self.held_out:
                 raise ConfigError(f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out")
             self.stream = Streamed(self.hub)
-            self.classes, self.read_source = self.stream.classes, data.read
+            self.classes, self.read_source = self.stream.classes, data.read_image
             self.asked = {"train": self.stream.training, "val": self.stream.validation}
             self.lengths = {"train": None, "val": self.hub["validation_images"]}
         else:
@@ -71,7 +72,7 @@ class ImageTask(Task):
                 self.validation = "held_out"
                 splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
             self.classes, self.read_source = splits["train"].classes, splits["train"].read
-            self.asked = {split: partial(listed, part, split) for split, part in splits.items()}
+            self.asked = {split: partial(listed_batches, part, split) for split, part in splits.items()}
             self.lengths = {split: len(part) for split, part in splits.items()}
         if self.embedded and self.workers is None:           # workers do not pay for 8 x 8 pixels
             self.workers = 0
@@ -85,7 +86,7 @@ class ImageTask(Task):
         return self.lengths[split]
 
     def read(self, split: str, plan: Plan, transform: Callable[[Any], Tensor],
-             finish: Callable[[Tensor, Tensor, list[Draw]], Batch], repeats: int = 1) -> Iterator[Batch]:
+             finish: Callable[[Tensor, Tensor, list[Generator]], Batch], repeats: int = 1) -> Iterator[Batch]:
         """Yield batches; `finish` makes them from images, labels and row generators.
 
         Raises DataError for an unreadable image. With task.unreadable=skip, an unreadable image gives a warning, is
@@ -176,19 +177,19 @@ class ImageNet(ImageTask):
     def __post_init__(self):
         super().__post_init__()
         check_classes(self.classes, self.hub["name"] or self.data_dir or self.dataset)
-        self.description = self.described()
+        self.description = self.model_description()
         self.description.check()
         self.training = training_transform(self.augment, self.description)
 
     # ---- the model
 
-    def described(self) -> vision.VisionDescription:
+    def model_description(self) -> vision.VisionDescription:
         """Description of the model of task.model, task.init or task.sizes."""
         sizes = {vision.SIZES[key]: value for key, value in self.sizes.items() if value is not None}
         checkpoint = vision.checkpoint_of(self.init)
         description = checkpoint.description if checkpoint else None
         if self.model is not None:
-            description = vision.known(self.model)
+            description = vision.timm_description(self.model)
         elif self.init == "pretrained":
             raise ConfigError("task.init=pretrained: expected task.model=<timm model>")
         elif description is None:
@@ -224,7 +225,7 @@ class ImageNet(ImageTask):
         mixes = self.augment["mixup"] or self.augment["cutmix"]
         return self.read(split, plan, self.training, self.mixed if mixes else plain, self.augment["repeats"])
 
-    def mixed(self, images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
+    def mixed(self, images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:
         """Apply timm's mixup and cutmix, drawn from the first row's generator.
 
         targets: (B, C), smoothed. Each image is mixed with the image at the mirrored position of the batch. If B is
@@ -237,7 +238,7 @@ class ImageNet(ImageTask):
         targets = mixup_target(labels, len(self.classes), smoothing=self.smoothing)
         even = len(images) // 2 * 2
         if even:
-            with drawing(draws[0]):
+            with seeded_globals(draws[0]):
                 images[:even], targets[:even] = mix(images[:even].clone(), labels[:even])
         return {"images": images, "targets": targets}
 
@@ -266,10 +267,10 @@ class ImageNet(ImageTask):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save the model as `<run>/model`."""
-        vision.keep(self.description, self.mechanism, tensors, directory)
+        vision.save_model(self.description, self.mechanism, tensors, directory)
 
 
-def plain(images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
+def plain(images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:
     return {"images": images, "targets": labels}
 
 

@@ -119,14 +119,14 @@ class LibriSpeech(Task):
         """Read all splits; report unusable utterances of each split."""
         usable = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split]) for split in SPLITS}
         if not usable["train"]:
-            self.faults["train"].settle(0)
+            self.faults["train"].report(0)
         if self.symbols == "characters" and self.corpus == "librispeech":
             self.vocabulary = Symbols("characters", tuple(LETTERS))
         else:
             self.vocabulary = Symbols.of(self.symbols, [each.text for each in usable["train"]], self.pieces)
-        splits = {split: self.coded(split, utterances) for split, utterances in usable.items()}
+        splits = {split: self.encode_split(split, utterances) for split, utterances in usable.items()}
         for split, coded in splits.items():
-            self.faults[split].settle(len(coded.utterances))
+            self.faults[split].report(len(coded.utterances))
             if (longest := coded.costs.max()) > self.batch_seconds:
                 raise ConfigError(f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g} ({split})")
         return splits
@@ -149,7 +149,7 @@ class LibriSpeech(Task):
         for split in self.splits.values():
             yield from (Path(part.name) for each in split.utterances for part in each.parts if part.content is None)
 
-    def coded(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
+    def encode_split(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
         kept, targets = [], []
         for utterance in utterances:
             try:
@@ -200,12 +200,13 @@ class LibriSpeech(Task):
     def collated(self, rows: Sequence[int], audio: Sequence[np.ndarray], targets: Sequence[np.ndarray],
                  rngs: Sequence[np.random.Generator | None]) -> Batch:
         batch = {"rows": list(rows),
-                 "audio": speech.padded(audio), "samples": torch.tensor([*map(len, audio)]),
-                 "targets": speech.padded(targets), "target_lengths": torch.tensor([*map(len, targets)]).int()}
+                 "audio": speech.pad_audio(audio), "samples": torch.tensor([*map(len, audio)]),
+                 "targets": speech.pad_audio(targets), "target_lengths": torch.tensor([*map(len, targets)]).int()}
         if rngs[0] is not None and (self.augment["bands"] or self.augment["spans"]):
             options, mels = self.augment, self.sizes["mels"]
-            drawn = [(speech.stretches(rng, options["bands"], options["band_share"], mels),
-                      speech.stretches(rng, options["spans"], options["span_share"], frames_of(len(each), self.rate)))
+            drawn = [(speech.random_intervals(rng, options["bands"], options["band_share"], mels),
+                      speech.random_intervals(rng, options["spans"], options["span_share"],
+                                              frames_of(len(each), self.rate)))
                      for rng, each in zip(rngs, audio)]
             batch["bands"], batch["spans"] = (torch.from_numpy(np.stack(part)) for part in zip(*drawn))
         return batch
@@ -254,7 +255,7 @@ class LibriSpeech(Task):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save <run>/model, and <run>/transcripts.tsv of the last evaluated split."""
-        conformer_transducer.keep(self.recogniser, tensors, directory)
+        conformer_transducer.save_model(self.recogniser, tensors, directory)
         rows = [("split", "utterance", "transcript", "greedy"), *self.transcripts]
         with whole(directory / "transcripts.tsv") as part:
             part.write_text("".join("\t".join(row) + "\n" for row in rows))

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from crt_exp.data import arena, check_classes, images
 from crt_exp.data.arena import LONGEST, PAGES, SPLITS, Dataset, Labelled
-from crt_exp.data.images import DIGITS, VALUES, squared
-from crt_exp.data.plan import by_length, few, masked, padded
+from crt_exp.data.images import DIGITS, VALUES, square_image
+from crt_exp.data.plan import by_length, pad_rows, row_sample, with_key_mask
 from crt_exp.data.sources import task_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Classifier
@@ -61,7 +61,7 @@ class LRA(SequenceTask):
         self.description = self.new_description(self.arena.symbols + 1, self.row_length, causal=False)
         for split in SPLITS[1:]:
             data = self.arena.splits[split]
-            self.arena.splits[split] = data.take(few(len(data), self.evaluated))
+            self.arena.splits[split] = data.take(row_sample(len(data), self.evaluated))
 
     # ---- data
 
@@ -78,8 +78,8 @@ class LRA(SequenceTask):
         lengths = np.minimum(lengths_of(data, together), self.row_length)
         for numbers in by_length(lengths, split, plan, like_together=True):
             rows = [data.rows[together * i + j][:self.row_length] for i in numbers for j in range(together)]
-            tokens = padded(rows, self.arena.symbols)
-            yield masked(tokens, [len(row) for row in rows]) | {"labels": torch.from_numpy(data.labels[numbers])}
+            tokens = pad_rows(rows, self.arena.symbols)
+            yield with_key_mask(tokens, [len(row) for row in rows]) | {"labels": torch.from_numpy(data.labels[numbers])}
 
     # ---- model
 
@@ -134,7 +134,8 @@ class Pixels(SymbolTask):
     held_out: Annotated[float, Field(gt=0, lt=1)]
     evaluated: Count | None
 
-    metric, counted, ours = "bits_per_dim", "dimensions", "a run of task=pixels of the same size and channels"
+    metric, counted = "bits_per_dim", "dimensions"
+    compatible_runs = "a run of task=pixels of the same size and channels"
     causal, predictable, length_option = True, VALUES, "size"
 
     def __post_init__(self):
@@ -146,7 +147,7 @@ class Pixels(SymbolTask):
         self.describe(VALUES + 1, self.row_length, {"pixels": VALUES, "begin": BEGIN, "size": self.size,
                                                     "channels": self.channels})
         self.splits = self.split()
-        squared(self.splits["train"], 0, self.size, self.channels)  # raises for too small images before training
+        square_image(self.splits["train"], 0, self.size, self.channels)  # raises for too small images before training
 
     # ---- data
 
@@ -158,14 +159,15 @@ class Pixels(SymbolTask):
         loaded = images.load(self.dataset, self.data_dir)
         train, validation = loaded["train"].held_out(self.held_out)
         read = {"validation": validation, "test": loaded["val"]}
-        return {"train": train} | {split: data.take(few(len(data), self.evaluated)) for split, data in read.items()}
+        return {"train": train} | {split: data.take(row_sample(len(data), self.evaluated))
+                                   for split, data in read.items()}
 
     def length(self, split: str) -> int:
         return len(self.splits[split])
 
     def values(self, split: str, i: int) -> np.ndarray:
         """Pixel values of image i in raster order, (L,) int64."""
-        return squared(self.splits[split], i, self.size, self.channels).reshape(-1).astype(np.int64)
+        return square_image(self.splits[split], i, self.size, self.channels).reshape(-1).astype(np.int64)
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         """Yield labels (B, L), the pixel values, and tokens (B, L), shifted by one."""

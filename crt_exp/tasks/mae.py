@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
-from crt_exp.data.loading import Draw
+from crt_exp.data.loading import Generator
 from crt_exp.options import Count, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
@@ -131,7 +131,7 @@ class MAE(ImageTask):
                                          hflip=self.augment["flip"], color_jitter=None, interpolation="bicubic")
         return self.read(split, plan, transform, self.masked)
 
-    def masked(self, images: Tensor, labels: Tensor, draws: list[Draw]) -> Batch:
+    def masked(self, images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:
         """Batch with images and uniform noise (B, P) in [0, 1).
 
         Patches with the smallest noise are visible, the others masked.
@@ -164,4 +164,4 @@ class MAE(ImageTask):
 
         size = {"height": self.config.image_size, "width": self.config.image_size}
         processor = ViTImageProcessorPil(size=size, image_mean=list(MEAN), image_std=list(STD))
-        encoders.keep(model, tensors, processor, directory)
+        encoders.save_model(model, tensors, processor, directory)

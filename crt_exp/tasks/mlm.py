@@ -166,7 +166,8 @@ class MLM(Task):
                 continue
             ids = torch.from_numpy(blocks.astype(np.int64))
             if self.repeat:
-                ids = repeated(ids, self.repeat, torch.from_numpy(data.uniforms(map(plan.rng, rows), 1)[:2, :, 0]))
+                ids = repeat_first_half(ids, self.repeat, torch.from_numpy(data.uniforms(map(plan.rng, rows), 1)[:2, :,
+                                                                                                                 0]))
             yield {"input_ids": ids, "labels": following(ids)}
 
     # ---- model
@@ -230,7 +231,7 @@ class MLM(Task):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        encoders.keep(model.model, inner, self.tokenizer, directory)
+        encoders.save_model(model.model, inner, self.tokenizer, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -239,7 +240,7 @@ class MLM(Task):
                 f"({last['split']}, step {last['step']})")
 
 
-def repeated(ids: Tensor, share: float, draws: Tensor) -> Tensor:
+def repeat_first_half(ids: Tensor, share: float, draws: Tensor) -> Tensor:
     """ids (B, L), where rows with probability `share` repeat their first half.
 
     The second half is the first half, rotated to begin at a random position. draws: (2, B) uniform in [0, 1).

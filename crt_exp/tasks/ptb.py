@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from crt_exp.atomic_write import write_rows
 from crt_exp.config import ConfigError
-from crt_exp.data import corpora, whole
+from crt_exp.data import corpora, full_tensor
 from crt_exp.data.sources import stand_in
 from crt_exp.data.text import IGNORED
 from crt_exp.drawing import new_figure, save_figure
@@ -209,7 +209,7 @@ class PTB(Task):
         return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "words": count,
                 "unigram_loss": base / count, "unigram_perplexity": exp(base / count),
                 "query_length": float(np.mean(self.queries)),
-                "key_length": float(whole(model.body.embedding.weight).norm(dim=-1).mean())}
+                "key_length": float(full_tensor(model.body.embedding.weight).norm(dim=-1).mean())}
 
     @cached_property
     def unigram(self) -> np.ndarray:
@@ -221,7 +221,7 @@ class PTB(Task):
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
-        lstm.keep(model.body, self.text.words, self.temperature, body, directory)
+        lstm.save_model(model.body, self.text.words, self.temperature, body, directory)
         lengths = {"queries": np.array(self.queries), "keys": body["embedding.weight"].norm(dim=-1).cpu().numpy()}
         draw_lengths(lengths, directory)
 

@@ -73,7 +73,7 @@ class SymbolTask(SequenceTask):
 
     metric, lower_is_better = "perplexity", True
     counted = "tokens"                                       # name of the number of symbols in the metrics
-    ours = ""                                                # compatible runs, for messages: "a run of task=trembl"
+    compatible_runs = ""                                     # compatible runs, for messages: "a run of task=trembl"
 
     def load(self) -> None:
         """Load the model of task.init into `kept`; raises DataError."""
@@ -89,12 +89,12 @@ class SymbolTask(SequenceTask):
             tied = True if self.tied is None else self.tied
             self.description = self.new_description(symbols, length, self.causal, tied)
         else:
-            self.description = self.kept_description(length)
+            self.description = self.saved_description(length)
 
-    def kept_description(self, length: int) -> LanguageDescription:
+    def saved_description(self, length: int) -> LanguageDescription:
         theirs = self.kept.description
         if self.kept.symbols != self.vocabulary:
-            raise ConfigError(f"task.init={self.init}: trained with other symbols; expected {self.ours}")
+            raise ConfigError(f"task.init={self.init}: trained with other symbols; expected {self.compatible_runs}")
         sizes = (language.sizes_of(self.preset, self.sizes, "task.sizes") if self.preset
                  else theirs.sizes | dict(self.sizes))
         same = {"direction": self.causal == theirs.causal, "positions": self.positions in (None, theirs.positions),
@@ -111,7 +111,7 @@ class SymbolTask(SequenceTask):
     def build(self, mechanism: Mechanism) -> nn.Module:
         self.mechanism = mechanism
         model = LanguageModel(self.description, mechanism.layer, self.checkpointing)
-        if self.kept is not None and not language.fill(model, self.kept, mechanism):
+        if self.kept is not None and not language.load_weights(model, self.kept, mechanism):
             self.calibrate(model)
         return model
 
@@ -159,7 +159,7 @@ class SymbolTask(SequenceTask):
                 "unigram_accuracy": base_right / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        language.keep(self.description, self.mechanism, self.vocabulary, tensors, directory)
+        language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
 
 
 def without_labels(batch: Batch) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ class Recall(SymbolTask):
     evaluated: Count
 
     metric, lower_is_better, counted = "accuracy", False, "queries"
-    causal, length_option, ours = True, "block", "a run of task=recall of as many symbols"
+    causal, length_option, compatible_runs = True, "block", "a run of task=recall of as many symbols"
 
     def __post_init__(self):
         self.predictable = self.symbols
@@ -209,7 +209,7 @@ class Recall(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         for chosen in plan.rows(self.length(split), split):
-            rows = [drawn(split, i, self.block, self.symbols, self.pairs, self.asked) for i in chosen]
+            rows = [recall_row(split, i, self.block, self.symbols, self.pairs, self.asked) for i in chosen]
             tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*rows))
             yield {"tokens": tokens, "labels": labels}
 
@@ -220,7 +220,8 @@ class Recall(SymbolTask):
         return np.full(self.symbols, 1 / self.symbols)
 
 
-def drawn(split: str, i: int, length: int, symbols: int, pairs: int, queries: int) -> tuple[np.ndarray, np.ndarray]:
+def recall_row(split: str, i: int, length: int, symbols: int, pairs: int, queries: int) -> tuple[np.ndarray,
+                                                                                                 np.ndarray]:
     """Tokens and labels (L,) of row i.
 
     The first symbols are values, then come keys, then noise.
@@ -228,9 +229,9 @@ def drawn(split: str, i: int, length: int, symbols: int, pairs: int, queries: in
     rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
     tokens, labels = rng.integers(2 * n, 2 * n + NOISE, length), np.full(length, IGNORED)
     keys, values, asked = n + rng.permutation(n)[:pairs], rng.integers(0, n, pairs), rng.integers(0, pairs, queries)
-    said = length // 2 * pairs // (pairs + queries)                               # two-token slots before queries
-    places = 2 * rng.permutation(said)[:pairs]
-    later = 2 * (said + rng.permutation(length // 2 - said)[:queries])
+    pair_slots = length // 2 * pairs // (pairs + queries)                         # two-token slots before queries
+    places = 2 * rng.permutation(pair_slots)[:pairs]
+    later = 2 * (pair_slots + rng.permutation(length // 2 - pair_slots)[:queries])
     tokens[places], tokens[places + 1] = keys, values
     tokens[later], tokens[later + 1] = keys[asked], values[asked]
     labels[later] = values[asked]

@@ -1,6 +1,6 @@
 """Attention transfer: train swapped layers to match exact attention.
 
-In `Transferring`, every swapped layer returns the output of exact attention. The next layer therefore receives the
+In `TransferModel`, every swapped layer returns the output of exact attention. The next layer therefore receives the
 input of the exact model. Each layer's error is measured against exact attention and does not depend on other layers. No
 labels are needed.
 
@@ -36,22 +36,22 @@ SOURCE = "expected a model trained with exact attention; set task.init=<run of t
 
 # ---- transfer for any swapped model
 
-class Transferring(nn.Module):
+class TransferModel(nn.Module):
     """Swapped model that trains its attention layers against exact attention.
 
     A call returns the errors of the layers (layers,), |output - exact|^2 / |exact|^2, and the output of the exact
     model. The model stays in eval mode, without dropout. Only parameters of the swapped layers are trained. With
-    `taught` = False, `model` runs its swapped attention. Raises ValueError if no layer is swapped.
+    `teaching` = False, `model` runs its swapped attention. Raises ValueError if no layer is swapped.
     """
 
-    taught = True
+    teaching = True
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
         states = swapped_layers(model)
         model.requires_grad_(False)
-        for parameter in learned(states):
+        for parameter in layer_parameters(states):
             parameter.requires_grad_(True)
         self.squares: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, for layers in the last call
         self.hooks = [state.register_forward_hook(partial(self._teach, number), with_kwargs=True)
@@ -59,7 +59,7 @@ class Transferring(nn.Module):
 
     def _teach(self, number: int, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor) -> Tensor | None:
         """Replace the layer's output by exact attention and record both squared norms."""
-        if not self.taught:
+        if not self.teaching:
             return None
         q, k, v, key_mask = given = call_arguments(*args, **kwargs)
         root = state.scaling**0.5
@@ -76,7 +76,7 @@ class Transferring(nn.Module):
         errors = [error / exact.clamp(min=1e-30) for _, (error, exact) in sorted(self.squares.items())]
         return torch.stack(errors), out
 
-    def train(self, mode: bool = True) -> "Transferring":
+    def train(self, mode: bool = True) -> "TransferModel":
         super().train(mode)
         self.model.eval()
         for state in swapped_layers(self.model):
@@ -85,7 +85,7 @@ class Transferring(nn.Module):
 
 
 @torch.no_grad()
-def exact_calls(taught: Transferring, batch: Any) -> dict[int, tuple[tuple, Tensor]]:
+def exact_calls(student: TransferModel, batch: Any) -> dict[int, tuple[tuple, Tensor]]:
     """Arguments and exact outputs (B, H, L, dv) of each layer, by layer number.
 
     A training step on recorded calls costs only the layers, not the whole model.
@@ -96,9 +96,9 @@ def exact_calls(taught: Transferring, batch: Any) -> dict[int, tuple[tuple, Tens
         return lambda state, args, kwargs, out: calls.update({number: (call_arguments(*args, **kwargs), out)})
 
     with ExitStack() as stack:   # hooks after `_teach` receive exact outputs
-        for number, state in enumerate(swapped_layers(taught.model)):
+        for number, state in enumerate(swapped_layers(student.model)):
             stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
-        call(taught, batch)
+        call(student, batch)
     return calls
 
 
@@ -121,13 +121,13 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
     batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
     if not batches:
         raise ValueError("batches: empty; expected at least one")
-    taught = Transferring(model)
-    calibrate(taught, batches)
-    if parameters := [p for p in taught.parameters() if p.requires_grad]:
+    student = TransferModel(model)
+    calibrate(student, batches)
+    if parameters := [p for p in student.parameters() if p.requires_grad]:
         optimizer, states = torch.optim.Adam(parameters, lr), swapped_layers(model)
-        calls = [exact_calls(taught.eval(), batch) for batch in batches]
-        release(taught)
-        taught.train()
+        calls = [exact_calls(student.eval(), batch) for batch in batches]
+        release(student)
+        student.train()
         for step in range(steps):
             optimizer.zero_grad()
             now = calls[step % len(calls)]
@@ -136,30 +136,30 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
                 (error / square.clamp(min=1e-30) / len(now)).backward()
             optimizer.step()
             optimizer.param_groups[0]["lr"] = lr * (1 - (step + 1) / steps)
-    return release(taught, wanted).train(training)
+    return release(student, wanted).train(training)
 
 
-def calibrate(taught: Transferring, batches: Iterable) -> None:
+def calibrate(student: TransferModel, batches: Iterable) -> None:
     """Fit statistics of the layers to inputs of the exact model.
 
     Raises ValueError if the layers have neither statistics nor parameters to learn.
     """
-    states, batches = swapped_layers(taught.model), list(batches)
+    states, batches = swapped_layers(student.model), list(batches)
     kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
-    if not (kept or learned(states)):
+    if not (kept or layer_parameters(states)):
         raise ValueError(f"attention={states[0].mechanism}: has nothing to train; use hedgehog, or random features "
                          "with attention.learn=parameters or projections")
     if kept:
-        fill_statistics(taught.model, batches)
+        fill_statistics(student.model, batches)
 
 
-def release(taught: Transferring, wanted: Iterable[nn.Parameter] = ()) -> nn.Module:
+def release(student: TransferModel, wanted: Iterable[nn.Parameter] = ()) -> nn.Module:
     """Remove the hooks and return the model; `wanted` parameters require gradients."""
-    for hook in taught.hooks:
+    for hook in student.hooks:
         hook.remove()
     for parameter in wanted:
         parameter.requires_grad_(True)
-    return taught.model
+    return student.model
 
 
 def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -170,7 +170,7 @@ def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
     return states
 
 
-def learned(states: Iterable[nn.Module]) -> list[nn.Parameter]:
+def layer_parameters(states: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [parameter for state in states for parameter in state.parameters()]
 
 
@@ -183,7 +183,7 @@ def squares(state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor) -> 
 
 # ---- tasks
 
-class Teaching(Task):
+class TransferTask(Task):
     """Attention transfer for the model, batches and metrics of another task.
 
     Attributes:
@@ -203,26 +203,26 @@ class Teaching(Task):
         raise ConfigError(f"task={self.name}: not supported with trainer.adapt; use it afterwards, with "
                           f"task={self.later} task.init=<this run>")
 
-    def taught(self, model: nn.Module, mechanism: Mechanism, count: int) -> Transferring:
+    def transfer_model(self, model: nn.Module, mechanism: Mechanism, count: int) -> TransferModel:
         """Swapped model, calibrated on `count` batches of 8 rows.
 
         Raises ConfigError if the attention has nothing to learn.
         """
         if mechanism.is_exact:
             raise ConfigError("attention=exact: expected an approximate method, such as hedgehog")
-        taught = Transferring(model)
+        student = TransferModel(model)
         try:
-            calibrate(taught, map(self.given, islice(self.batches("train", Plan(8)), max(count, 1))))
+            calibrate(student, map(self.model_inputs, islice(self.batches("train", Plan(8)), max(count, 1))))
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return taught
+        return student
 
-    def given(self, batch: Batch) -> Any:
+    def model_inputs(self, batch: Batch) -> Any:
         """Arguments of the model in a batch."""
         return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        given = self.given(batch)
+        given = self.model_inputs(batch)
         errors, _ = model(**given) if isinstance(given, dict) else model(given)
         return errors.mean()
 
@@ -235,14 +235,14 @@ class Teaching(Task):
         `error` is the mean over layers of |output - exact| / |exact|, `error_worst` the largest layer error. Then come
         the metrics of the swapped model on its own layer inputs. `exact_loss` is the loss of the exact model.
         """
-        taught = Recorded(model)
-        exact = super().evaluate(taught, split, reader)
-        errors = [(error / whole) ** 0.5 for error, whole in zip(*(reader.sum(*side) for side in taught.totals))]
-        model.taught = False
+        recorder = ErrorRecorder(model)
+        exact = super().evaluate(recorder, split, reader)
+        errors = [(error / whole) ** 0.5 for error, whole in zip(*(reader.sum(*side) for side in recorder.totals))]
+        model.teaching = False
         try:
             swapped = super().evaluate(model.model, split, reader)
         finally:
-            model.taught = True
+            model.teaching = True
         return {"error": sum(errors) / len(errors), "error_worst": max(errors), **swapped, "exact_loss": exact["loss"]}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
@@ -257,7 +257,7 @@ class Teaching(Task):
 
 @checked("task")
 @dataclass(eq=False)
-class Transfer(Teaching, MLM):
+class Transfer(TransferTask, MLM):
     """Transfer for language models; see `conf/task/transfer.yaml` for the options.
 
     Raises ConfigError if there is no exact model to learn from.
@@ -281,12 +281,12 @@ class Transfer(Teaching, MLM):
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
-        return self.taught(MaskedModel(model, self.call), mechanism, self.calibration)
+        return self.transfer_model(MaskedModel(model, self.call), mechanism, self.calibration)
 
 
 @checked("task")
 @dataclass(eq=False)
-class TransferVision(Teaching, ImageNet):
+class TransferVision(TransferTask, ImageNet):
     """Transfer for image classifiers; options in `conf/task/transfer_vision.yaml`.
 
     Raises ConfigError if there is no exact classifier to learn from.
@@ -306,22 +306,22 @@ class TransferVision(Teaching, ImageNet):
             raise ConfigError(f"{checkpoint.named}: expected exact attention; different keys: {changed}")
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        return self.taught(super().build(mechanism), mechanism, 1)
+        return self.transfer_model(super().build(mechanism), mechanism, 1)
 
-    def given(self, batch: Batch) -> Tensor:
+    def model_inputs(self, batch: Batch) -> Tensor:
         return batch["images"]
 
 
-class Recorded:
+class ErrorRecorder:
     """Return the output of the exact model and accumulate layer errors."""
 
-    def __init__(self, model: Transferring):
+    def __init__(self, model: TransferModel):
         self.model, self.totals = model, ([], [])
 
     @torch.no_grad()
     def __call__(self, *args: Tensor, **batch: Tensor):
         _, out = self.model(*args, **batch)
-        taught = [self.model.squares[number] for number in sorted(self.model.squares)]
+        squares = [self.model.squares[number] for number in sorted(self.model.squares)]
         self.totals = tuple([float(part) + before for part, before in zip(side, self.totals[i] or [0.0] * len(side))]
-                            for i, side in enumerate(zip(*taught)))
+                            for i, side in enumerate(zip(*squares)))
         return out

@@ -52,7 +52,7 @@ class TrEMBL(SymbolTask):
     cache_dir: str | None
 
     counted, predictable = "letters", len(LETTERS)
-    ours = "a run of task=trembl on the same task.dataset, split by letters"
+    compatible_runs = "a run of task=trembl on the same task.dataset, split by letters"
 
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"

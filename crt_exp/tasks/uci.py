@@ -154,7 +154,7 @@ def scaler(train: np.ndarray, kind: str):
     return lambda x: pd.DataFrame(scale.transform(x)).fillna(dict(enumerate(mean))).to_numpy(np.float32)
 
 
-class PeerClassifier:
+class SklearnKernelClassifier:
     """Class of the largest kernel sum, on features of a scikit-learn transformer."""
 
     def __init__(self, kind: str, **options: Any):
@@ -172,5 +172,6 @@ class PeerClassifier:
         return float((self.classes[best] == y).mean())
 
 
-BASELINES = {"RBFSampler": partial(PeerClassifier, "RBFSampler"), "Nystroem": partial(PeerClassifier, "Nystroem"),
+BASELINES = {"RBFSampler": partial(SklearnKernelClassifier, "RBFSampler"),
+             "Nystroem": partial(SklearnKernelClassifier, "Nystroem"),
          "majority": lambda **_: DummyClassifier()}

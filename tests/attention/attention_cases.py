@@ -31,7 +31,7 @@ def set_chunks(monkeypatch, size):
     monkeypatch.setattr(chunks, "WIDE", size)
     monkeypatch.setattr(chunks, "PIECES", (size, max(size // 2, 1), 1))
     monkeypatch.setattr(chunks, "STRETCH", 2 * size)
-    monkeypatch.setattr(chunks, "REMEMBERED", 0)
+    monkeypatch.setattr(chunks, "MAX_SAVED", 0)
 
 
 class Case:

@@ -10,7 +10,7 @@ from crt_exp import samplers
 from crt_exp.attention import DecodingState, DenominatorCount, attention, attention_reference, softmax_attention
 from crt_exp.attention.engines import chunks, closed_form
 from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, Mixture, PoisRF, PosRF, TrigRF
-from crt_exp.samplers.noise import leaves, mapped, precise, shared
+from crt_exp.samplers.noise import leaves, map_leaves, match_float64, share_leaf
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 
@@ -238,7 +238,7 @@ def test_float64_throughout(phi, sampler, monkeypatch):
     monkeypatch.setattr(samplers.noise, "MATRIX_FREE_FROM", 1)
     case, g = Case(phi, scale=0.4), torch.Generator().manual_seed(1)
     coarse = independent(phi, lambda: sampler(16, 4, g, batch=(4,)))
-    fine = precise(coarse, torch.float64)
+    fine = match_float64(coarse, torch.float64)
     x, y, v = (t.detach() for t in (case.x, case.y, case.v))
     exact = [attention_reference(x, y, v, phi, fine, case.params, causal=c) for c in (False, True)]
     assert_same([attention(x, y, v, phi, coarse, case.params, causal=c) for c in (False, True)], exact, 1e-12)
@@ -290,8 +290,8 @@ def test_nested_tuples_keep_their_form_and_what_is_shared():
     A, n, m = torch.ones(1), samplers.iid(2, 3), samplers.iid(2, 3)
     tree = (OPRF(A=-0.1).fit(None)._replace(A=A), (), (None, (n, m)), n)
     assert [id(t) for t in leaves(tree)] == [id(t) for t in (A, n, m, n)]
-    doubled = mapped(lambda t: t.to(torch.float64), tree)
+    doubled = map_leaves(lambda t: t.to(torch.float64), tree)
     assert type(doubled[0]) is type(tree[0]) and doubled[1] == () and doubled[2][0] is None
     assert doubled[2][1][0] is doubled[3] and doubled[2][1][1] is not doubled[3] and doubled[3].dtype == torch.float64
-    assert mapped(lambda t: 1, tree, empty=2) == ((1,), (), (2, (1, 1)), 1)
-    assert shared(tree[2], tree[3]) and not shared(tree[0], tree[2])
+    assert map_leaves(lambda t: 1, tree, empty=2) == ((1,), (), (2, (1, 1)), 1)
+    assert share_leaf(tree[2], tree[3]) and not share_leaf(tree[0], tree[2])

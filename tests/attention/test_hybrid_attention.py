@@ -31,7 +31,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers.noise import leaves, mapped
+from crt_exp.samplers.noise import leaves, map_leaves
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 
@@ -137,7 +137,8 @@ def test_half_precision_and_large_scores_stay_finite():
         for dtype in (torch.float32, torch.bfloat16):
             x, y, v = (30 * torch.randn(1, 2, 16, 4)).to(dtype), (30 * torch.randn(1, 2, 16, 4)).to(dtype), torch.randn(
                 1, 2, 16, 4).to(dtype)
-            params, noise = phi.fit(Statistics.of(x, y)), mapped(lambda n: n.to(torch.float32), draw(phi, 4, 4, (2,)))
+            params, noise = phi.fit(Statistics.of(x, y)), map_leaves(lambda n: n.to(torch.float32),
+                                                                     draw(phi, 4, 4, (2,)))
             for causal in (False, True):
                 assert attention(x, y, v, phi, noise, params, causal=causal).isfinite().all()
 

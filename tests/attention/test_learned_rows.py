@@ -9,7 +9,7 @@ from crt_exp.attention import attention, attention_reference, partial_attention
 from crt_exp.attention.engines import chunks
 from crt_exp.features import GERF, OPRF, SDERF, Hedgehog, HypRF, PosRF, Statistics
 from crt_exp.samplers import iid
-from crt_exp.samplers.noise import DenseNoise, leaves, mapped
+from crt_exp.samplers.noise import DenseNoise, leaves, map_leaves
 
 B, H, L, d, m = 2, 2, 300, 4, 8
 
@@ -27,9 +27,10 @@ class Learned:
             self.mask = torch.rand(B, length, generator=g) < 0.7
             y, v = (t.masked_fill(~self.mask[:, None, :, None], torch.nan) for t in (y, v))
         self.x, self.y, self.v = (t.to(dtype).requires_grad_() for t in (x, y, v))
-        self.phi, self.noise = phi, mapped(lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(), True),
-                                           noise)
-        self.params = mapped(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), params)
+        self.phi, self.noise = phi, map_leaves(lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(),
+                                                                    True),
+                                               noise)
+        self.params = map_leaves(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), params)
 
     def of(self, function=attention, **options):
         return function(self.x, self.y, self.v, self.phi, self.noise, self.params, key_mask=self.mask, **options)
@@ -44,7 +45,7 @@ class Learned:
 def keep_at_most(monkeypatch):
     """Sets how many numbers autograd keeps of a call at most."""
     def at_most(numbers):
-        monkeypatch.setattr(chunks, "REMEMBERED", numbers)
+        monkeypatch.setattr(chunks, "MAX_SAVED", numbers)
     return at_most
 
 

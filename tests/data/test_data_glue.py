@@ -90,7 +90,7 @@ def test_subsample_is_deterministic_and_nested(tmp_path):
     assert places == sorted(places) and small.labels == [whole.labels[i] for i in places]
     assert whole.subsample(400) is whole and whole.subsample(None) is whole
     assert whole.subsample(4).texts[0] == [f'sentence" {i}' for i in (40, 186, 225, 310)]   # the same on every machine
-    train, apart = whole.apart(50, 3)
+    train, apart = whole.hold_out(50, 3)
     assert apart == small and {*train.texts[0]}.isdisjoint(apart.texts[0]) and len(train.labels) == 350
 
 

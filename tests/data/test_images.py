@@ -19,7 +19,7 @@ from small_images import add, picture, write_images, write_shards
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
 from crt_exp.data.files import IMAGES, SYSTEM, files_ending
-from crt_exp.data.loading import Mark, Micro, Streamed, by_workers, listed
+from crt_exp.data.loading import Mark, Micro, Streamed, by_workers, listed_batches
 from crt_exp.data.plan import Plan
 from crt_exp.runner.trainer import read_ahead
 
@@ -125,7 +125,7 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     grey, path = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1)), tmp_path / f"image.{suffix}"
     image = Image.fromarray(grey.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(grey).convert(mode)
     image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
-    found = images.read(path)
+    found = images.read_image(path)
     assert found.mode == "RGB" and found.size == (16, 16)
     assert np.abs(np.asarray(found, int) - grey[..., None]).max() <= tolerance
     assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
@@ -142,15 +142,15 @@ def test_an_image_is_turned_upright(orientation, tmp_path):
     stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation - 1](upright))), Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored.save(tmp_path / "a.png", exif=exif)
-    assert np.array_equal(np.asarray(images.read(tmp_path / "a.png")), upright)
-    assert np.array_equal(np.asarray(images.read(((tmp_path / "a.png").read_bytes(), "name"))), upright)
+    assert np.array_equal(np.asarray(images.read_image(tmp_path / "a.png")), upright)
+    assert np.array_equal(np.asarray(images.read_image(((tmp_path / "a.png").read_bytes(), "name"))), upright)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 def test_a_damaged_orientation_turns_nothing(tmp_path):
     for exif in (b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04abcd\0\0\0\0"):
         picture(0, 0).save(tmp_path / "a.png", exif=exif)
-        assert np.array_equal(np.asarray(images.read(tmp_path / "a.png")), np.asarray(picture(0, 0)))
+        assert np.array_equal(np.asarray(images.read_image(tmp_path / "a.png")), np.asarray(picture(0, 0)))
 
 
 def test_files_that_are_no_whole_image_are_named(tmp_path):
@@ -162,7 +162,7 @@ def test_files_that_are_no_whole_image_are_named(tmp_path):
     for name, words in (("cut.jpg", "truncated"), ("text.jpg", "no image"), ("empty.png", "no image"),
                         ("gone.jpg", "No such file"), ("fractions.tiff", "mode F")):
         with pytest.raises(images.Unreadable, match=f"{name}: not a readable image .*{words}"):
-            images.read(tmp_path / name)
+            images.read_image(tmp_path / name)
 
 
 # ---- batches by workers --------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def together(pixels, labels, draws):
 
 
 def batches(part, plan, workers=0, repeats=1):
-    return first(Micro(part.read, noisy, together, plan.rng), listed(part, "train", plan, repeats), workers)
+    return first(Micro(part.read, noisy, together, plan.rng), listed_batches(part, "train", plan, repeats), workers)
 
 
 def first(micro, asked, workers=0, count=100):
@@ -218,8 +218,8 @@ def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
 def test_without_workers_nothing_is_augmented_beside_training(part):
     micro = Micro(part.read, noisy, together, Plan(6).rng)
     with pytest.raises(ConfigError, match="trainer.prefetch=0"):
-        list(read_ahead(by_workers(micro, listed(part, "train", Plan(6)), 0), 2))
-    assert len(list(read_ahead(by_workers(micro, listed(part, "train", Plan(6)), 1), 2))) == 4
+        list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 0), 2))
+    assert len(list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 1), 2))) == 4
 
 
 def test_an_image_comes_as_often_as_asked_with_other_draws(part):
@@ -259,7 +259,7 @@ def three_files(request, tmp_path_factory):
 
 @pytest.mark.parametrize("buffer, repeats", [(0, 1), (5, 2)])
 def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repeats, three_files):
-    micro, hub = Micro(images.read, noisy, together, Plan(4).rng), HUB | three_files | {"buffer": buffer}
+    micro, hub = Micro(images.read_image, noisy, together, Plan(4).rng), HUB | three_files | {"buffer": buffer}
     whole = Streamed(hub)
     feed = whole.training(Plan(4), repeats)
     alone, states = [], []

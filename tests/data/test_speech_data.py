@@ -12,7 +12,7 @@ from refusals import check_refused
 from small_speech import TEXTS, tone, write_digits, write_librispeech
 
 from crt_exp.data import DataError, speech, warn
-from crt_exp.data.speech import AudioPart, BadAudio, Faults, Utterance, decoded, seconds_of
+from crt_exp.data.speech import AudioPart, BadAudio, Faults, Utterance, decode_audio, seconds_of
 from crt_exp.data.vocabularies import Symbols
 
 DATA = os.environ.get("CRT_DATA")
@@ -127,15 +127,15 @@ FAULTY = [empty_transcript, no_audio, no_transcript, unreadable, too_long, too_s
 def test_bad_input_is_named_and_counted_and_left_out_where_that_was_chosen(break_it, tmp_path, caplog):
     words, found = break_it(write_librispeech(tmp_path)), faults("skip")
     left = speech.usable(read(tmp_path, found), 5.0, found)
-    found.settle(len(left))
+    found.report(len(left))
     assert len(left) == len(TEXTS) - 1 and "7-9-0001" not in {each.name for each in left}
     assert "train utterances: 1 unusable, 5 usable" in caplog.text and all(word in caplog.text for word in words)
     found.bad = "error"
     with pytest.raises(DataError, match="1 unusable.*task.bad=skip"):
-        found.settle(len(left))
+        found.report(len(left))
     found.bad = "skip"
     with pytest.raises(DataError, match="1 cannot be used, 0 can"):
-        found.settle(0)
+        found.report(0)
 
 
 def cut(path, share):
@@ -159,9 +159,9 @@ def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_
     soundfile.write(path, scale * tone(400, 0.5) / np.abs(tone(400, 0.5)).max(), 8000, subtype="FLOAT")
     if peak:
         with pytest.raises(BadAudio, match=f"a.wav: samples up to {peak}[^,]*; expected -1 to 1"):
-            decoded(AudioPart(str(path), 0.5), 8000)
+            decode_audio(AudioPart(str(path), 0.5), 8000)
     else:
-        assert len(decoded(AudioPart(str(path), 0.5), 8000)) == 4000
+        assert len(decode_audio(AudioPart(str(path), 0.5), 8000)) == 4000
 
 
 # ---- digits ------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     content = streamed(wav(samples), riff, data)
     path.write_bytes(content[:36] + chunks + content[36:])
     assert seconds_of(path, "a") == 2
-    assert np.array_equal(speech.as_int16(decoded(AudioPart(str(path), 2.0), 8000)), samples)
+    assert np.array_equal(speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000)), samples)
 
 
 @pytest.mark.parametrize("said, words", [(64000, "a.wav: truncated: 32000 of 64000"), (2**30, "truncated")])
@@ -245,14 +245,15 @@ def test_other_sizes_are_not_taken_for_unknown_ones(said, words, tmp_path):
 @pytest.mark.parametrize("own", [44_101, 44_100, 22_050, 17_600])
 def test_another_rate_is_resampled(own, tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(440, 1.0, own), own)
-    audio = decoded(AudioPart(str(tmp_path / "a.wav"), 1.0), 16000)
+    audio = decode_audio(AudioPart(str(tmp_path / "a.wav"), 1.0), 16000)
     assert audio.dtype == np.float32 and len(audio) == 16000 and np.abs(np.fft.rfft(audio)).argmax() == 440
 
 
 def test_channels_are_averaged(tmp_path):
     both = np.stack([tone(300, 0.5, seed=1), tone(900, 0.5, seed=2)], 1)
     soundfile.write(tmp_path / "a.wav", both, 8000, subtype="FLOAT")
-    np.testing.assert_allclose(speech.decoded(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1), atol=1e-6)
+    np.testing.assert_allclose(speech.decode_audio(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1),
+                               atol=1e-6)
 
 
 @pytest.mark.parametrize("speed", [0.9, 1.0, 1.1])
@@ -266,11 +267,11 @@ def test_speed_changes_length_and_pitch(speed, tmp_path):
 def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
     samples = np.random.default_rng(0).integers(-2**15, 2**15, 4000).astype(np.int16)
     soundfile.write(tmp_path / "a.flac", samples, 8000)
-    assert np.array_equal(speech.as_int16(speech.decoded(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000)), samples)
+    assert np.array_equal(speech.as_int16(speech.decode_audio(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000)), samples)
 
 
 def test_stretches_stay_within_and_below_their_share():
-    found = np.concatenate([speech.stretches(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)])
+    found = np.concatenate([speech.random_intervals(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)])
     widths = found[:, 1] - found[:, 0]
     assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10
 

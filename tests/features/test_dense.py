@@ -11,7 +11,7 @@ from crt_exp.attention import RandomFeatureAttention, attention, attention_refer
 from crt_exp.features import OPRF, SDERF, AutoRF, Moments, PosRF, Statistics
 from crt_exp.features.dense import SDERFParams, balance
 from crt_exp.features.statistics import Mirrored
-from crt_exp.samplers.noise import mapped
+from crt_exp.samplers.noise import map_leaves
 from crt_exp.features.base import NotFinite
 from crt_exp.samplers import DenseNoise
 
@@ -277,7 +277,7 @@ def test_each_head_of_auto_is_its_own_map(causal):
     out = attention(q, k, v, phi, noise, phi.fit(stats), causal=causal)
     for h, (name, own) in enumerate(phi.candidates(D).items()):
         assert name == KINDS[h]
-        alone = mapped(lambda t, h=h: t[h:h + 1], own.fit(stats))
+        alone = map_leaves(lambda t, h=h: t[h:h + 1], own.fit(stats))
         of_head = (t[:, h:h + 1] for t in (q, k, v))
         expected = attention(*of_head, own, DenseNoise(noise.rows()[h:h + 1], True), alone, causal=causal)
         torch.testing.assert_close(out[:, h:h + 1], expected, rtol=1e-3, atol=1e-4)

@@ -182,13 +182,13 @@ def test_zero_vectors_and_ties():
 @pytest.mark.parametrize("phi", [AngularHybrid(n=3), GaussianHybrid(n=3, base="pos"), AngularHybrid(n=3, shared=False)],
                          ids=repr)
 def test_a_hybrid_is_the_sum_of_its_products(phi):
-    (coefficient,), bases = phi.made_of()
+    (coefficient,), bases = phi.components()
     x, y = vectors(5, 3), vectors(6, 3, seed=1)
     params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 2, 3)
 
     def weights(t, key):
         of_coefficient = coefficient.rho(t, noise[0][0], params[0][0], key), params[0][0], key
-        return coefficient.weighted(*of_coefficient), coefficient.left(*of_coefficient)
+        return coefficient.lambda_columns(*of_coefficient), coefficient.complement_columns(*of_coefficient)
 
     def products(t, key):
         parts = zip(weights(t, key), bases, noise[1], params[1])

@@ -89,14 +89,14 @@ def reader(monkeypatch):
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=16, pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.5)).eval()
-    monkeypatch.setattr(pretrained, "opened", lambda name: pretrained.Opened(model, None))
+    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name: pretrained.Opened(model, None))
     texts = {split: torch.randint(1, 40, (9_000,), generator=torch.Generator().manual_seed(len(split)))
              for split in ("train", "valid")}
     monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
-    for cached in (pretrained.exact_of, adapt.published):
+    for cached in (pretrained.exact_reading, adapt.exact_readings):
         cached.cache_clear()
     yield model
-    for cached in (pretrained.exact_of, adapt.published):
+    for cached in (pretrained.exact_reading, adapt.exact_readings):
         cached.cache_clear()
 
 

@@ -67,7 +67,7 @@ def test_errors_of_a_masked_model_are_those_of_their_definition(folder):
     source = subject(folder, "bert")
     found = source.measured(Mechanism.of("favorpp", m=8, seed=5))
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert").eval()
-    ids, (inputs, labels) = source.rows[1:2], source.asked(1)
+    ids, (inputs, labels) = source.rows[1:2], source.inputs_and_labels(1)
     assert (labels != -100).sum() >= 1 and (inputs != ids)[labels == -100].sum() == 0
     exact = model(ids, output_hidden_states=True).hidden_states, model(inputs, labels=labels).loss
     swap_attention(model, "favorpp", m=8, seed=5, saved=False)
@@ -113,8 +113,8 @@ def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
 
 def test_texts_and_masks_are_the_same_for_all(folder):
     one, two, other = (subject(folder, "bert", seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(one.rows, two.rows) and torch.equal(one.asked(2)[0], two.asked(2)[0])
-    assert not torch.equal(one.asked(2)[1], other.asked(2)[1])
+    assert torch.equal(one.rows, two.rows) and torch.equal(one.inputs_and_labels(2)[0], two.inputs_and_labels(2)[0])
+    assert not torch.equal(one.inputs_and_labels(2)[1], other.inputs_and_labels(2)[1])
 
 
 def test_a_run_and_its_rows(folder, typed, tmp_path):

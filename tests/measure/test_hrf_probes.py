@@ -8,8 +8,8 @@ from crt_exp.features import AngularHybrid, ClusteredHybrid, Statistics, TrigRF
 from crt_exp.features.complex_exponential import diagonal_by_centres
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure import kernel
-from crt_exp.measure.kernel import (QMC, Clusters, Flops, Pointwise, angles_of, at_angles, drawn, generator,
-                                    log_relative_mse, squared_errors)
+from crt_exp.measure.kernel import (QMC, Clusters, Flops, Pointwise, angles_of, at_angles, generator, log_relative_mse,
+                                    sample_projections, squared_errors)
 
 EXACT = Mechanism.of("exact")
 
@@ -122,7 +122,8 @@ def test_the_most_that_a_budget_allows(budget):
 def test_columns_are_the_features():
     for phi in (AngularHybrid(n=3), ClusteredHybrid()):
         x = torch.randn(6, 4, generator=generator(0))
-        bound = phi.bind(drawn(phi, mechanism("pos"), 5, 4, generator(1), ()), phi.fit(Statistics.of(x, x)))
+        bound = phi.bind(sample_projections(phi, mechanism("pos"), 5, 4, generator(1), ()),
+                         phi.fit(Statistics.of(x, x)))
         torch.testing.assert_close(kernel.columns(bound.phi_q(x)), bound.phi_q(x).dense().exp())
 
 

@@ -24,7 +24,7 @@ class Letters:
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    for each in (pretrained.exact_of, pretrained.tokens, whisper.utterances):
+    for each in (pretrained.exact_reading, pretrained.tokens, whisper.utterances):
         each.cache_clear()
 
 
@@ -36,7 +36,7 @@ def reader(monkeypatch):
         vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=16, pad_token_id=0, bos_token_id=None, eos_token_id=None,
         initializer_range=0.5)).eval()
-    monkeypatch.setattr(pretrained, "opened", lambda name: pretrained.Opened(model, Letters()))
+    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name: pretrained.Opened(model, Letters()))
     text = torch.randint(1, 97, (28_000,), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(pretrained, "tokens", lambda name, split: text)
     return model
@@ -60,7 +60,7 @@ def test_attention_that_sees_all_loses_nothing(reader, kind, arm):
 def test_other_attention_differs_and_the_model_is_restored(reader, kind):
     before = read("exact", kind)
     assert read("uniform", kind)["above"] != 0 and read("favorpp m=8", kind)["above"] != 0
-    pretrained.exact_of.cache_clear()
+    pretrained.exact_reading.cache_clear()
     assert read("exact", kind) == before
 
 
@@ -87,7 +87,7 @@ def test_above_is_against_the_loss_of_the_whole_model(reader):
 def test_a_row_repeats_its_first_half(reader):
     again = pretrained.repeated("", 512, 0)
     assert torch.equal(again.ids[0, again.places], again.ids[0, again.places - 256])
-    assert again.places[0] == 256 + pretrained.UNSURE
+    assert again.places[0] == 256 + pretrained.MIN_CONTEXT
 
 
 def test_a_text_that_is_too_short_is_refused(reader):
@@ -138,7 +138,7 @@ def test_images_are_seen_with_each_attention(arm, tmp_path, monkeypatch):
 
 
 def test_baselines_refuse_padding():
-    layer = Baseline(recall.largest, 2, 4, kv_heads=1, causal=True)
+    layer = Baseline(recall.top_weight_keys, 2, 4, kv_heads=1, causal=True)
     q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 4)
     with pytest.raises(ValueError, match="take no padding"):
         layer(q, k, k, torch.tensor([[True, True, False]]))
@@ -162,6 +162,6 @@ def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
 @pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])
 def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(model, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    probe = pretrained.opened if model.startswith("smol") else pretrained.encoder
+    probe = pretrained.load_model_and_tokenizer if model.startswith("smol") else pretrained.encoder
     with pytest.raises(ConfigError, match=f"get it with `python -m crt_exp.data fetch models/{model}"):
         probe(f"models/{model}")

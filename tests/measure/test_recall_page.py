@@ -67,7 +67,7 @@ def test_baselines_weigh_to_one_and_see_no_later_token(heads, baseline, count):
 def test_clusters_are_their_means(heads):
     """Where no keys are read each cluster counts as often as it has keys, at its centroid, with their mean value."""
     q, k, v = heads
-    centres, cell = recall.kmeans(k, recall.cells_at(160))
+    centres, cell = recall.kmeans(k, recall.clusters_at(160))
     i, h = 159, 0
     past = torch.arange(160)
     near = (past > i - recall.NEAR) | (past < 16)

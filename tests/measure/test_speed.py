@@ -11,7 +11,7 @@ from crt_exp.config import ConfigError
 from crt_exp.features import PosRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure import speed
-from crt_exp.measure.speed import FORMED, Memory, Speed, Work, alone, chunked
+from crt_exp.measure.speed import FORMED, Memory, Speed, Work, attention_work, chunked
 from crt_exp.samplers import orthogonal
 
 
@@ -59,7 +59,7 @@ def test_chunked_attention_is_causal_attention(length):
 
 def test_times_leave_nothing_behind(one_thread):
     for name in ("favorpp causal", "hrf_cluster m=4", "exact", "nearfar"):
-        work = alone(name, 16)
+        work = attention_work(name, 16)
         work.times()
         assert all(t.grad is None for t in work.forward.args)
     work = speed.transformer("small", "favorpp", 16)
@@ -87,7 +87,7 @@ def test_projections_of_one_head_are_drawn_anew(one_thread):
 def test_memory_of_a_method():
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         assert pool.submit(memory).result() > 8  # MiB of a matrix of 8 x 512 x 512 numbers, and more
-    assert isinstance(alone("exact", 8), Work)
+    assert isinstance(attention_work("exact", 8), Work)
 
 
 def memory():

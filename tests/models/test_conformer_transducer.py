@@ -21,9 +21,9 @@ from crt_exp.models.conformer_transducer import (
     MaskedBatchNorm,
     frames_of,
     greedy,
-    masked,
-    real,
-    subsampled,
+    apply_spec_augment,
+    frame_mask,
+    subsampled_length,
 )
 
 RATE = 8000
@@ -39,7 +39,7 @@ def quiet(one_thread):
 
 
 def encoder_frames(samples, rate):
-    return subsampled(frames_of(samples, rate))
+    return subsampled_length(frames_of(samples, rate))
 
 
 def model_of(attention="exact", symbols=6, **sizes):
@@ -99,7 +99,7 @@ def test_batch_norm_counts_real_frames_alone():
     """In training: the statistics, running ones too, of the real frames one after another."""
     norm, plain = MaskedBatchNorm(4), nn.BatchNorm1d(4)
     x, lengths = torch.randn(3, 4, 7) * 3 + 1, torch.tensor([7, 4, 2])
-    keep = real(lengths, 7)
+    keep = frame_mask(lengths, 7)
     joined = torch.cat([row[:, :n] for row, n in zip(x, lengths)], 1)[None]             # (1, 4, 13)
     found, expected = norm(x, keep), plain(joined)[0]
     torch.testing.assert_close(torch.cat([row[:, :n] for row, n in zip(found, lengths)], 1), expected)
@@ -112,7 +112,7 @@ def test_batch_norm_gives_the_encoder_the_same_numbers_whatever_the_padding_hold
     found = []
     for noise in (0, 20000):
         model = model_of(norm="batch").train()
-        audio = torch.where(real(batch["samples"], batch["audio"].shape[1]), batch["audio"], noise).short()
+        audio = torch.where(frame_mask(batch["samples"], batch["audio"].shape[1]), batch["audio"], noise).short()
         found.append(model(**batch | {"audio": audio}))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
@@ -121,8 +121,8 @@ def test_group_norm_of_torchaudio_counts_padding():
     """The reason for norms of our own: its layer gives an utterance other numbers in a padded batch."""
     layer = ConformerLayer(16, 32, 2, 7, use_group_norm=True).eval()
     x = torch.randn(12, 1, 16)
-    padded = layer(F.pad(x, (0, 0, 0, 0, 0, 6)), ~real(torch.tensor([12]), 18))[:12]
-    assert (padded - layer(x, ~real(torch.tensor([12]), 12))).abs().max() > 0.01
+    padded = layer(F.pad(x, (0, 0, 0, 0, 0, 6)), ~frame_mask(torch.tensor([12]), 18))[:12]
+    assert (padded - layer(x, ~frame_mask(torch.tensor([12]), 12))).abs().max() > 0.01
 
 
 def test_norm_of_frames_keeps_the_names_of_torchaudio():
@@ -173,7 +173,7 @@ def test_a_tone_is_heard_in_its_own_mel():
 def test_masks_set_their_bands_and_spans_to_the_mean():
     x = torch.ones(2, 6, 5)
     bands, spans = torch.tensor([[[1, 3]], [[0, 0]]]), torch.tensor([[[0, 0]], [[4, 6]]])
-    found = masked(x, bands, spans)
+    found = apply_spec_augment(x, bands, spans)
     assert (found[0, :, 1:3] == 0).all() and found[0].sum() == 18 and (found[1, 4:] == 0).all() and found[1].sum() == 20
 
 

@@ -11,7 +11,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
-from crt_exp.models.language import LanguageDescription, LanguageModel, Rotary, sizes_of, turned
+from crt_exp.models.language import LanguageDescription, LanguageModel, Rotary, rotate, sizes_of
 from crt_exp.swap.calibration import fill_statistics
 
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
@@ -112,14 +112,14 @@ def test_rotary_is_that_of_transformers():
     q, k, places = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8), torch.arange(5, 12)[None]
     expected = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, places))
     turn = Rotary(8)(5, 7)
-    for ours, theirs in zip((turned(q, turn), turned(k, turn)), expected):
+    for ours, theirs in zip((rotate(q, turn), rotate(k, turn)), expected):
         torch.testing.assert_close(ours, theirs)
 
 
 @torch.no_grad()
 def test_rotary_logits_depend_on_distances_alone():
     rotary, q, k = Rotary(8), *torch.randn(2, 1, 1, 5, 8)
-    logits = [turned(q, rotary(s, 5)) @ turned(k, rotary(s, 5)).mT for s in (0, 40)]
+    logits = [rotate(q, rotary(s, 5)) @ rotate(k, rotary(s, 5)).mT for s in (0, 40)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
@@ -159,7 +159,7 @@ def test_grouped_states_are_constant_in_length():
 
 def kept(tmp_path, name="favorpp", **options):
     model = calibrated(name, **options).float()
-    language.keep(model.description, mechanism(name), {"kind": "letters"}, model.state_dict(), tmp_path)
+    language.save_model(model.description, mechanism(name), {"kind": "letters"}, model.state_dict(), tmp_path)
     return model
 
 

@@ -6,8 +6,8 @@ import torch
 
 from crt_exp.nearfar import native
 from crt_exp.nearfar.choice import WIDEST
-from crt_exp.nearfar.retrieval import retrieved
-from crt_exp.nearfar.causal import Causal, kept_of, options_of, renewals
+from crt_exp.nearfar.retrieval import retrieved_positions
+from crt_exp.nearfar.causal import Causal, options_of, renewals, unmasked_keys
 
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
@@ -69,11 +69,11 @@ def choices(x, y, v, sizes, keep=None):
     start = renewals(sizes, 0)[0]
     given = native.Given(keep, metric.shift, metric.root, options_of(sizes, S))
     ours = read_in_c(x[:, :, start:], y, v, given)
-    theirs, kept = torch.full_like(ours, -1), kept_of(y, keep)
+    theirs, kept = torch.full_like(ours, -1), unmasked_keys(y, keep)
     for i in range(start, S):
         epoch = next(e for e in epochs if e.start <= i < e.stop)
         far = (i // sizes.block - 1) * sizes.block
         member = torch.cat([epoch.member, kept[:, epoch.member.shape[1]:far]], 1)
-        read = retrieved(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
+        read = retrieved_positions(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
         theirs[:, :, i - start, :read.shape[-1]] = read
     return ours.sort(-1).values, theirs.sort(-1).values

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from crt_exp.attention import softmax_attention, uniform_attention
 from crt_exp.nearfar import NearFar, call as nearfar, native, near_far_attention
 from crt_exp.nearfar.both_directions import far_sums, levels, weights
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, moments, one_hot, summed
+from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, moments, one_hot, sum_clusters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,7 +115,7 @@ def cells_of(y, keep=None, K=4):
 def test_a_mean_key_weighs_less_than_its_keys():
     """Jensen's inequality, without the mass factor."""
     y, metric, choice, sums, level = cells_of(torch.randn(1, 40, 4).double())
-    cells = summed(sums, metric, choice.centres, level, mass=False)
+    cells = sum_clusters(sums, metric, choice.centres, level, mass=False)
     x = torch.randn(200, 4).double()
     ours = x @ cells.mu[0, 0].T + cells.bias[0, 0] + sums[0, 0, :, -1].log()          # (200, K)
     for k in range(4):
@@ -129,7 +129,7 @@ def test_a_cell_of_equal_keys_is_exact():
     out = near_far_attention(x, y, v, Sizes(2, 0, 24))      # eight centres at a time may be of equal keys
     same(out, softmax_attention(x, y, v), (x, v), rtol=1e-6, atol=1e-8)      # a mean key moves with all its keys alike
     *_, metric, choice, sums, level = cells_of(y.detach()[:, 0], K=24)
-    assert summed(sums, metric, choice.centres, level).spread.max() < 1e-12
+    assert sum_clusters(sums, metric, choice.centres, level).spread.max() < 1e-12
 
 
 @torch.no_grad()
@@ -273,7 +273,7 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     monkeypatch.setattr(native, "applies", lambda *tensors: False)   # which takes all heads in one call
     monkeypatch.setattr(nearfar, "PART", 80)
     for kept in (2**17, 100):
-        monkeypatch.setattr(nearfar, "KEPT", kept)
+        monkeypatch.setattr(nearfar, "MAX_SAVED_KEYS", kept)
         weight = torch.randn_like(whole)
         for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), (x, y, v), retain_graph=True)
                                   for t in (call(x, y, v), whole))):

@@ -113,7 +113,7 @@ def test_the_engines_choose_the_same_of_copies():
     member = torch.zeros(2, 1, S, dtype=torch.bool)
     member[:, :, :88] = True
     member.scatter_(2, epoch.heavy.unsqueeze(1), False)
-    read = retrieval.retrieved(y, member, x[:, 0, start:start + 1], sizes.open)
+    read = retrieval.retrieved_positions(y, member, x[:, 0, start:start + 1], sizes.open)
     assert native.applies(x, y)
     assert places[:, 0, start - 32].sort().values.tolist() == read[:, 0].sort().values.tolist()
 

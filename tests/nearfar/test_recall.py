@@ -54,7 +54,7 @@ def dense(x, y, v, sizes, keep):
         near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
         far = past & ~near & ~heavy
-        read = retrieval.retrieved(y[None], far[None, None], x[i][None, None], sizes.open).flatten()
+        read = retrieval.retrieved_positions(y[None], far[None, None], x[i][None, None], sizes.open).flatten()
         read = read[read >= 0]
         numbers, step = as_integers(y)
         look = ((numbers @ as_integers(x[i])[0]).float() * step.float()).masked_fill(~far, -torch.inf)

@@ -228,7 +228,7 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
 
 
 def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):
-    monkeypatch.setattr("crt_exp.sampled_softmax.feature_distribution.FITTED_TO", 3)
+    monkeypatch.setattr("crt_exp.sampled_softmax.feature_distribution.MAX_FIT_VECTORS", 3)
     with torch.no_grad():
         head.bias[1] = 60.0  # every hundredth class is looked at
     q = built(TreeFeatures, OPRF(), head, queries).log_q(queries, all_classes()).exp()
@@ -236,7 +236,7 @@ def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, mo
 
 
 def test_what_updates_have_to_follow_stays_bounded(head, queries, targets, monkeypatch):
-    monkeypatch.setattr("crt_exp.sampled_softmax.softmax.NOTED", 100)
+    monkeypatch.setattr("crt_exp.sampled_softmax.softmax.MAX_RECORDED", 100)
     softmax = SampledSoftmax(OPRF(), head, m=4)
     for _ in range(20):
         softmax(queries, targets)

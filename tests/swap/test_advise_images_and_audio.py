@@ -17,7 +17,7 @@ from crt_exp import swap_attention
 from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
-from crt_exp.models.conformer_transducer import PRESETS, Recogniser, keep
+from crt_exp.models.conformer_transducer import PRESETS, Recogniser, save_model
 from crt_exp.measure.advise import label_of
 from crt_exp.swap.bench import BatchBench
 
@@ -115,7 +115,7 @@ def test_labels_come_from_folders():
 def place(tmp_path_factory):
     """Models of this package and of transformers, images, and a table of audio."""
     root = tmp_path_factory.mktemp("advise")
-    vision.keep(DESCRIPTION, Mechanism.of("exact"), vit().state_dict(), root / "timm")
+    vision.save_model(DESCRIPTION, Mechanism.of("exact"), vit().state_dict(), root / "timm")
     torch.manual_seed(0)
     model = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=12, patch_size=3, **SIZES))
     model.save_pretrained(root / "vit")
@@ -123,7 +123,7 @@ def place(tmp_path_factory):
     write_images(root / "images", val=2)
     sizes = PRESETS["small"] | {"layers": 1, "dim": 16, "ffn": 32, "heads": 2, "predictor": 16, "joiner": 16}
     heard = Recogniser(Symbols.of("words", WORDS, 0), 8000, sizes, Mechanism.of("exact"))
-    keep(heard, heard.build().state_dict(), root / "speech")
+    save_model(heard, heard.build().state_dict(), root / "speech")
     (root / "audio").mkdir()
     for number, word in enumerate(WORDS):
         soundfile.write(root / "audio" / f"{word}.wav", tone(300 + 50 * number, 0.5), 8000)

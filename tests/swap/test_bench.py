@@ -12,7 +12,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.measure.recall import Layers
 from crt_exp.measure.fidelity import LayerCall
-from crt_exp.swap.bench import IGNORED, Bench, TextBench, fitted, following, looked_at, nats
+from crt_exp.swap.bench import IGNORED, Bench, TextBench, calibrated_layers, fit_attention, nats, next_token_labels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -56,17 +56,17 @@ def test_a_model_is_itself_again_where_nothing_can_be_fitted(bench):
 
 @torch.no_grad()
 def test_watched_calls_are_those_of_exact_attention(bench):
-    calls, out = bench.watched(bench.rows[:1], LayerCall.of)
+    calls, out = bench.record_calls(bench.rows[:1], LayerCall.of)
     assert len(calls) == 2 and torch.allclose(out.logits, bench.run(bench.rows[:1]).logits, atol=1e-5)
     for each in calls:
         root = each.scaling**0.5
         torch.testing.assert_close(exact_attention(root * each.q, root * each.k, each.v, causal=each.causal),
                                    each.output)
-    assert len(bench.watched(bench.rows[:1], LayerCall.of, layers=[1])[0]) == 1
+    assert len(bench.record_calls(bench.rows[:1], LayerCall.of, layers=[1])[0]) == 1
 
 
 def test_losses_by_position_are_those_of_the_places_asked_for(bench):
-    ids, labels = following(bench.rows[:1])
+    ids, labels = next_token_labels(bench.rows[:1])
     assert labels[0, -1] == IGNORED and torch.equal(labels[0, :-1], ids[0, 1:])
     logits = torch.randn(2, 700, 9)
     labels = torch.randint(9, (2, 700)).masked_fill(torch.rand(2, 700) < 0.5, IGNORED)
@@ -78,16 +78,16 @@ def test_models_that_were_built_with_attention_are_fitted_and_looked_at():
     """Each layer as it is calibrated; what has nothing to fit reads nothing."""
     x = torch.randn(2, 24, 16)
     model = Transformer(2, 2, 32, 16, Mechanism.of("favorpp", m=8).layer, causal=True)
-    layers = looked_at(model, [x])
+    layers = calibrated_layers(model, [x])
     assert [part.attention for part in model.blocks] == layers and all(each.measured.error > 0 for each in layers)
-    fresh = fitted(Transformer(2, 2, 32, 16, Mechanism.of("favorpp", m=8).layer, causal=True), [x])
+    fresh = fit_attention(Transformer(2, 2, 32, 16, Mechanism.of("favorpp", m=8).layer, causal=True), [x])
     assert all(float(block.attention.running_weight) for block in fresh.blocks)
 
     def unread():
         raise AssertionError("read")
         yield
 
-    fitted(Transformer(2, 2, 32, 16, Mechanism.of("window").layer, causal=True), unread())
+    fit_attention(Transformer(2, 2, 32, 16, Mechanism.of("window").layer, causal=True), unread())
 
 
 def test_times_take_turns(bench):

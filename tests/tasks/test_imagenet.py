@@ -155,7 +155,7 @@ def exact_run(tmp_path_factory, folder):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0).add_(0.01)                   # sharp enough for attention to matter
-    vision.keep(task.description, task.mechanism, model.state_dict(), root)
+    vision.save_model(task.description, task.mechanism, model.state_dict(), root)
     return root
 
 

@@ -34,7 +34,7 @@ def task_of(**options):
     ("[MED 3 6 4 9 ]", 5), ("[SM [MAX 1 2 ] [MED 8 8 9 ] [MIN 9 5 ] ]", 5),
 ])
 def test_lists_are_worth_what_a_hand_finds(text, value):
-    assert arena.worth(text.split()) == value
+    assert arena.listops_value(text.split()) == value
 
 
 def test_generated_lists_keep_the_rules():
@@ -44,7 +44,7 @@ def test_generated_lists_keep_the_rules():
     labels = np.concatenate([part.labels for part in found.values()])
     assert [len(found[split]) for split in found] == [300, 50, 50] and len(set(every)) == 400
     for words, label in zip(every, labels):
-        assert 6 < len(words) < 30 and 0 <= arena.worth(words) == label <= 9
+        assert 6 < len(words) < 30 and 0 <= arena.listops_value(words) == label <= 9
         nesting = np.cumsum([(word in arena.OPERATORS) - (word == "]") for word in words])
         assert nesting.max() <= 2 and nesting[-1] == 0       # depth 3 holds digits alone
     assert {word for words in every for word in words} == set(arena.SYMBOLS)
@@ -122,7 +122,7 @@ def test_rows_of_a_batch_and_their_labels():
     task = task_of()
     batch = next(iter(task.batches("train", Plan(8))))
     for row, label, keep in zip(batch["tokens"], batch["labels"], batch["key_mask"]):
-        assert arena.worth([arena.SYMBOLS[i] for i in row[keep]]) == label
+        assert arena.listops_value([arena.SYMBOLS[i] for i in row[keep]]) == label
         assert (row[~keep] == len(arena.SYMBOLS)).all()
     assert task_of(max_length=9).row_length == 9 == next(iter(task_of(max_length=9).batches("test", Plan(20))))[
         "tokens"].shape[1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from crt_exp.data.glue import TASKS
-from crt_exp.tasks.base import METRICS, accuracy, f1, glue_metrics, mcc, of_parts, pearson, spearman
+from crt_exp.tasks.base import METRICS, accuracy, f1, glue_metrics, jackknife_values, mcc, pearson, spearman
 
 CLASSES = ([1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 1, 0])
 SCORES = ([0.1, 2.5, 2.5, 4.0, 3.9], [0.0, 2.0, 3.0, 5.0, 4.0])
@@ -33,7 +33,7 @@ def test_values_from_the_definitions():
 def test_parts_of_an_accuracy_are_the_parts_own():
     """Every third example, of nine."""
     right, labels = [1, 0, 0, 1, 1, 0, 0, 1, 0], [1] * 9
-    assert of_parts("accuracy", right, labels, 3) == pytest.approx([2 / 3, 2 / 3, 0])
+    assert jackknife_values("accuracy", right, labels, 3) == pytest.approx([2 / 3, 2 / 3, 0])
 
 
 def test_parts_give_the_interval_over_examples():
@@ -42,7 +42,7 @@ def test_parts_give_the_interval_over_examples():
     generator, means, widths = np.random.default_rng(0), [], []
     for _ in range(60):
         labels = generator.normal(size=480)
-        parts = of_parts("pearson", labels + generator.normal(size=480), labels, 24)
+        parts = jackknife_values("pearson", labels + generator.normal(size=480), labels, 24)
         means.append(np.mean(parts))
         widths.append(np.std(parts, ddof=1) / 24 ** 0.5)
     assert np.mean(means) == pytest.approx(0.5 ** 0.5, abs=0.02)

@@ -9,7 +9,7 @@ from PIL import Image
 from refusals import check_refused
 
 from crt_exp import infer
-from crt_exp.data.images import in_square
+from crt_exp.data.images import crop_square
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.lra import Pixels
@@ -53,7 +53,7 @@ def test_values_come_row_by_row_with_the_channels_of_a_pixel_together(tmp_path):
 
 def test_smaller_images_are_means_of_the_pixels():
     values = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16)
-    found = in_square(Image.fromarray(values), 8, 1, "x")[..., 0]
+    found = crop_square(Image.fromarray(values), 8, 1, "x")[..., 0]
     assert np.abs(found - values.reshape(8, 2, 8, 2).mean((1, 3))).max() <= 0.5
 
 

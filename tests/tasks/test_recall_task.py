@@ -7,7 +7,7 @@ from refusals import check_refused
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure.recall import SwapRecall
 from crt_exp.tasks.base import Plan, Reader
-from crt_exp.tasks.sequences import NOISE, Recall, drawn
+from crt_exp.tasks.sequences import NOISE, Recall, recall_row
 
 OPTIONS = {"block": 16, "pairs": 2, "queries": 3, "symbols": 8, "rows": 64, "evaluated": 8, "preset": None,
            "sizes": {"heads": 2, "layers": 1, "d_ff": 16, "d": 16}, "positions": "rotary", "tied": None, "dropout": 0.0,
@@ -17,15 +17,15 @@ OPTIONS = {"block": 16, "pairs": 2, "queries": 3, "symbols": 8, "rows": 64, "eva
 @pytest.mark.parametrize("length, pairs, queries", [(16, 2, 3), (40, 5, 5), (64, 1, 1), (24, 4, 8)])
 def test_what_is_asked_was_said_before(length, pairs, queries):
     for i in range(20):
-        tokens, labels = drawn("train", i, length, 8, pairs, queries)
+        tokens, labels = recall_row("train", i, length, 8, pairs, queries)
         asked = np.flatnonzero(labels >= 0)
         assert len(tokens) == length and len(asked) == queries and tokens.max() < 16 + NOISE
         said = np.flatnonzero((tokens >= 8) & (tokens < 16) & (labels < 0))
         value = {tokens[at]: tokens[at + 1] for at in said}
         assert len(said) == len(value) == pairs and said.max() < asked.min()
         assert all(value[tokens[at]] == labels[at] == tokens[at + 1] < 8 for at in asked)
-    assert not np.array_equal(drawn("train", 0, length, 8, pairs, queries)[0],
-                              drawn("test", 0, length, 8, pairs, queries)[0])
+    assert not np.array_equal(recall_row("train", 0, length, 8, pairs, queries)[0],
+                              recall_row("test", 0, length, 8, pairs, queries)[0])
 
 
 def test_a_model_that_knows_nothing_is_at_chance():

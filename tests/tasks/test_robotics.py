@@ -17,8 +17,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
 from crt_exp.runner.exit_handling import Stopped
-from crt_exp.evolution import (Player, Search, directions, environments, evolve, gradient, members, play, play_all,
-                               restored, seeds_of, shaped)
+from crt_exp.evolution import (Player, Search, centered_ranks, directions, environments, evolve, gradient, members,
+                               play, play_all, restored, seeds_of)
 
 for package in ("gymnasium", "mujoco"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install 'crt_exp[robotics]'")
@@ -82,7 +82,7 @@ def test_the_policy_reads_only_what_it_attends_to():
     assert theta.shape[1] == policy.parameters == 2 * 4 * 4 + 4 * 2
     for name in ("exact", "uniform"):
         layer = policy.layer(Mechanism.of(name))
-        kept = policy.kept(layer, theta, images)
+        kept = policy.selected_patches(layer, theta, images)
         assert (kept.sum(-1) == 3).all()
         seen = torch.stack([tokens(images, 2)[i, kept[i, 0] > 0, :-1].mean(0) for i in range(5)])
         seen[:, 0] /= 4                                              # a mean, where tokens hold the sum
@@ -91,7 +91,7 @@ def test_the_policy_reads_only_what_it_attends_to():
         torch.testing.assert_close(policy.act(layer, theta, images, torch.zeros(5, 0)), expected)
     assert kept[:, 0, :3].all()                      # of equal ranks the first: uniform attention looks at one place
     average = ImplicitPolicy(1, 8, 0, 2, looks="average")
-    assert average.parameters == 8 and average.kept(None, theta, images).all()
+    assert average.parameters == 8 and average.selected_patches(None, theta, images).all()
 
 
 @pytest.mark.parametrize("options, words", [({"patch": 3}, "expected a divisor"), ({"top": 65}, "expected 1 to 64")])
@@ -114,9 +114,9 @@ def test_pairs_are_antithetic_and_directions_orthogonal():
 
 
 def test_ranks_take_the_place_of_returns():
-    assert shaped([1.0, 100.0, -5.0, 7.0]).tolist() == pytest.approx([-1 / 6, 0.5, -0.5, 1 / 6])
-    assert shaped([2.0, 2.0]).tolist() == [0, 0]
-    assert shaped([1.0, float("nan"), 3.0, 2.0]).tolist() == [0, 0, 0.5, -0.5]      # a pair with a dropped one
+    assert centered_ranks([1.0, 100.0, -5.0, 7.0]).tolist() == pytest.approx([-1 / 6, 0.5, -0.5, 1 / 6])
+    assert centered_ranks([2.0, 2.0]).tolist() == [0, 0]
+    assert centered_ranks([1.0, float("nan"), 3.0, 2.0]).tolist() == [0, 0, 0.5, -0.5]  # a pair with a dropped one
     eps = torch.eye(2, 3)
     assert gradient(torch.tensor([0.5, -0.5, -0.5, 0.5]), eps, 0.1).tolist() == pytest.approx([2.5, -2.5, 0])
 

@@ -10,7 +10,7 @@ from swap_models import bert, gpt2, inputs, made, vit
 from torch.testing import assert_close
 
 from crt_exp import swap_attention
-from crt_exp.tasks.transfer import Transferring, learned, swapped_layers, transfer_attention
+from crt_exp.tasks.transfer import TransferModel, layer_parameters, swapped_layers, transfer_attention
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"learn": "parameters"}}
@@ -55,19 +55,19 @@ def test_a_taught_model_is_the_exact_one(make, name):
     with torch.no_grad():
         expected = plain(**batch)[0]
     model = swap_attention(made(make), name, m=8, **ARMS[name])
-    taught = Transferring(model).train()
+    taught = TransferModel(model).train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no statistics yet.*")
         errors, out = taught(**batch)
         assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
         errors.mean().backward()
         with torch.no_grad():
-            for parameter in learned(swapped_layers(model)[:1]):
+            for parameter in layer_parameters(swapped_layers(model)[:1]):
                 parameter.mul_(1.5)
         again, _ = taught(**batch)
     assert errors.shape == (2,) and (errors > 0).all()
     assert again[0] != errors[0] and torch.equal(again[1], errors[1])
-    ours = learned(swapped_layers(model))
+    ours = layer_parameters(swapped_layers(model))
     assert all(p.grad is not None and p.requires_grad for p in ours)
     assert all(p.grad is None for p in model.parameters() if not any(p is own for own in ours))
 
@@ -77,7 +77,7 @@ def test_transfer_brings_any_model_nearer_to_exact(make):
     model, batches = swap_attention(made(make), "hedgehog", m=8), [inputs(make, seed=seed) for seed in range(4)]
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     with torch.no_grad():
-        before = Transferring(model)
+        before = TransferModel(model)
         first = sum(before(**batch)[0] for batch in batches)
     for hook in before.hooks:
         hook.remove()
@@ -85,7 +85,7 @@ def test_transfer_brings_any_model_nearer_to_exact(make):
         p.requires_grad_(True)
     assert transfer_attention(model, batches, steps=24, lr=3e-2) is model
     with torch.no_grad():
-        then = sum(Transferring(model)(**batch)[0] for batch in batches)
+        then = sum(TransferModel(model)(**batch)[0] for batch in batches)
     assert (then < 0.7 * first).all() and not model.training
     assert wanted == [name for name, _ in model.named_parameters()]
 
@@ -101,7 +101,7 @@ def test_padding_teaches_nothing():
     model = swap_attention(made(bert), "hedgehog", m=4)
     batch, keep = inputs(bert), torch.ones(2, 9, dtype=torch.long)
     keep[:, 6:] = 0
-    taught = Transferring(model)
+    taught = TransferModel(model)
     one, _ = taught(**batch, attention_mask=keep)
     batch["input_ids"][:, 6:] = 5
     assert_close(taught(**batch, attention_mask=keep)[0], one)

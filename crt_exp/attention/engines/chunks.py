@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.checks import check_result, compute_dtype, learning, transformed
+from crt_exp.attention.checks import check_result, compute_dtype, requires_gradient, transformed
 from crt_exp.attention.partials import (Partial, ScaledKeys, merge, read, scale_keys, small_denominators, summarise,
                                         within)
-from crt_exp.features.base import BoundMap, FeatureMap, holds
-from crt_exp.samplers.noise import Nested, as_given, leaves, mapped
+from crt_exp.features.base import BoundMap, FeatureMap, all_true
+from crt_exp.samplers.noise import Nested, leaves, map_leaves, no_autocast
 
 CHUNK = 128                      # tokens of a causal chunk
 WIDE = 512                       # maximal tokens of a bidirectional chunk: fewer, larger operations
 STRETCH = 512                    # tokens of causal attention that are recomputed at once
 PIECES = (CHUNK, 32, 8, 1)       # tokens of the pieces of a causal chunk, tried in turn while a row underflows
 ELEMENTS = 2**21                 # maximum for one feature tensor: limits the batch entries of one step
-REMEMBERED = 2**18               # elements of all features that autograd may store
+MAX_SAVED = 2**18                # elements of all features that autograd may store
 
 
 def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nested, params: Nested, causal: bool,
@@ -42,20 +42,22 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
     (B, H, L, d), S = x.shape, y.shape[2]
     if torch.compiler.is_compiling() or transformed(x, y, v):
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
-    width = H * phi.width(mapped(lambda n: n.m, noise, empty=d))
+    width = H * phi.width(map_leaves(lambda n: n.m, noise, empty=d))
     tokens = CHUNK if causal else max(CHUNK, min(WIDE, ELEMENTS // width))
     same = all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise))   # shared by all batch entries
     at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if same else max(1, B)
-    differentiable = learning(noise, params) or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v)))
-    again = differentiable and B * max(L, S) * width > REMEMBERED
+    differentiable = requires_gradient(noise, params) or (torch.is_grad_enabled() and any(t.requires_grad for t in (x,
+                                                                                                                    y,
+                                                                                                                    v)))
+    again = differentiable and B * max(L, S) * width > MAX_SAVED
     for n in leaves(noise) if again else ():
         n.sq_norm  # noqa: B018 (a cached property: recomputed chunks find it)
     parts = []
     for rows in chunks(max(1, B), at_once):
-        own = mapped(lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
+        own = map_leaves(lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
         part = Chunked(phi.bind(noise, own), None if keep is None else keep[rows], causal, modulus, tokens, again)
         parts.append(part.rows(x[rows], y[rows], v[rows]))
-    return joined(parts, 0)
+    return concatenate(parts, 0)
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,14 @@ class Chunked:
         underflow. An exported program stops with an error at such rows.
         """
         exporting = torch.compiler.is_exporting()
-        with as_given(x):
+        with no_autocast(x):
             if self.causal:
-                rows = joined(self.causal_rows(x, y, v), 2)
+                rows = concatenate(self.causal_rows(x, y, v), 2)
             elif exporting:
                 rows = self.read(x, self.summary(y, v, slice(None)))  # no loop, so that the length can be dynamic
             else:
                 state = self.state(y, v, y.shape[2])
-                rows = joined([self.work(self.read, part, state) for part in x.split(self.tokens or CHUNK, 2)], 2)
+                rows = concatenate([self.work(self.read, part, state) for part in x.split(self.tokens or CHUNK, 2)], 2)
         if self.causal and exporting:
             torch._assert_async(
                 ~small_denominators(rows, self.seen(y.shape[2] - x.shape[2])).any(),
@@ -104,7 +106,7 @@ class Chunked:
         state, seen = self.state(y, v, offset), self.seen(offset)
         parts = (t.split(STRETCH, 2) for t in (x, y[:, :, offset:], v[:, :, offset:]))
         for t, *vectors in zip(chunks(x.shape[2], STRETCH), *parts):
-            rows, state = self.work(self.stretch, *vectors, state, shifted(t, offset),
+            rows, state = self.work(self.stretch, *vectors, state, shift_slice(t, offset),
                                     None if seen is None else seen[:, :, t])
             gathered.append(rows)
         return gathered
@@ -114,7 +116,7 @@ class Chunked:
         state, size = None, self.tokens or CHUNK
         if length:  # torch.export cannot split an empty tensor
             for t, *vectors in zip(chunks(length, size), *(t[:, :, :length].split(size, 2) for t in (y, v))):
-                state = self.work(self.grown, state, *vectors, t)
+                state = self.work(self.add_keys, state, *vectors, t)
         return state
 
     def work(self, function: Callable, *given: Any) -> Any:
@@ -141,7 +143,7 @@ class Chunked:
     def summary(self, y: Tensor, v: Tensor, tokens: slice) -> Partial:
         return summarise(*self.keys(y, v, tokens), self.modulus)
 
-    def grown(self, state: Partial | None, y: Tensor, v: Tensor, tokens: slice) -> Partial:
+    def add_keys(self, state: Partial | None, y: Tensor, v: Tensor, tokens: slice) -> Partial:
         return merge(state, self.summary(y, v, tokens))
 
     def read(self, x: Tensor, state: Partial) -> Partial:
@@ -155,20 +157,20 @@ class Chunked:
         """
         gathered = []
         for chunk, *vectors in zip(chunks(x.shape[2]), *(t.split(CHUNK, 2) for t in (x, y, v))):
-            keys = shifted(chunk, tokens.start)
+            keys = shift_slice(chunk, tokens.start)
             for size in PIECES:
                 rows, after = [], state
                 for t, *piece in zip(chunks(keys.stop, size, keys.start), *(t.split(size, 2) for t in vectors)):
                     row, after = self.step(*piece, t, after)
                     rows.append(row)
-                rows = joined(rows, 2)
+                rows = concatenate(rows, 2)
                 small = None if size == 1 or torch.compiler.is_compiling() else small_denominators(
                     rows, None if seen is None else seen[:, :, chunk])
-                if small is None or holds(~small):
+                if small is None or all_true(~small):
                     break
             gathered.append(rows)
             state = after
-        return joined(gathered, 2), state
+        return concatenate(gathered, 2), state
 
     def step(self, x: Tensor, y: Tensor, v: Tensor, tokens: slice, state: Partial | None) -> tuple[Partial, Partial]:
         keys, v = self.keys(y, v, tokens)
@@ -178,7 +180,7 @@ class Chunked:
         return rows, merge(state, summarise(keys, v, self.modulus))
 
 
-def joined(parts: list[Partial], dim: int) -> Partial:
+def concatenate(parts: list[Partial], dim: int) -> Partial:
     """Concatenate partials over ranges of rows or batch entries."""
     if len(parts) == 1:
         return parts[0].rows()
@@ -192,5 +194,5 @@ def chunks(stop: int, size: int | None = None, start: int = 0) -> Iterator[slice
         yield slice(a, min(a + size, stop))
 
 
-def shifted(tokens: slice, by: int) -> slice:
+def shift_slice(tokens: slice, by: int) -> slice:
     return slice(tokens.start + by, tokens.stop + by)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, finite
-from crt_exp.attention.engines.chunks import chunks, shifted
+from crt_exp.attention.engines.chunks import chunks, shift_slice
 from crt_exp.attention.engines import TINY, Form, Gradients, Kept, denominator_gradients
 from crt_exp.attention.partials import Packed, Partial
 
@@ -370,7 +370,7 @@ class Segments(Tile):
         dsums is the gradient of the sums after the piece.
         """
         (logsum, grad, last), (dx, dy, dv) = [t[:, :, piece] for t in given], wanted
-        tokens = shifted(piece, self.after)
+        tokens = shift_slice(piece, self.after)
         K = split(self.keys(tokens, self.weights(-finite(state.top))).exp_())
         Q = split(self.queries(piece, self.query_weights(finite(state.top)), -logsum).exp_())
         V, G = split(self.values(tokens)), split(with_last(grad, last))
@@ -386,7 +386,7 @@ class Segments(Tile):
 
     def chunked_keys(self, piece: slice, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return K and V of a piece in chunks, and its reference."""
-        tokens = shifted(piece, self.after)
+        tokens = shift_slice(piece, self.after)
         features, ref = scaled(self.keys(tokens, self.weights()), ref)
         return split(features), split(self.values(tokens)), ref
 
