@@ -5,7 +5,7 @@ documentation of each set (columns.csv). The task scales, shuffles and splits; i
 
 `read_own` reads a csv file with a header and predicts one of its columns. Columns of numbers are numeric, other columns
 are categories. A missing number becomes the mean of the training part; a missing category is a level of its own. Words
-such as NA mark missing values only in columns of numbers. Columns of row identifiers are left out. Numbers in another
+such as NA mark missing values only in columns of numbers. Numbers in another
 style than 1234.5, and columns that mix numbers and words, are rejected.
 """
 
@@ -156,7 +156,6 @@ def embedded(name: str) -> Table:
 MOST_CLASSES = 20      # distinct whole numbers of a target that counts as classes if task.kind is null
 MOST_LEVELS = 100      # levels of a category
 LARGEST = 1e150        # squares stay finite
-FEWEST_ROWS = 20       # minimum for recognising row numbers
 MISSING = {"na", "n/a", "n.a.", "n.d.", "nan", "none", "null", "nil", "-", "--", ".", "...", "missing", "unknown",
            "<na>", "#na", "#n/a", "#null!", "#value!", "#div/0!", "#ref!", "#num!", "#name?"}
 LIKE_NUMBER = r"\W*\d[\d\s.,'’]*(?:[eE][-+]?\d+)?(?:[^\w\s]|[A-Z]{3}|\s[A-Za-z]{1,3})?"  # in any style, with a unit
@@ -251,8 +250,8 @@ def feature(column: pd.Series, notes: list[str]) -> list[Column]:
     """The feature column, or no column and a note if it carries no information."""
     name, missing, number = column.name, int(column.isna().sum()), column.dtype == np.float64
     levels = [] if number else sorted(column.dropna().unique())
-    if missing == len(column) or (number and counts_rows(column.dropna().to_numpy())):
-        notes.append(f"{name} {'counts the rows' if missing < len(column) else 'is empty'} and is left out")
+    if missing == len(column):
+        notes.append(f"{name} is empty and is left out")
         return []
     if len(levels) > max(2, min(MOST_LEVELS, len(column) // 2)):
         notes.append(f"{name} has {len(levels)} different texts and is left out")
@@ -263,15 +262,3 @@ def feature(column: pd.Series, notes: list[str]) -> list[Column]:
         return [Column(name, column.to_numpy())]
     levels += ["(missing)"] if missing else []
     return [Column(name, pd.Index(levels).get_indexer(column.fillna("(missing)")).astype(np.int64), tuple(levels))]
-
-
-def counts_rows(values: np.ndarray) -> bool:
-    """Whether whole numbers identify the rows.
-
-    All values must differ, and be evenly spaced or nearly fill a range.
-    """
-    steps, moves = np.diff(np.sort(values)), np.diff(values)
-    if len(values) < FEWEST_ROWS or (values % 1 != 0).any() or (steps == 0).any():
-        return False
-    in_order = (moves > 0).all() or (moves < 0).all()
-    return bool((steps == steps[0]).all() or np.ptp(values) < (10 if in_order else 2) * len(values))

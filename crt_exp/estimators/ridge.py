@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crt_exp.estimators import FLOATS, RandomFeatures, blocks, label_set, validate_rows
 from crt_exp.options import whole_number
-from crt_exp.samplers.blocks import free_memory, one_thread
+from crt_exp.samplers.blocks import one_thread
 
 Choice = Literal["gcv", "evidence"]
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # rounding error of eigenvalues, relative to their sum
@@ -152,13 +152,6 @@ def ridges(least: float, top: float) -> Tensor:
     return torch.logspace(low, high, int(STEPS * (high - low)) + 1, dtype=torch.float64)
 
 
-def check_memory(columns: int) -> None:
-    """Raise ValueError if the sums over `columns` features exceed the free memory."""
-    need = 32 * columns**2
-    if need > 2**28 and need > (free := free_memory(torch.device("cpu"))):
-        raise ValueError(f"n_components={columns}: needs {need / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free")
-
-
 class BaseRandomFeatureRidge(BaseEstimator):
     """Base class: accumulates sums over rows, which are not stored.
 
@@ -212,7 +205,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
         self._keep(X, y, weight)
 
     def _check_options(self) -> None:
-        check_memory(whole_number(self.n_components, "n_components"))
+        whole_number(self.n_components, "n_components")
         if isinstance(self.alpha, str) and self.alpha in get_args(Choice):
             return
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf:

@@ -7,7 +7,6 @@ other samplers are i.i.d. or quasi-Monte Carlo. `generator=None` is torch's defa
 import math
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,7 +17,6 @@ from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 
 ONE_THREAD = 256     # largest matrix factorised with one thread
 SOBOL_MAX_DIM = 21201  # scipy has direction numbers up to this dimension
-ALWAYS = 2**28   # bytes; smaller requests do not check the free memory
 U_MARGIN = 2.0**-33  # u is clamped to [U_MARGIN, 1 - U_MARGIN], so |g| <= 6.4
 
 
@@ -29,7 +27,7 @@ def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: 
     Args:
         lengths: "chi" samples lengths from chi(d), which makes rows exactly Gaussian; "sqrt_d" fixes them, for SMREG.
     """
-    m, d = check(m, d, batch, generator)
+    m, d = check(m, d)
     directions = haar((*batch, -(-m // d), d, d), generator)
     return _rows_of(directions, m, lengths, generator, dtype, gaussian=lengths == "chi")
 
@@ -42,7 +40,7 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
     orthogonal rows for positive features, but higher for antithetic features (HypRF) and mostly for trigonometric
     features. For d = 1 the sampler is `iid`.
     """
-    m, d = check(m, d, batch, generator)
+    m, d = check(m, d)
     if d == 1:
         return iid(m, d, generator, batch, dtype)
     rotation = haar((*batch, -(-m // d), d, d), generator)
@@ -65,7 +63,7 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
             rescales the cut rows, for SMREG.
     """
     blocks = whole_number(blocks, "blocks")
-    m, d = check(m, d, batch, generator, row=blocks + 1)
+    m, d = check(m, d)
     n = 2 ** (d - 1).bit_length()
     flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5
     scale = row_lengths((*batch, m), n, "sqrt_d" if lengths == "fixed" else lengths, generator)
@@ -84,7 +82,7 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     Args:
         rotations: default 4 ceil(d log d).
     """
-    m, d = check(m, d, batch, generator)
+    m, d = check(m, d)
     steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole_number(rotations, "rotations", 0)
     start = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
     directions = kac_walk(start.flatten(0, -3), steps, generator).view_as(start)
@@ -142,7 +140,7 @@ def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor
 def iid(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32) -> DenseNoise:
     """Sample independent Gaussian rows."""
-    m, d = check(m, d, batch, generator)
+    m, d = check(m, d)
     return DenseNoise(normal((*batch, m, d), generator).to(dtype), gaussian=True)
 
 
@@ -155,7 +153,7 @@ def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     """
     from scipy.stats.qmc import Halton
 
-    m, d = check(m, d, batch, generator)
+    m, d = check(m, d)
     skip = 0 if scramble else 1
 
     def draw(seed):
@@ -175,7 +173,7 @@ def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple
     """
     from scipy.stats.qmc import Sobol
 
-    m, d = check(m, d, batch, generator)
+    m, d = check(m, d)
     if d > SOBOL_MAX_DIM:
         raise ValueError(f"d={d}: expected at most {SOBOL_MAX_DIM} for Sobol points; use halton or orthogonal")
     skip = 0 if scramble else 1
@@ -239,37 +237,6 @@ def device_of(generator: torch.Generator | None) -> torch.device:
     return generator.device if generator is not None else torch.device("cpu")
 
 
-def check(m: int, d: int, batch: tuple[int, ...] = (), generator: torch.Generator | None = None,
-          row: int | None = None) -> tuple[int, int]:
-    """Return m and d as ints.
-
-    Args:
-        row: random numbers per row; None: d.
-
-    Raises:
-        ValueError: m or d is no positive integer, or the rows exceed the free memory.
-    """
-    m = whole_number(m, "m")
-    d = whole_number(d, "d")
-    size = 8 * math.prod(batch) * m * (row or d)
-    if size > ALWAYS and size > (free := free_memory(device_of(generator))):
-        raise ValueError(f"m={m}: projections need {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; use fewer")
-    return m, d
-
-
-def available_memory() -> float:
-    """Return the available memory of the machine in bytes; infinity if unknown."""
-    table = Path("/proc/meminfo")
-    lines = dict(line.split(":", 1) for line in table.read_text().splitlines()) if table.is_file() else {}
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else math.inf
-
-
-def free_memory(device: torch.device) -> float:
-    """Return the free bytes of the GPU, or of the machine or container."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = available_memory()
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
+def check(m: int, d: int) -> tuple[int, int]:
+    """Return m and d as ints. Raises ValueError unless both are positive integers."""
+    return whole_number(m, "m"), whole_number(d, "d")

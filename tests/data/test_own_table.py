@@ -115,20 +115,6 @@ def test_kind_decides(homes, tmp_path):
         assert read_own(file, "y", "classification")[0].classes == classes
 
 
-def shuffled(values):
-    return np.random.default_rng(0).permutation(values)
-
-
-@pytest.mark.parametrize("values, identifies", [
-    (1000 - np.arange(60), True), (10 * np.arange(60), True), (shuffled(7 * np.arange(60) + 3), True),
-    (np.cumsum(np.random.default_rng(0).integers(1, 12, 60)), True), (np.arange(60) / 1.0, True),
-    (202401010000 + 37 * np.arange(60) ** 2, False), (np.arange(60) / 2, False), (1960 + np.arange(60) // 2, False),
-    (np.random.default_rng(0).choice(10_000, 60, replace=False), False)])
-def test_whole_numbers_that_identify_rows_are_left_out(values, identifies, tmp_path):
-    table, said = read_own(write(tmp_path / "t.csv", "no,x,y", values, [1, 2, 4] * 20, ["a"] * 30 + ["b"] * 30), "y")
-    assert ("no counts the rows and is left out" in said) == identifies == (len(table.columns) == 1)
-
-
 def test_the_task_trains_and_states_what_is_missing(typed, homes, tmp_path):
     given = ["task=uci", f"task.csv={homes}", "logger=none", "task.repeats=2", "task.split=[0.6,0.2,0.2]",
              "features=trig", "features.m=128"]

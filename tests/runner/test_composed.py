@@ -14,7 +14,6 @@ from crt_exp.config import CONF, ConfigError, choices, imported
 from crt_exp.runner import command_line
 from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
 from crt_exp.runner.command_line import comments, lines_of
-from crt_exp.samplers import hadamard, iid, orthogonal
 
 
 def composed(*overrides):
@@ -191,13 +190,6 @@ def test_a_task_of_ones_own_is_checked_too(typed, tmp_path, monkeypatch):
     (tmp_path / "conf" / "task" / "own.yaml").write_text("_target_: os.system\ncommand: 'false'\n")
     code, _, err = typed(*args)
     assert code == 2 and "task._target_=posix.system: expected a class that measures" in err
-
-
-@pytest.mark.parametrize("sampler", [iid, orthogonal, hadamard])
-def test_projections_that_the_memory_cannot_hold(sampler):
-    message = r"m=1000000000000: projections need .*GiB, .* GiB are free"
-    with pytest.raises(ValueError, match=message):
-        sampler(10**12, 64, batch=(2,))
 
 
 def test_out_of_memory_is_told(typed, tmp_path):
