@@ -135,8 +135,7 @@ def claims(rows: Rows) -> list[Claim]:
             FAVORP, FAVORPP, "attention_error", model=kind, encoder=number).groupby(lambda _: "").mean()
             for number in range(2)))]
     seeds, halves = "SST-2, 20,004 held-out rows", "QNLI, both halves of dev"
-    return [
-        Claim("fine-tuned after the swap, FAVOR++ has a higher score than FAVOR+", {
+    return [Claim("fine-tuned after the swap, FAVOR++ has a higher score than FAVOR+", {
             seeds: 100 * rows.paired(FAVORPP, FAVORP, "accuracy", dataset=HELD_OUT, split="dev"),
             halves: 100 * pd.concat([rows.paired(FAVORPP, FAVORP, "accuracy", dataset=name, split="parts")
                                      for name in ("qnli", OTHER_HALF)])}, unit="points", paper={

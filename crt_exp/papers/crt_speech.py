@@ -62,8 +62,7 @@ def claims(rows: Rows) -> list[Claim]:
     cost = rows.paired("uniform", "exact", "loss", **digits).mean()
     check = f"uniform attention costs {cost:.3f} nats an utterance (at least 0.5 needed)"
     paper = {"m = 8": "2.49 points of WER, trained", "m = 16": "3.05 points of WER, trained"}
-    return [
-        Claim("trained from scratch on digits, FAVOR++ has a lower WER than FAVOR+",
+    return [Claim("trained from scratch on digits, FAVOR++ has a lower WER than FAVOR+",
               {f"m = {m}": 100 * rows.paired(f"favorp m={m}", f"favorpp m={m}", "wer", **digits) for m in (8, 16)},
               unit="points", paper=paper, fails=dict.fromkeys(paper, check) if cost < 0.5 else {},
               needs="LibriSpeech-960: experiment=crt_conformer_960h, 73 GPU hours a method and seed"),

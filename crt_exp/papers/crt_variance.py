@@ -39,8 +39,7 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    return [
-        Claim("OPRF has a variance below e^-60 times that of PosRF at d = 64, |x + y|^2 = 100",
+    return [Claim("OPRF has a variance below e^-60 times that of PosRF at d = 64, |x + y|^2 = 100",
               {"": rows.values("gain", "oprf", d=64, sum=100).item()}, below=-60, paper="more than e^60", power=True),
         *(Claim(f"the variance of {method} is far below that of {other}",
                 {f"{regime}, fitted to the {fit}": rows.paired(other, method, "of_pairs", regime=regime, fit=fit,

@@ -75,8 +75,7 @@ def claims(rows: Rows) -> list[Claim]:
     checks = {case: failed(sweep, HERE, 0) for case, (sweep, _) in sweeps.items()}
     checks |= {TUNED: failed(CIFAR, HERE, 0), SCRATCH: failed(CIFAR, SCRATCH, 600)}
     fails = {case: text for case, text in checks.items() if text}
-    return [
-        Claim("without training, FAVOR++ has a lower loss than FAVOR+",
+    return [Claim("without training, FAVOR++ has a lower loss than FAVOR+",
               {case: rows.paired(*pair, "loss", sweep=sweep, setting=HERE) for case, (sweep, pair) in sweeps.items()},
               unit="nats", fails=fails),
         Claim("FAVOR++ is more accurate than FAVOR+, m = 64",

@@ -53,8 +53,7 @@ def claims(rows: Rows) -> list[Claim]:
                      needs="more repetitions: the ratio is close to the threshold",
                      **{"above": 0.8} if where else {"below": below})
 
-    return [
-        errors("orthogonal rows have less than half the MSE of iid rows", "orthogonal", "iid", 0.5, "much lower"),
+    return [errors("orthogonal rows have less than half the MSE of iid rows", "orthogonal", "iid", 0.5, "much lower"),
         errors("Hadamard rows, k = 1, have less than half the MSE of iid rows", HADAMARD, "iid", 0.5, "much lower"),
         errors("orthogonal Gaussian rows have less MSE than Hadamard rows, k = 1", "orthogonal", HADAMARD, 1,
                "appears lower"),

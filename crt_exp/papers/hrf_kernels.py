@@ -31,8 +31,7 @@ def method(name: str, equal: str, sampler: str = "iid") -> str:
 
 def sweeps(angles: str, tables: str, pairs: int, flops: str):
     clusters = f"task=clusters task.pairs={pairs} task.repeats="
-    return {
-        "hrf-pointwise": [run for equal in EQUAL for run in sweep(
+    return {"hrf-pointwise": [run for equal in EQUAL for run in sweep(
             f"task=pointwise task.angles=25 {angles}", equal={equal: ""},
             features=[method(name, equal) for name in NAMES])],
         "hrf-qmc": [run for equal in EQUAL for run in sweep(
@@ -76,8 +75,7 @@ def claims(rows: Rows) -> list[Claim]:
         rows.ratio("angular sampler=iid", f"{other} sampler=iid", metric, equal=equal, length=length,
                    budget=BUDGETS[equal][1:]) for metric in ["squared_error", "closed_form"]]
         for other in ["trig", "pos"] for equal in BUDGETS for length in [1.0, 1.5]}
-    return [
-        Claim("the angular hybrid has a smaller largest error than trigonometric features and FAVOR+",
+    return [Claim("the angular hybrid has a smaller largest error than trigonometric features and FAVOR+",
               {case: samples for case, (samples, _) in angles.items()}, **common,
               theory={case: closed.mean() for case, (_, closed) in angles.items()}, needs="more repetitions",
               paper="smaller max-relative-error than other estimators"),
@@ -104,8 +102,7 @@ def claims(rows: Rows) -> list[Claim]:
 def tables(rows: Rows):
     ranges = mean_table(rows, {f"m = {m}": {"metric": "mse_of_repeats", "m": m} for m in PAPER}, CLUSTERED,
                         format=lambda values: f"[{values.min():.4f}, {values.max():.4f}]")
-    return {
-        "HRF Table 3, set 1: range of the MSE over 20 repetitions (lower is better)": pd.concat(
+    return {"HRF Table 3, set 1: range of the MSE over 20 repetitions (lower is better)": pd.concat(
             [ranges, pd.DataFrame({f"paper, m = {m}": of for m, of in PAPER.items()}, ranges.index)], axis=1),
         "Largest relative error over all angles": both_sizes(rows, {
             f"{words}length {length:g}": {"metric": metric, "length": length} for words, metric in [

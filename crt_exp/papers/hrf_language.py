@@ -67,8 +67,7 @@ def claims(rows: Rows) -> list[Claim]:
     learned = {"gain of the full softmax over word frequencies": (alone - loss["full"], 0.5),
                "gain of exact over uniform negatives": (loss["uniform"] - loss["exact"], 0.02),
                "gain of FAVOR+ over word frequencies": (alone - loss["favorp m=64"], 0.0)}
-    return [
-        Claim("hybrids have a smaller KS distance to the softmax (lengths near 1)", estimated, below=1, log=True,
+    return [Claim("hybrids have a smaller KS distance to the softmax (lengths near 1)", estimated, below=1, log=True,
               unit="times", paper="HRFs lead to the most accurate estimates", fails=failed(estimated, model)),
         Claim("the angular hybrid has fewer negative estimates than trigonometric features", negative, unit="points",
               paper="fewer", fails=failed(negative, model), needs="the paper's length costs"),

@@ -48,8 +48,7 @@ def claims(rows: Rows) -> list[Claim]:
         return rows.paired(better, worse, **where) / rows.values(method="exact", **where).mean()
     lost = {world: gain(world, "exact", "uniform").mean() for world in WORLDS}
     flops = [rows.values("flops", method).item() for method in ("hrf_angular m=8", "favorp m=256")]
-    return [
-        Claim("the return of the angular hybrid (8 x 8) minus that of FAVOR+ (m = 256) is above -10% of exact "
+    return [Claim("the return of the angular hybrid (8 x 8) minus that of FAVOR+ (m = 256) is above -10% of exact "
               "attention's", {world: gain(world, "hrf_angular m=8", "favorp m=256") for world in WORLDS}, above=-0.1,
               unit="of exact", paper="performs as well as the softmax kernel with 256 random projections",
               needs="more seeds: 14 for locomotion, 48 for sweep",

@@ -124,8 +124,7 @@ def tuned(rows: Rows) -> pd.DataFrame:
 def tables(rows: Rows):
     shift = {f"{name}, {text or 'WikiText-2'}": (name, 256, {"sweep": "mixture/shift", "text": text} if text else {})
              for name in (MINILM, SMOLLM2) for text in ("", "code")}
-    return {
-        "Without training: cosine of the states to those with exact attention, loss increase over it, word errors":
+    return {"Without training: cosine of the states to those with exact attention, loss increase over it, word errors":
             table(rows, {**{f"{name}, {n} columns": (name, n, {}) for name in (MINILM, SMOLLM2) for n in (64, 256)},
                          **{f"{name}, 256 columns": (name, 256, {})
                             for name in (LONG, WRITTEN, SPEECH, VISION, HEADS)}}),

@@ -63,8 +63,7 @@ def claims(rows: Rows) -> list[Claim]:
                      above=1, log=True, unit="times", paper="errors propagate, no number", needs="more samples")
 
     sign = "positive features have a lower MSE from |x + y|^2 = 8 on and a higher MSE up to 4"
-    return [
-        Claim("positive features have less error than trigonometric ones at 120 degrees", {
+    return [Claim("positive features have less error than trigonometric ones at 120 degrees", {
             f"length {length}": rows.values("log_ratio", "pos", length=length, angle=120).item()
             for length in [0.5, 1, 2]}, above=0, power=True, paper="where kernel values are small",
             reason="its error is proportional to a power of the kernel itself"),

@@ -91,8 +91,7 @@ def claims(rows: Rows) -> list[Claim]:
                                                                          "hours"}
     speed = {case: rows.ratio("favorp m=32", REFORMER, "steps_per_s", dataset=case) for case in IMAGES}
     layers = "Performer/6-layers matches the Reformer/12-layers"
-    return [
-        *(Claim(f"{name} has a lower loss than FAVOR+", higher("bits_per_dim", "FAVOR+", name), **bits,
+    return [*(Claim(f"{name} has a lower loss than FAVOR+", higher("bits_per_dim", "FAVOR+", name), **bits,
                 paper="3.67 against 3.69 after 100k steps") for name in ("ReLU", "SMREG")),
         Claim("FAVOR+ has a lower loss than Reformer at equal depth", higher("bits_per_dim", "Reformer", "FAVOR+"),
               paper=layers, reason="Reformer attends to neighbouring pixels, and a window does best here", **bits),

@@ -47,8 +47,7 @@ def claims(rows: Rows) -> list[Claim]:
     cost = rows.paired("uniform", "exact", "loss").mean()
     failed = {"": f"loss increase of uniform attention: {cost:.3g} nats (at least 0.5 needed)"} if cost < 0.5 else {}
     similar = rows.values("similarity", "exact", by="attention").rank(ascending=False)
-    return [
-        Claim("the matrices of FAVOR++ are closer to the exact ones than those of uniform attention",
+    return [Claim("the matrices of FAVOR++ are closer to the exact ones than those of uniform attention",
               {"": rows.paired("uniform", "favorpp m=64", "error")}, unit="relative error", fails=failed,
               paper="the matrices are alike (Figures 10 and 11)", needs=NEEDS),
         Claim("the similarity of amino acids by attention correlates with BLOSUM62",

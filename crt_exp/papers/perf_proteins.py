@@ -86,8 +86,7 @@ def claims(rows: Rows) -> list[Claim]:
 
     shared = {"unit": "points", "fails": fails(rows, seen, "loss", 0.5),
               "needs": "longer training on TrEMBL: experiment=performers_trembl, 91 GPU hours a method"}
-    return [
-        Claim("ReLU is more accurate than exact attention", points("relu", "exact", seen), **shared,
+    return [Claim("ReLU is more accurate than exact attention", points("relu", "exact", seen), **shared,
               paper=paper("accuracy", "{2}% against {1}%")),
         Claim("FAVOR+ keeps 90% of the loss reduction of exact attention over uniform attention",
               {case: share(rows.paired("uniform", named["favorp"], "loss", **each),

@@ -86,8 +86,7 @@ def claims(rows: Rows) -> list[Claim]:
 
     exact, start, end = (rows.values("accuracy", method, step=step, **TUNING)
                          for method, step in (("exact", 0), ("favorp m=256", 0), ("favorp m=256", 100)))
-    return [
-        Claim("FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps",
+    return [Claim("FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps",
               {"generated families": share(end - start, exact - start)}, above=0.9, unit="of the lost accuracy",
               paper="recovers in a small fraction of the original steps", needs="20 exact models, not 8"),
         Claim("FAVOR+ without redraws ends with a higher loss than exact attention",

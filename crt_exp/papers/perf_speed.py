@@ -67,8 +67,7 @@ def claims(rows: Rows) -> list[Claim]:
     def exponent(method: str) -> float:
         lengths, mib = np.log(rows.select("mib", method, what="vit_ti")[["length", "value"]].to_numpy(float)).T
         return float(np.polyfit(lengths, mib, 1)[0])
-    return [
-        Claim("a training step with FAVOR+ takes at most 1.25 times that with identity", {
+    return [Claim("a training step with FAVOR+ takes at most 1.25 times that with identity", {
             f"{NAMES[what]}L = {length}": ratio("favorp", "identity", what=what, length=length)
             for what, length in (("large", 2048), ("small", 4096))}, below=1.25, **RATIO,
             paper="close to X (OPT), the line of attention that returns V", needs=MORE),
@@ -112,8 +111,7 @@ def tables(rows: Rows):
         f"exact{' causal' * method.endswith('causal')}", method, "training", what="attention", length=n)) else ""
         for method, name in labels([*BOTH, *CAUSAL]).items()} for n in lengths}).rename_axis("method")
     models = [of("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES]
-    return {
-        "Attention alone: time of exact attention over the method's, of a training step (higher is faster)": speed,
+    return {"Attention alone: time of exact attention over the method's, of a training step (higher is faster)": speed,
         "Attention alone: milliseconds of a training step (lower is faster)": of(
             "training", "attention", [*BOTH, *CAUSAL], lengths),
         "Models: milliseconds of a training step": models[0].join(models[1:]),

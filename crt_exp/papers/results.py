@@ -109,16 +109,15 @@ def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict
          tested: Mapping[str, Sequence[Tested]]) -> str:
     both, causal = times(rows["perf_speed"]), times(rows["perf_speed"], " causal")
     table = pd.DataFrame([[_share(swapped, family), _share(tuned, family),
-                           *(" / ".join(filter(None, [_ratio(each[family].get(length)) for each in (both, causal)
-                                                      if family in each])) for length in LENGTHS)]
+                           *(" / ".join(f"{each[family][length]:.2g}" for each in (both, causal)
+                                        if length in each.get(family, {})) for length in LENGTHS)]
                           for family in METHODS], index=pd.Index([*METHODS], name="method"),
                          columns=["loss without training", "loss after fine-tuning", *(f"time, {length // 1024}k tokens"
                                                                                        for length in LENGTHS)])
     repeated = {family: mean_ci(loss(rows["swap"], SWAPPED[-1], method)) for family, method in
                 {"near-far": "nearfar", "window": "window block=64 first=16", "FAVOR++": "favorpp m=256"}.items()}
     mixed = {family: mean_ci(loss(rows["mixture"], SWAPPED[5], MIXTURE[family])) for family in ("mixture", "FAVOR#")}
-    return "\n\n".join([
-        "# Which attention to use",
+    return "\n\n".join(["# Which attention to use",
         f"**A pretrained model, without training: near-far attention.** Near-far attention increases the loss of "
         f"SmolLM2-135M on a repeated passage by {repeated['near-far']:.3f} nats per token. A window increases this "
         f"loss by {repeated['window']:.1f}, FAVOR++ by {repeated['FAVOR++']:.1f} (4096 tokens, 95% CI, n = 3 rows).",
@@ -170,10 +169,6 @@ def _share(settings: Sequence[dict[str, float]], family: str) -> str:
         return ""
     middle, low, high = (f"{value:.0%}".replace("-0%", "0%") for value in (median(found), min(found), max(found)))
     return middle if len(found) == 1 else f"{middle} ({low} to {high}, {len(found)})"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2g}"
 
 
 def loss_against_time(shares: Mapping[str, float], spent: Mapping[str, Mapping[int, float]]):

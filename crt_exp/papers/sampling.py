@@ -16,8 +16,7 @@ LARGEST = {10_000_000: "task.classes=10000000 task.rounds=3 task.methods=[tree,u
 
 def sweeps(seeds: int):
     listed = ",".join(f'"{name}"' for name in NAMES)
-    return {
-        "sampling/steps": sweep(
+    return {"sampling/steps": sweep(
             "task=sampling_times task.what=step task.methods=[full,adaptive,tree,uniform,log_uniform,dense]",
             alone=True, classes={**SIZES, **LARGEST}),
         "sampling/draws": sweep("task=sampling_times task.what=draw task.methods=[dense,tree]", alone=True,
@@ -48,8 +47,7 @@ def tables(rows: Rows):
         return mean_table(rows, {f"{classes:,}": {"metric": "ms", "sweep": sweep, "classes": classes}
                                  for classes in [*SIZES, *LARGEST]}, methods,
                           format=lambda values: "{:.1f} ({:.1f} to {:.1f})".format(*geometric_mean_ci(values)))
-    return {
-        "Time of a training step, ms, by number of classes (lower is better)": times("sampling/steps", STEPS),
+    return {"Time of a training step, ms, by number of classes (lower is better)": times("sampling/steps", STEPS),
         "Time of drawing negatives, ms, by number of classes": times("sampling/draws", STEPS),
         "Gradient, over the squared length of the full softmax's gradient": mean_table(rows, {
             f"{name}, queries of length {length}": {"metric": metric, "length": length} for length in [4, 8]
