@@ -72,9 +72,9 @@ def claims(rows: Rows) -> list[Claim]:
         Claim("without training, HRF-C(3,3) in Whisper is closer to exact attention than FAVOR+, m = 256",
               {"": rows.paired("favorp m=256", HYBRID, "above", **speech)}, unit="nats"),
         Claim("fine-tuned after the swap, FAVOR++ in Whisper has a lower WER than FAVOR+, m = 64",
-              {"": 100 * rows.paired("favorp m=64", "favorpp m=64", "wer", sweep=WHISPER, setting=TUNED, steps=800)},
-              unit="points", paper="below FAVOR+ at each m, trained from scratch",
-              needs="more fine-tuning: 800 steps leave WERs above 50%")]
+              paper="below FAVOR+ at each m, trained from scratch",
+              not_measured="800 steps leave both methods far above the WER of exact attention, on 24 utterances",
+              needs="longer fine-tuning and more utterances")]
 
 
 def tables(rows: Rows):

@@ -16,7 +16,7 @@ MODELS = {"random weights, |x + y|^2 = 16": {"model": "random", "sum": 16},
 SOURCES = {"random": {"model": {"random": ""}, "task.sum": [16, 4]},
            "trained": {"model": {"trained": "task.init={runs}/encoder/exact task.length=34"}}}
 HEAD = {"options": "task=head_errors", "heads": HEADS, "task.sum": SUMS, "samples": {
-    "15": "task.samples=15 task.ms=[8,16,32,64,128]", "1000": "task.samples=1000 task.ms=[256]"}}
+    "15": "task.samples=15 task.ms=[8,16,32,64,128]", "150": "task.samples=150 task.ms=[256]"}}
 ENCODER = """task=mlm task.sizes.hidden_size=128 task.sizes.num_hidden_layers=3 task.sizes.num_attention_heads=8
     task.sizes.intermediate_size=512 +task.sizes.hidden_dropout_prob=0 +task.sizes.attention_probs_dropout_prob=0
     task.vocabulary=outputs/texts/characters-88 task.text=${oc.env:CRT_DATA}/wikitext2/wiki.train.tokens
@@ -42,7 +42,7 @@ page = Page(
     measured=["Figure 2: closed forms at equal numbers of projections. OPRF is fitted to each pair.",
               "Figure 4: one head, d = 16. Gaussian heads: L = 4096, independent q and k. Matched heads: L = 256, each "
               "query is the key at its position turned by 0.3 radians. The paper does not state the scale of q and k.",
-              "Figure 4: 15 samples of data and projections, 1000 at m = 256; those after the 15th were added after "
+              "Figure 4: 15 samples of data and projections, 150 at m = 256; those after the 15th were added after "
               "the first verdicts. Claims take the geometric mean over m and samples.",
               "Figure 14: 24 samples (8 of the trained encoder), orthogonal projections. Random weights: 12 layers, 8 "
               "heads of d = 64, 512 tokens. "
