@@ -130,7 +130,7 @@ def inputs(make, length=L, batch=B, seed=0):
 
 def run(model, **batch):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*has no statistics yet.*")
+        warnings.filterwarnings("ignore", message=".*no statistics yet.*")
         out = model(**batch)
     return out if isinstance(out, torch.Tensor) else out[0]
 

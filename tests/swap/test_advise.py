@@ -63,7 +63,7 @@ def test_a_model_whose_loss_is_not_finite_is_refused(value):
 
 def test_the_control_alone_is_no_advice():
     found = Advice([Row("exact", 0.0, 0.0), Row("uniform", 0.5, 0.1)], 64, 3, 2.0, None, 0.02)
-    assert found.chosen is None and "only exact and uniform attention were tried" in found.sentence
+    assert found.chosen is None and "only exact and uniform attention were measured" in found.sentence
 
 
 def test_attention_whose_loss_is_not_finite_is_never_the_closest():

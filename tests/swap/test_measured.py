@@ -131,7 +131,7 @@ def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
 
 def test_layers_worse_than_the_mean_of_the_values_are_warned_of():
     layer = lambda m: RandomFeatureAttention(OPRF(), samplers.orthogonal, m, H, D).eval()
-    told = r"in 1 of 1 layers .* mean of the values .*: layer \([\d.]+, uniform 0\.[\d]+\)"
+    told = r"1 of 1 layers .* uniform attention: layer \([\d.]+, uniform 0\.[\d]+\); use more features \(m\)"
     with pytest.warns(UserWarning, match=told) as said:
         calibrate_attention(Alone(layer(4)), [qkv(1.0, 0)])
     assert said[0].filename == __file__

@@ -37,7 +37,7 @@ from crt_exp.swap.swap import swap_layers
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
               pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")]
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
 
 
 @each(ALL)
