@@ -217,7 +217,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(args, typed, tmp_path, monk
     (["task.softmax=uniform", "task.sampling.negatives=12"], ["task.sampling.negatives=12: expected at most 11"]),
     (["features.m=8"], ["task=ptb: does not use features.m=8"]),
     (["attention=favorpp", "task.softmax=unigram"], ["does not use attention=favorpp"]),
-    (["task.softmax=features", "attention=uniform"], ["task.softmax=features: attention=uniform", "features=..."]),
+    (["task.softmax=features", "attention=uniform"], ["features: attention=uniform", "set attention=favorpp"]),
     (["trainer.batch=5000"], ["trainer.batch=5000", "no step with 1005 training rows"]),
     (["task.temperature=0"], ["task.temperature=0", "expected a number > 0"]),
     (["task.lengths.keys=-1"], ["task.lengths.keys=-1"]),
