@@ -128,7 +128,7 @@ class Linformer(Redrawn):
         check_inputs(x, y, v, None, (), causal, key_mask)
         most, S = self.shape[1], y.shape[2]
         if causal:
-            raise ValueError("causal=True: not supported by linformer")
+            raise ValueError("causal=True: not supported by attention=linformer; use another attention")
         if most < S:
             raise ValueError(f"S={S}: linformer expected at most length={most} keys")
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])

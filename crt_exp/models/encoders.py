@@ -198,13 +198,15 @@ def check_length(config, length: int, option: str) -> None:
 
 
 @contextmanager
-def buildable(option: str) -> Iterator[None]:
-    """Context manager that turns any error of building a model into a ConfigError."""
+def buildable(option: str, library: str = "transformers") -> Iterator[None]:
+    """Context manager that turns any error of building a model into a ConfigError; a ConfigError is kept."""
     try:
         with quiet():
             yield
+    except ConfigError:
+        raise
     except Exception as error:  # exception types differ between models and libraries
-        raise ConfigError(f"{option}: transformers cannot build the model: {reason_of(error)[:300]}") from None
+        raise ConfigError(f"{option}: {library} cannot build the model: {reason_of(error)[:300]}") from None
 
 
 def save_model(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:

@@ -66,7 +66,7 @@ class VisionDescription:
         """
         import timm
 
-        with buildable(f"task.model={self.model} with {self.options | {'img_size': self.size}}"):
+        with buildable(f"task.model={self.model} with {self.options | {'img_size': self.size}}", "timm"):
             return timm.create_model(self.model, **self.arguments(), **options)
 
     def arguments(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class VisionDescription:
 
     def check(self) -> None:
         """Raise ConfigError for inconsistent sizes."""
-        with torch.device("meta"), buildable(f"task.model={self.model}"):   # takes no memory
+        with torch.device("meta"), buildable(f"task.model={self.model}", "timm"):   # takes no memory
             check_patch(self.size, self.make().patch_embed.patch_size[0])
 
     def transform(self) -> Callable[[Any], Tensor]:

@@ -109,7 +109,7 @@ class LibriSpeech(Task):
         check_options("task.sizes", ConformerSizes, self.sizes)
         check_sizes(self.sizes)
         if self.source == "hub" and (self.corpus != "librispeech" or self.data_dir):
-            raise ConfigError("task.source=hub: expected no task.corpus and no task.data_dir; remove them")
+            raise ConfigError("task.source=hub: expected task.corpus=librispeech and no task.data_dir")
         if self.corpus == "table" and not self.data_dir:
             raise ConfigError("task.corpus=table: expected task.data_dir=FILE, a csv, tsv or jsonl file")
 

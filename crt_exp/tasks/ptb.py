@@ -152,7 +152,7 @@ class PTB(Task):
             return None
         if self.softmax == "features" and not mechanism.estimates:
             raise ConfigError(f"task.softmax=features: attention={mechanism.name} has no random features; set "
-                              "features=..., or task.softmax=quadratic or unigram")
+                              "attention=favorpp, or task.softmax=quadratic or unigram")
         V, options = len(self.text.words), self.sampling
         tables = TreeFeatures if options["tree"] else DenseFeatures
         make = {"uniform": lambda: Uniform(V), "log_uniform": lambda: LogUniform(V),

@@ -81,7 +81,8 @@ class TrEMBL(SymbolTask):
             raise ConfigError(f"task.validation_share={self.validation_share} + task.test_share={self.test_share}: "
                               "expected < 1")
         if self.made and (self.data_dir or self.families or self.held_out_files is not None):
-            raise ConfigError("task.dataset=generated: expected no data_dir, families and held_out_files; use uniprot")
+            raise ConfigError("task.dataset=generated: expected no task.data_dir, task.families or "
+                              "task.held_out_files; set task.dataset=uniprot")
         if self.held_out_families is not None and self.families is None:
             raise ConfigError("task.held_out_families: expected a table of families; set task.families=FILE")
 

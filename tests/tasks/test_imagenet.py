@@ -137,7 +137,7 @@ def test_unreadable_images_are_left_out_and_counted(typed, tmp_path):
     code, _, err = typed(f"task.data_dir={root}", "attention=exact")
     assert code == 2 and "class1/0.png: not a readable image" in err and "task.unreadable=skip" in err
     assert not (tmp_path / "run").exists()
-    with pytest.warns(UserWarning, match="It is left out"):
+    with pytest.warns(UserWarning, match="class1/0.png: .* Skipped"):
         code, _, err = typed(f"task.data_dir={root}", "attention=exact", "task.unreadable=skip")
     assert code == 0, err
     assert records(tmp_path / "run")[-1]["unreadable_images"] == 1
@@ -289,10 +289,11 @@ def test_experiments_fit_their_models(name, tmp_path):
 @pytest.mark.parametrize("args, words", [
     (["task.data_dir=/nowhere"], ["/nowhere is not there"]),
     (["task.data_dir=null", "task.dataset=imagenet", "task.source=files"], ["CRT_DATA is not set", "image-net.org"]),
-    (["task.size=13"], ["task.size=13", "patch of 4 pixels"]),
-    (["task.sizes.width=33"], ["'embed_dim': 33", "divisible by num_heads"]),
+    (["task.size=13"], ["error: task.size=13: expected a multiple", "4 pixels"]),
+    (["task.sizes.width=33"], ["'embed_dim': 33", "timm cannot build the model", "divisible by num_heads"]),
     (["task.model=vit_base_patch16_22"], ["task.model=vit_base_patch16_22", "vit_base_patch16_224"]),
-    (["task.model=vit_base_patch16_224.nonsense"], ["timm has no such model; did you mean vit_base_patch16_224."]),
+    (["task.model=vit_base_patch16_224.nonsense"],
+     ["task.model=vit_base_patch16_224.nonsense: unknown", "did you mean vit_base_patch16_224."]),
     (["task.model=resnet18"], ["task.model"]),
     (["task.model=vit_tiny_patch16_224", "+task.sizes.width=3"], ["task.sizes: only for a new model"]),
     (["task.init=pretrained"], ["expected task.model="]),

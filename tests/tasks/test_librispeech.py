@@ -224,9 +224,9 @@ def test_a_run_on_a_set_of_the_hub(run, tmp_path):
 @pytest.mark.parametrize("args, words", [
     (["task.corpus=librispeech", "task.data_dir=null", "task.source=files"],
      ["CRT_DATA, which is not set", "fetch speech"]),
-    (["task.source=hub"], ["task.source=hub: reads a set of the hub"]),
+    (["task.source=hub"], ["task.source=hub: expected task.corpus=librispeech"]),
     (["task.batch_seconds=1"], ["task.batch_seconds=1: expected at least"]),
-    (["task.max_seconds=1.5"], ["cannot be used", "expected 0.1 to 1.5 s", "task.bad=skip"]),
+    (["task.max_seconds=1.5"], ["train utterances: 12 unusable", "expected 0.1 to 1.5 s", "task.bad=skip"]),
     (["+task.sizes.layer=2"], ["layer", "did you mean task.sizes.layers?"]),
     (["+task.sizes.dim=15"], ["task.sizes.dim=15: expected a multiple of heads=2"]),
     (["task.preset=big"], ["task.preset=big: expected small or paper"]),
@@ -246,7 +246,7 @@ def test_a_symbol_outside_the_vocabulary(books, tmp_path):
     write_librispeech(tmp_path, "test-clean", ["A BEE", "A CAFÉ"])
     given = {"subsets": {"train": ["train-clean-100"], "validation": ["dev-clean"], "test": ["own"]}}
     (books / "own").exists() or (books / "own").symlink_to(tmp_path / "test-clean")
-    with pytest.raises(DataError, match="test utterances: 1 cannot be used, 1 can: 7-9-0001: its transcript: 'É'"):
+    with pytest.raises(DataError, match="test utterances: 1 unusable, 1 usable: 7-9-0001: its transcript: 'É'"):
         read(books, **given)
     assert read(books, **given, bad="skip").length("test") == 1
 

@@ -86,7 +86,7 @@ def test_labels_are_what_a_walk_over_the_picture_finds(scale, count):
 
 
 def test_curves_that_do_not_fit_are_refused():
-    with pytest.raises(DataError, match="do not fit into a picture"):
+    with pytest.raises(DataError, match="task.rules: .* set a larger size"):
         arena.generated("pathfinder", {"size": 5}, "small", None)
 
 

@@ -210,7 +210,7 @@ def test_vocabulary_is_the_same_in_every_process(tmp_path):
     (["trainer.epochs=0.001"], ["trainer.epochs=0.001: no step"]),
     (["task.sizes.hidden_size=33"], ["hidden_size=33", "num_attention_heads=2"]),
     (["task.vocabulary=/nowhere/vocab.txt"], ["/nowhere/vocab.txt", "No such file"]),
-    (["task.hub.name=text"], ["leave one of them out"]),
+    (["task.hub.name=text"], ["task.text, task.hub.name: expected only one"]),
 ], ids=str)
 def test_bad_options(args, words, typed, tmp_path):
     check_refused(typed(*args), words, tmp_path / "run")

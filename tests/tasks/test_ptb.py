@@ -217,7 +217,7 @@ def test_a_stopped_run_continues_to_the_same_numbers(args, typed, tmp_path, monk
     (["task.softmax=uniform", "task.sampling.negatives=12"], ["task.sampling.negatives=12: expected at most 11"]),
     (["features.m=8"], ["task=ptb: does not use features.m=8"]),
     (["attention=favorpp", "task.softmax=unigram"], ["does not use attention=favorpp"]),
-    (["task.softmax=features", "attention=uniform"], ["samples by random features, and attention=uniform has none"]),
+    (["task.softmax=features", "attention=uniform"], ["features: attention=uniform", "set attention=favorpp"]),
     (["trainer.batch=5000"], ["trainer.batch=5000", "no step with 1005 training rows"]),
     (["task.temperature=0"], ["task.temperature=0", "expected a number > 0"]),
     (["task.lengths.keys=-1"], ["task.lengths.keys=-1"]),
@@ -238,10 +238,10 @@ def test_empty_and_unfitting_files(typed, tmp_path):
 def test_what_is_no_run_of_this_task(tmp_path):
     from crt_exp.data import DataError
 
-    with pytest.raises(DataError, match="there is no such directory"):
+    with pytest.raises(DataError, match="run=.*gone: no such directory"):
         lstm.load(tmp_path / "gone", "run")
     (tmp_path / "config.json").write_text('{"kind": "other"}')
-    with pytest.raises(DataError, match="is a run of another task"):
+    with pytest.raises(DataError, match="run=.*: expected a run of task=ptb"):
         lstm.load(tmp_path, "run")
 
 

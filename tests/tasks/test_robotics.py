@@ -160,7 +160,7 @@ def test_a_damaged_state_is_set_aside(tmp_path, capsys):
     whole = list(evolve(PLAN, player(), 0, 0, tmp_path))
     (tmp_path / "checkpoints/step-3/evolution.safetensors").write_bytes(b"")
     assert list(evolve(PLAN, player(), 0, 3, tmp_path)) == whole[3:]
-    assert "is damaged" in capsys.readouterr().out
+    assert "checkpoints/step-3: damaged" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -323,4 +323,4 @@ def test_what_is_refused(typed, tmp_path, options, words):
 def test_without_the_extra_one_line_names_it(typed, tmp_path, monkeypatch, task, packages):
     monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
     check_refused(typed(f"task={task}", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"),
-                  [f"task={task} needs {packages}", "pip install 'crt_exp[robotics]'"], tmp_path / "run")
+                  [f"task={task}: {packages} missing", "pip install 'crt_exp[robotics]'"], tmp_path / "run")
