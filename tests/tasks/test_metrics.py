@@ -83,9 +83,9 @@ def test_bad_input_is_refused(name):
     for predictions, labels in (([], []), ([1, 0], [1]), ([[1, 0]], [[1, 0]])):
         with pytest.raises(ValueError, match="one length"):
             METRICS[name](predictions, labels)
-    with pytest.raises(ValueError, match="must be finite"):
+    with pytest.raises(ValueError, match="predictions, labels: expected finite"):
         METRICS[name]([0, float("nan")], [0, 1])
-    with pytest.raises(ValueError, match="must be finite"):
+    with pytest.raises(ValueError, match="predictions, labels: expected finite"):
         METRICS[name]([0, 1], [float("inf"), 1])
 
 
