@@ -184,9 +184,10 @@ def sample(options: SequenceOptions) -> None:
         raise ConfigError(f"run={options.run}: expected a run with letters, pixels or text")
     longest = kept.description.length
     given, length = alphabet.prompt(options.prompt), options.length or longest
-    if alphabet.end is None and (options.output is None or length != longest):
-        raise ConfigError(f"output={options.output}: this run generates images of {longest} values; expected "
-                          "output=FILE.png and no length")
+    if alphabet.end is None and options.output is None:
+        raise ConfigError("output=None: expected FILE.png, as this run generates images")
+    if alphabet.end is None and length != longest:
+        raise ConfigError(f"length={length}: expected {longest}, the values of an image; remove it")
     if len(given) >= length:
         raise ConfigError(f"prompt={options.prompt}: has {len(given)} symbols, expected fewer than length={length}")
     model, prompt = kept.build().to(options.device), torch.tensor([alphabet.begin, *given], device=options.device)

@@ -257,7 +257,8 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
     text = pretrained.tokens(model, "train")
     rows = text[:len(text) // length * length].view(-1, length)
     if count > len(rows):
-        raise ValueError(f"{count} rows of {length} tokens: WikiText-2 has only {len(rows)}; use fewer")
+        raise ValueError(f"{count} rows of {length} tokens: the training text of WikiText-2 has only {len(rows)}; use "
+                         "fewer")
     return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
 
 

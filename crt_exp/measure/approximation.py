@@ -65,8 +65,9 @@ class Approximation(SwapMeasurement):
                  turn: Positive | None = None):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text: expected both or neither")
-        if model is None and (layers is not None or tokenizer is not None):
-            raise ValueError("task.layers, task.tokenizer: expected task.model; remove them")
+        for option, value in {"layers": layers, "tokenizer": tokenizer}.items():
+            if model is None and value is not None:
+                raise ValueError(f"task.{option}={value}: expected task.model; set it, or remove task.{option}")
         self.ms, self.samples, self.row_count, self.pairs = list(ms), samples, rows, pairs
         self.source = (Synthetic(length or 1024, heads, d, scale, depth, turn) if model is None
                        else Pretrained(model, text, tokenizer, length, layers))

@@ -123,7 +123,7 @@ def test_rows_are_of_the_seed_and_a_repetition_is_the_same(reader):
     assert len({*map(tuple, rows.tolist())}) == 20 and not torch.equal(rows, others)
     torch.randn(3)
     assert above("hedgehog m=4") == above("hedgehog m=4") != above("hedgehog m=4", 1)
-    with pytest.raises(ValueError, match="141 rows of 64 tokens: the training text of WikiText-2 has 140"):
+    with pytest.raises(ValueError, match="141 rows of 64 tokens: the training text of WikiText-2 has only 140"):
         training_rows("", 64, 0, 141)
 
 

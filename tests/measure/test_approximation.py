@@ -226,7 +226,8 @@ BAD = [
     ({"model": "bert", "text": "text.txt", "length": 12, "layers": []}, "layers=..: expected indices of 3 layers"),
     ({"model": "bert", "text": "text.txt"}, "19 tokens, fewer than a block of 38"),
     ({"text": "text.txt"}, "expected both or neither"),
-    ({"layers": [0]}, "need task.model"),
+    ({"layers": [0]}, "task.layers=.0.: expected task.model"),
+    ({"tokenizer": "bert"}, "task.tokenizer=bert: expected task.model"),
     ({"ms": []}, "task.ms=.*: expected a list of length >= 1"),
     ({"scale": -1.0}, "task.scale=-1.0: expected a number > 0"),
 ]

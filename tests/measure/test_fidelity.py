@@ -136,7 +136,7 @@ def test_a_run_and_its_rows(folder, typed, tmp_path):
     ([], ["task.model", "task.text"]),
     (["model=bert"], ["task.model", "task.text"]),
     (["model=bert", "text=text.txt", "task.length=65"], ["length=65: expected 1 to 64 tokens"]),
-    (["model=bert", "text=text.txt", "task.texts=500"], ["task.texts = 500", "pieces of 24 tokens"]),
+    (["model=bert", "text=text.txt", "task.texts=500"], ["task.texts=500", "pieces of 24 tokens"]),
     (["model=bert", "text=none.txt"], ["none.txt: expected a UTF-8 text file"]),
     (["model=bart", "text=text.txt"], ["expected a text encoder or decoder"]),
     (["model=gpt2", "text=text.txt", "attention=linformer"], ["causal", "linformer"]),
@@ -153,7 +153,7 @@ def test_a_model_of_other_attention_is_refused(folder, tmp_path):
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert")
     swap_attention(model, "favorp", m=8)
     model.save_pretrained(tmp_path / "linear")
-    with pytest.raises(ValueError, match="expected a model trained with exact attention"):
+    with pytest.raises(ValueError, match=f"task.model={tmp_path / 'linear'}: expected exact attention"):
         Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
 
 

@@ -71,7 +71,7 @@ def test_masked_tokens_of_both_sides(typed, tmp_path, capsys):
     assert not kept["causal"] and kept["symbols"] == kept["vocabulary"]["mask"] + 1
     assert infer.main([f"run={tmp_path / 'run'}", "prompt=a bird", "n=1", "length=2"]) == 2
     code, _, err = typed(f"task.init={tmp_path / 'run'}", "trainer.steps=0", directory="more")
-    assert code == 2 and "trained on other symbols" in err, err
+    assert code == 2 and f"task.init={tmp_path / 'run'}: trained with other symbols; expected" in err, err
 
 
 def test_which_tokens_are_masked(tmp_path):

@@ -130,8 +130,8 @@ def test_a_run_goes_on_with_its_noise(typed, tmp_path):
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.size=18"], ["task.size=18", "patch of 4 pixels"]),
-    (["task.sizes.width=33"], ["task.sizes.width=33: expected a multiple of 4 and of task.sizes.heads=2"]),
+    (["task.size=18"], ["task.size=18: expected a multiple of the patch size, 4"]),
+    (["task.sizes.width=33"], ["task.sizes.width=33: expected a multiple of 4 and heads=2"]),
     (["task.sizes.decoder_width=18"], ["task.sizes.decoder_width=18"]),
     (["task.mask_share=0.99"], ["no visible patch of 16"]),
     (["task.init=uptrain"], ["set task.model=..."]),
@@ -145,7 +145,7 @@ def test_the_loss_of_left_out_images_is_a_mean_over_the_others(folder, tmp_path)
     (root / "val" / "class0" / "0.png").write_bytes(b"no image")
     task = task_of(root, unreadable="skip")
     model = task.build(Mechanism.of("exact")).eval()
-    with pytest.warns(UserWarning, match="It is left out"), torch.no_grad():
+    with pytest.warns(UserWarning, match="0.png: .* Skipped"), torch.no_grad():
         found = [task.evaluate(model, "val", Reader(task, batch=batch))["loss"] for batch in (5, 12)]
     assert np.isclose(*found)
     assert task.weight({"pixel_values": torch.zeros(5, 3, 16, 16)}) == 5.0

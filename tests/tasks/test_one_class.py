@@ -35,9 +35,13 @@ def of_table(folder):
     return ["task=uci", f"task.csv={folder / 't.csv'}", "task.target=y"]
 
 
-@pytest.mark.parametrize("given", [partial(of_images, task="imagenet"), partial(of_images, task="lra"), of_pairs,
-                                   of_sentences, of_table],
-                         ids=["imagenet", "lra image", "lra retrieval", "glue", "uci"])
-def test_one_class_is_refused_before_training(given, typed, tmp_path):
+@pytest.mark.parametrize("given, words", [
+    (partial(of_images, task="imagenet"), ["/images: one class only (class0)"]),
+    (partial(of_images, task="lra"), ["task.dataset=image", "one class only (0)"]),
+    (of_pairs, ["task.dataset=retrieval", "one class only (0)"]),
+    (of_sentences, ["task.dataset=sst2", "one class only (0)"]),
+    (of_table, ["task.csv=", "/t.csv: column y", "expected at least 2 classes"]),
+], ids=["imagenet", "lra image", "lra retrieval", "glue", "uci"])
+def test_one_class_is_refused_before_training(given, words, typed, tmp_path):
     found = typed(*given(tmp_path), "attention=exact", "logger=none", f"hydra.run.dir={tmp_path / 'run'}")
-    check_refused(found, ["class", "takes"], tmp_path / "run")
+    check_refused(found, words, tmp_path / "run")

@@ -99,8 +99,8 @@ def test_it_learns_and_images_are_drawn_and_completed(typed, tmp_path, capsys):
     for image in drawn:                                      # the upper half is the image's, the lower one is drawn
         assert (image[:4] == values[:4]).all() and (image[4:] != values[4:]).any()
     capsys.readouterr()
-    assert infer.main(words[:1]) == 2 and "name a PNG" in capsys.readouterr().err
-    assert infer.main([*words, "length=10"]) == 2 and "images of 64 values" in capsys.readouterr().err
+    assert infer.main(words[:1]) == 2 and "output=None: expected FILE.png" in capsys.readouterr().err
+    assert infer.main([*words, "length=10"]) == 2 and "length=10: expected 64" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args, words", [

@@ -107,10 +107,9 @@ def test_padding_teaches_nothing():
     assert_close(taught(**batch, attention_mask=keep)[0], one)
 
 
-@pytest.mark.parametrize("name, words", [("window", "attention=window has nothing to learn from the exact layer"),
-                                         ("nearfar", "attention=nearfar has nothing to learn")])
-def test_nothing_to_learn_is_said(name, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("name", ["window", "nearfar"])
+def test_nothing_to_learn_is_said(name):
+    with pytest.raises(ValueError, match=f"attention={name}: .*; use hedgehog"):
         transfer_attention(swap_attention(made(bert), name), [inputs(bert)])
 
 
@@ -144,11 +143,11 @@ def test_a_run_of_transfer_and_what_goes_on_from_it(exact, typed, tmp_path):
 def test_bad_input_is_told_and_leaves_nothing(exact, typed, tmp_path):
     arm = ["attention=hedgehog", "features.m=8"]
     assert typed(*arm, "trainer.steps=1")[0] == 0
-    cases = [([*arm, "task.init=scratch"], "learns from exact attention; set task.init"),
-             ([*arm, "task.init=uptrain"], "learns from exact attention; set task.init"),
-             ([*arm, f"task.init={tmp_path / 'run'}"], "trained with exact attention, these keys differ"),
+    cases = [([*arm, "task.init=scratch"], "task.init=scratch: expected a model trained with exact attention; set"),
+             ([*arm, "task.init=uptrain"], "task.init=uptrain: expected a model trained with exact attention; set"),
+             ([*arm, f"task.init={tmp_path / 'run'}"], f"task.init={tmp_path / 'run/model'}: expected exact attention"),
              (["attention=exact"], "attention=exact: expected an approximate method"),
-             (["attention=window"], "attention=window has nothing to learn"),
+             (["attention=window"], "attention=window: has nothing to train; use"),
              (["attention=favorpp", "features.m=8"], "trainer.steps=0 to evaluate"),
              ([*arm, "trainer.adapt=lora"], "not supported with trainer.adapt")]
     for i, (args, words) in enumerate(cases):

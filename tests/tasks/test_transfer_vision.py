@@ -46,13 +46,13 @@ def test_a_classifier_is_taught_and_goes_on(exact, typed, tmp_path):
     assert {key: last(tmp_path / "on")[key] for key in ("loss", "accuracy")} == pytest.approx(
         {key: records[-1][key] for key in ("loss", "accuracy")}, rel=1e-5)
     code, _, err = typed("transfer_vision", f"task.init={tmp_path / 'taught'}", *ARM, directory="again")
-    assert code == 2 and "expected a model trained with exact attention, these keys differ" in err
+    assert code == 2 and f"task.init={tmp_path / 'taught'}: expected exact attention; different keys" in err
 
 
 @pytest.mark.parametrize("args, words", [
-    (["task.init=scratch", *ARM], "learns from exact attention; set task.init"),
+    (["task.init=scratch", *ARM], "task.init=scratch: expected a model trained with exact attention; set task.init"),
     (["attention=exact"], "attention=exact: expected an approximate method"),
-    (["attention=window"], "attention=window has nothing to learn"),
+    (["attention=window"], "attention=window: has nothing to train; use"),
     ([*ARM, "task.new_head=true"], "task.new_head=true: not supported"),
     ([*ARM, "trainer.adapt=lora"], "not supported with trainer.adapt; use it afterwards, with task=imagenet")])
 def test_what_is_refused(exact, typed, tmp_path, args, words):

