@@ -123,8 +123,8 @@ class DiscreteRF(FeatureMap):
             ValueError: the projections are not exactly Gaussian.
         """
         if not noise.gaussian:
-            raise ValueError(f"sampler: {type(self).__name__} needs exactly Gaussian projections; use iid, orthogonal, "
-                             "simplex, or scrambled halton or sobol")
+            raise ValueError(f"sampler: {type(self).__name__} needs exactly Gaussian projections; use iid, orthogonal "
+                             "with lengths=chi, simplex, or scrambled halton or sobol")
         return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
 
     def _quantile(self, g: Tensor, rate: Tensor) -> Tensor:

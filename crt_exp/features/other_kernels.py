@@ -143,8 +143,8 @@ class LaplaceRF(SpectralRF):
 
     def directions(self, noise: Noise) -> Noise:
         if not noise.gaussian:
-            raise ValueError("sampler: LaplaceRF needs exactly Gaussian projections; use iid, orthogonal, simplex, or "
-                             "scrambled halton or sobol")
+            raise ValueError("sampler: LaplaceRF needs exactly Gaussian projections; use iid, orthogonal with "
+                             "lengths=chi, simplex, or scrambled halton or sobol")
         g = noise.rows().double()
         cauchy = g.sign() / torch.tan(math.pi * torch.special.ndtr(-g.abs()))
         return DenseNoise(cauchy.to(noise.dtype), gaussian=False)

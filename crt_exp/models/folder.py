@@ -171,8 +171,8 @@ def open_folder(run: str | Path, option: str, kind: str,
     folder = folder_of(run, option, f"the directory of a run of {task}")
     try:
         config = description_in(folder, named)
-        if config.pop("kind", None) != kind:
-            raise DataError(f"{named}: expected a run of {task}")
+        if (found := config.pop("kind", None)) != kind:
+            raise DataError(f"{named}: {CONFIG} has kind={found}; expected a run of {task}")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), named)
         yield folder, config, tensors

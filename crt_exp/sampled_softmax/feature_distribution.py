@@ -304,7 +304,7 @@ def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler,
     """
     if isinstance(proposal, Mechanism):
         if m is not None or sampler is not None:
-            raise ValueError("m, sampler: set them in Mechanism.of")
+            raise ValueError(f"m={m}, sampler={sampler}: expected None beside a Mechanism; set them in Mechanism.of")
         mechanism = proposal
     elif isinstance(proposal, str):
         mechanism = Mechanism.parse(proposal, m=m, sampler=sampler, seed=seed)

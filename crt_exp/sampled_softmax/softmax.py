@@ -146,7 +146,7 @@ class SampledSoftmax(nn.Module):
         classes, d = self.head.weight.shape
         if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != d or not targets.numel():
             raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: expected (..., {d}) and "
-                             "(...)")
+                             "(...), with at least one target")
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise ValueError(f"targets: dtype {targets.dtype}, expected integers")
         outside = (targets < 0) | (targets >= classes)

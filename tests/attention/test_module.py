@@ -394,5 +394,5 @@ def test_integer_masks_and_other_heads_are_refused(name):
     with pytest.raises(ValueError, match="torch.int64 .*boolean .*True = keep"):
         layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
     if name not in ("elu", "linformer"):   # theirs are of any number of heads
-        with pytest.raises(ValueError, match="batch|heads = 2"):
+        with pytest.raises(ValueError, match="batch|heads=2"):
             layer(*(t.repeat(1, 2, 1, 1) for t in (q, k, v)))

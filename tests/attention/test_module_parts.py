@@ -123,9 +123,9 @@ def test_what_maps_with_parts_refuse():
         make(phi, m=(4, 5)).load_state_dict(make(phi, m=(4, 3)).state_dict())
     with pytest.raises(ValueError, match="need 4 and 3 rows"):
         make(Sum(TrigRF(), PosRF(), shared=True), m=(4, 3))
-    with pytest.raises(ValueError, match="2 entries for 3 parts"):
+    with pytest.raises(ValueError, match="params: 2 entries, expected 3"):
         make(Sum(TrigRF(), PosRF(), OPRF()), m=(4, 3))
-    with pytest.raises(ValueError, match="estimates the gaussian kernel"):
+    with pytest.raises(ValueError, match="kernel=gaussian; attention needs kernel='softmax'"):
         make(Product(OPRF(), TrigRF("gaussian")))
 
 

@@ -66,7 +66,7 @@ GOOD = ">tr|A00000|X_Y\nACD\n"
 
 
 @pytest.mark.parametrize("content, words", [
-    ("", ["starts with >"]), ("ACD\n>tr|A1|X_Y\nACD\n", ["begins with >"]),
+    ("", ["starts with >"]), ("ACD\n>tr|A1|X_Y\nACD\n", ["starts with >"]),
     (GOOD + "> some protein\n", ["> some protein", "empty name or sequence"]),
     (GOOD + ">\nACD\n", ["empty name"]), (GOOD + ">tr||X_Y\nACD\n", [">tr||X_Y", "empty name"]),
     (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["A00001", "or sequence"]),

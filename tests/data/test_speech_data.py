@@ -62,7 +62,7 @@ def test_what_is_missing_is_told_with_where_to_get_it(tmp_path, monkeypatch):
         with pytest.raises(DataError, match=words):
             list(speech.official(["dev-clean"], root, faults()))
     (tmp_path / "own").mkdir()
-    with pytest.raises(DataError, match="own: expected an audio file, or a folder with some"):
+    with pytest.raises(DataError, match="own: expected an audio file, or a folder of audio files"):
         list(speech.official(["own"], str(tmp_path), faults()))
     with pytest.raises(DataError, match=r"(.|\n)*fetch speech/free-spoken-digit-dataset"):
         speech.recordings(None)
@@ -134,7 +134,7 @@ def test_bad_input_is_named_and_counted_and_left_out_where_that_was_chosen(break
     with pytest.raises(DataError, match="1 unusable.*task.bad=skip"):
         found.report(len(left))
     found.bad = "skip"
-    with pytest.raises(DataError, match="1 cannot be used, 0 can"):
+    with pytest.raises(DataError, match="1 unusable, 0 usable: .*7-9-0001"):
         found.report(0)
 
 

@@ -413,9 +413,9 @@ def test_a_product_refuses_shared_noise_in_every_precision(dtype):
 def test_every_part_needs_its_parameters():
     x, n = torch.ones(3, 4), samplers.iid(2, 4)
     for phi in (Sum(TrigRF(), PosRF(), PosRF()), Product(TrigRF(), PosRF())):
-        with pytest.raises(ValueError, match=r"1 entries, expected \\d"):
+        with pytest.raises(ValueError, match=r"params: 1 entries, expected \d"):
             phi.phi_q(x, phi.noise(2, lambda _: samplers.iid(2, 4)), ((),))
-    with pytest.raises(ValueError, match="2 entries for 3 parts"):
+    with pytest.raises(ValueError, match="params: 2 entries, expected 3"):
         Sum(TrigRF(), PosRF(), PosRF()).phi_q(x, (n, n), ((), (), ()))
 
 

@@ -88,7 +88,7 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
     harm(write(tmp_path, 10))
     assert checkpoint.newest(tmp_path) == tmp_path / "step-5" == checkpoint.newest(tmp_path)
     said, = capsys.readouterr().out.splitlines()
-    assert "step-10: damaged" in said and reason in said and "it is removed" in said
+    assert "step-10: damaged" in said and reason in said and "removed, using the previous one" in said
     assert checkpoint.steps(tmp_path) == [5]
 
 

@@ -143,12 +143,13 @@ BAD = [
     ("attention=linformer", "has no feature map"),
     ("hydra.run.dir=/proc/nowhere", "hydra.run.dir=/proc/nowhere: No such file"),
     ("+task.extra=1", "unknown key 'task.extra'"),
-    ("features=pois sampler=orthogonal sampler.lengths=sqrt_d", "exactly Gaussian rows"),
+    ("features=pois sampler=orthogonal sampler.lengths=sqrt_d",
+     "sampler: PoisRF needs exactly Gaussian projections; use iid, orthogonal with lengths=chi"),
     ("sampler.lengths=two", "expected chi or sqrt_d"),
     *[(f"task.csv={name}", """special characters twice, 'task.csv="..."'""") for name in ("a#b", "a=b", "ü", "~x")],
     ("~name", "Could not delete from config. 'name' does not exist."),
     ("features=null", "Config group override must be a string"),
-    ("-m attention=exact,favorpp features.m=4,8", "attention=exact does not use features.m=4"),
+    ("-m attention=exact,favorpp features.m=4,8", "attention=exact: does not use features.m=4"),
     ("--nonsense", "unrecognized arguments: --nonsense"),
 ]
 

@@ -72,7 +72,7 @@ def test_one_run_of_a_sweep_fails(typed, tmp_path):
     (["seed=range(-1,2)"], "seed=-1: expected an integer >= 0"),
     (["features=glob(*)", "features.m=8,1e3"], "features.m=1000.0: expected an integer"),
     (["task=uci,mlmm"], "unknown task 'mlmm'; did you mean mlm?"),
-    (["attention=exact,favorpp", "features.m=4,8"], "attention=exact does not use features.m=4"),
+    (["attention=exact,favorpp", "features.m=4,8"], "attention=exact: does not use features.m=4"),
 ], ids=str)
 def test_a_mistake_in_a_sweep_is_told_once_and_before_it_begins(args, message, typed, tmp_path):
     code, _, err = typed("-m", "logger=none", *args, f"hydra.sweep.dir={tmp_path}/s")

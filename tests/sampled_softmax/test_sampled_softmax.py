@@ -399,26 +399,26 @@ def test_bad_input_is_refused(head, queries, targets):
     refused = [
         (lambda: SampledSoftmax(OPRF(), head, negatives=V), "negatives=300: expected at most 299"),
         (lambda: SampledSoftmax(OPRF(), head, negatives=0), "negatives=0"),
-        (lambda: SampledSoftmax(OPRF(), nn.Linear(D, 1), negatives=1), "0 classes besides the target"),
+        (lambda: SampledSoftmax(OPRF(), nn.Linear(D, 1), negatives=1), "negatives=1: expected at most 0"),
         (lambda: Uniform(1), "classes=1"),
-        (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes and the head 300"),
+        (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes, expected 300"),
         (lambda: SampledSoftmax("exact", head), "no random features"),
         (lambda: SampledSoftmax(3, head), "proposal: int"),
-        (lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8), "are those of the mechanism"),
-        (lambda: TreeFeatures(OPRF(), V, D, temperature=0), "temperature = 0"),
-        (lambda: TreeFeatures(TrigRF(), V, D, defensive=0), "defensive = 0"),
+        (lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8), "m=8, sampler=None: expected None"),
+        (lambda: TreeFeatures(OPRF(), V, D, temperature=0), "temperature=0: expected"),
+        (lambda: TreeFeatures(TrigRF(), V, D, defensive=0), "defensive=0: expected"),
         (lambda: Unigram([1.0, -1.0]), "count of class 1"),
         (lambda: TreeFeatures(OPRF(), V, D).draw(queries, targets, 3), "call rebuild"),
         (lambda: softmax(queries, torch.tensor([0, 1, V])), "target 300"),
         (lambda: softmax(queries[:2], targets), "expected"),
-        (lambda: softmax(queries[:0], targets[:0]), "at least one"),
+        (lambda: softmax(queries[:0], targets[:0]), r"targets \(0,\): expected .* at least one target"),
         (lambda: softmax(queries / 0, targets), "query 0 is not finite"),
-        (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([V]), head.weight), "class 300"),
-        (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight[1:]), "class vectors of shape"),
+        (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([V]), head.weight), "row 300: "),
+        (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight[1:]), "class vectors: shape .299, "),
         (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([1]), head.weight[:40]),
-         "class vectors of shape"),
+         "class vectors: shape .40, "),
         (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight, torch.zeros(V - 1)),
-         "biases of shape"),
+         "biases: shape .299,"),
         (lambda: softmax(queries, targets.float()), "targets: dtype torch.float32"),
         (lambda: ExactSoftmax(50), "expected a module with"),
     ]
@@ -458,7 +458,8 @@ def test_the_quadratic_kernel(head, queries):
     for alpha in (1e-30, 1e20, 1e38, 1e300):
         torch.testing.assert_close(law(Quadratic(head, alpha)).exp().sum(-1), torch.ones(B).double(), rtol=1e-4, atol=0)
     torch.testing.assert_close(law(Quadratic(head, 0)).exp(), torch.full((B, V), 1 / V, dtype=torch.float64))
-    for make, words in ((lambda: Quadratic(head, -1.0), "alpha=-1.0"), (lambda: Quadratic(50), "takes the head")):
+    for make, words in ((lambda: Quadratic(head, -1.0), "alpha=-1.0"),
+                        (lambda: Quadratic(50), r"Quadratic\(50\): expected a module")):
         with pytest.raises(ValueError, match=words):
             make()
 

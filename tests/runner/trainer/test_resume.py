@@ -242,7 +242,7 @@ def test_damaged_newest_checkpoint(typed, whole, tmp_path, monkeypatch):
     newest = tmp_path / "run" / "checkpoints" / "step-13"
     os.truncate(newest / "optimizer.safetensors", 100)
     code, out, _ = typed(*ARGS, "resume=auto")
-    assert code == 0 and "step-13 is damaged (optimizer.safetensors differs" in out and "step-12" in out
+    assert code == 0 and "step-13: damaged (optimizer.safetensors differs" in out and "step-12" in out
     assert records(tmp_path / "run") == records(whole)
 
 
@@ -269,4 +269,4 @@ def test_damaged_best_checkpoint(typed, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
     (tmp_path / "run" / "checkpoints" / f"step-{best}" / "model.safetensors").write_bytes(b"")
     code, _, err = typed(*args, "resume=auto")
-    assert code == 2 and "is damaged (model.safetensors differs" in err and "it has the best weights" in err
+    assert code == 2 and f"step-{best}: best checkpoint is damaged (model.safetensors differs" in err

@@ -201,7 +201,7 @@ BAD = [
     ("trainer.save_minutes=0", "trainer.save_minutes=0: expected a number > 0"),
     ("trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
     ("trainer=slow", "unknown trainer 'slow'"),
-    ("task.streamed=true", "expected a number of steps"),
+    ("task.streamed=true", "trainer.steps=null: expected a number"),
     ("attention=generalized attention.phi.kernel_epsilon=-1", "kernel_epsilon=-1: expected a number >= 0"),
     ("+trainer.momentum=0.9", "unknown key 'trainer.momentum'"),
 ]

@@ -75,7 +75,7 @@ def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
 
 
 @pytest.mark.parametrize("costs, message", [
-    ([1, 31, 2], "a row costs 31: expected at most the budget of 30"), ([1], "1 rows for 2 micro-batches")])
+    ([1, 31, 2], "a row costs 31; expected at most the budget of 30"), ([1], "1 rows for 2 micro-batches")])
 def test_costs_that_make_no_plan_are_refused(costs, message):
     with pytest.raises(ValueError, match=message):
         list(Plan(1, micro=2).by_cost(costs, 30, "train"))
