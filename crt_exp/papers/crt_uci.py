@@ -62,8 +62,8 @@ page = Page(
 
 def average(rows: Rows, method: str, of: str = "table1") -> pd.Series:
     """split -> mean accuracy over the data sets, for the splits that all sets have."""
-    found = rows.select("accuracy_percent", method, sweep=of)
-    return found.pivot(index="sample", columns="dataset", values="value").dropna().astype(float).mean(axis=1)
+    found = rows.select("accuracy_percent", method, sweep=of).pivot(index="sample", columns="dataset", values="value")
+    return found.reindex(columns=SETS[of.partition("/")[0]]).dropna().astype(float).mean(axis=1)
 
 
 def claims(rows: Rows) -> list[Claim]:
