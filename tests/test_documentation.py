@@ -42,7 +42,7 @@ def test_every_block_says_its_language():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:in . of . layers the output of the new attention:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* of . layers:UserWarning")
 @pytest.mark.parametrize("block", EXAMPLES, ids=names(EXAMPLES))
 def test_example(block, capsys):
     exec(block.text, {"__name__": "__main__"})

@@ -262,7 +262,7 @@ def encoder():
     return torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False).eval()
 
 
-@pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")
 @pytest.mark.parametrize("name", ["hrf_angular", "hrf_gaussian", "hrf_cluster", "gaussian_mixture", "hybrid"])
 def test_swapped_models(name, capsys):
     from crt_exp import describe_attention

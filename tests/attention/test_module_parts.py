@@ -68,7 +68,7 @@ def test_several_noises_are_saved_restored_and_redrawn(phi, m, names):
     assert same(state(module), state(other)) and int(module.draws) > 1
 
 
-@pytest.mark.filterwarnings("ignore:.*attention has no statistics yet:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")
 @several
 def test_decoding_with_several_noises_equals_the_whole_sequence(phi, m, names):
     module, (q, k, v) = make(phi, m=m, causal=True, kv_heads=2), qkv(kv_heads=2)

@@ -14,7 +14,7 @@ from crt_exp.nearfar.decoding import KnownInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning",
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning",
                                          "ignore:.*denominators are not positive:RuntimeWarning")]
 NEARFAR = {f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
            for preset in ("cheap", "default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}

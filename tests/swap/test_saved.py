@@ -21,7 +21,7 @@ from crt_exp.models import encoders
 from crt_exp.nearfar.layer import NearFar
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")]
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
 SMALL = {"nearfar": {"exact_until": 0, "block": 1, "heavy": 1, "cells": 2, "open": 1}, "linformer": {},
          "favorpp": {"m": 8}, "hrf_cluster": {"m": 4}}
 

@@ -14,7 +14,7 @@ from crt_exp.mechanism import Mechanism  # noqa: E402
 from crt_exp.swap.interface import AS_BEFORE, INTERFACE  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning",
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning",
                                          "ignore:.*denominators are not positive:RuntimeWarning")]
 CAUSAL = {name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal}
 DECODE = {name: each for name, each in CAUSAL.items() if name != "reformer"}

@@ -174,7 +174,6 @@ def test_untouched_layers_stay_exact():
         torch.testing.assert_close(after[mask.bool()], before[mask.bool()], **LOOSE)
 
 
-@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 @each({name: HF[name] for name in ("bert", "gpt2", "llama", "vit")})
 @torch.no_grad()
 def test_saved_and_loaded(make, tmp_path):
@@ -191,7 +190,6 @@ def test_saved_and_loaded(make, tmp_path):
     swap_attention(loaded, "favorpp", m=16, saved=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 def test_saved_noise_that_may_belong_to_two_layers_is_refused(tmp_path):
     """Names that match no layer, and numbers that two of them share: either might be the layer's own."""
     from safetensors.torch import load_file, save_file
@@ -347,7 +345,6 @@ def composed(make, phi, m, **options):
     return calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)]) if make is llama else model
 
 
-@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 @each({"bert": bert, "llama": llama})
 @pytest.mark.parametrize("phi, m", COMPOSED.values(), ids=COMPOSED.keys())
 @torch.no_grad()

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from crt_exp.swap.cache import NewKeys, RecurrentLayer  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than the mean:UserWarning")]
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
 CALL = {"keep": None, "mask": None, "causal": True, "scaling": None, "dropout": 0.0, "matrix": False}
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 SPECIAL = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": None}

@@ -249,7 +249,6 @@ def test_generate_with_and_without_cache(make, name):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # scores are float32
 
 
-@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 @torch.no_grad()
 def test_marian_saved_loaded_and_generating(tmp_path):
     model = swapped(marian)

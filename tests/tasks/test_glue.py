@@ -98,7 +98,6 @@ def test_learns(typed, tmp_path):
     assert code == 0 and final(tmp_path / "run")["accuracy"] > 0.9, err
 
 
-@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 def test_metrics_are_those_of_the_kept_model(typed, tmp_path, files):
     """<run>/model loads by from_pretrained; swapped with its own noise it gives the recorded accuracy and loss."""
     assert typed("task.dataset=qnli", "attention=favorp", "features.m=16", "trainer.epochs=2")[0] == 0

@@ -62,7 +62,6 @@ def records(directory):
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*holds a model with swapped attention:UserWarning")
 @pytest.mark.parametrize("attention", ["favorpp", *[pytest.param(a, marks=pytest.mark.slow)
                                                     for a in ("exact", "relu")]])
 def test_pretraining_learns_and_keeps_a_model(attention, typed, tmp_path):
