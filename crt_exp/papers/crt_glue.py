@@ -88,9 +88,10 @@ PRETRAINED = {name: f"{start('pretraining', name)} attention={name.replace(' m='
 page = Page(
     "crt_glue",
     title="CRT Table 2: linear attention in BERT's architecture on GLUE",
-    finding="On SST-2, fine-tuned MiniLM loses 0.1 ± 1.9 points of accuracy with near-far attention and 4.1 ± 2.0 "
-            "with FAVOR++ (95% CI, n = 24 parts of dev). In small encoders fine-tuned after the swap, FAVOR++ has a "
-            "lower loss than FAVOR+ by 0.233 ± 0.086 nats (corrected 95% CI, n = 4).",
+    finding="MiniLM fine-tuned on SST-2 after the swap: on 20,004 held-out rows, FAVOR++ has a higher accuracy than "
+            "FAVOR+ "
+            "by 0.2 ± 1.6 points (95% CI, n = 3 seeds). Near-far attention loses 0.1 ± 1.9 points against exact "
+            "attention, FAVOR++ 4.1 ± 2.0 (n = 24 parts of dev).",
     small={"table2": [*minilm("task.held_out=500 trainer.steps=400", 2e-4, ["sst2"],
                               ["exact", NEAR, SHARP, FAVORPP, FAVORP, RELU, "uniform"]),
                       *minilm("trainer.steps=400", 2e-4, [HELD_OUT], [FAVORPP, FAVORP], range(5)),
