@@ -241,7 +241,7 @@ def test_what_is_no_run_of_this_task(tmp_path):
     with pytest.raises(DataError, match="run=.*gone: no such directory"):
         lstm.load(tmp_path / "gone", "run")
     (tmp_path / "config.json").write_text('{"kind": "other"}')
-    with pytest.raises(DataError, match="run=.*: expected a run of task=ptb"):
+    with pytest.raises(DataError, match="run=.*expected a run of task=ptb"):
         lstm.load(tmp_path, "run")
 
 
