@@ -39,7 +39,7 @@ def sweeps(angles: str, tables: str, pairs: int, flops: str):
             **{"task.dataset": TABLES, "task.length": [0.5, 1.0]})],
         "hrf-clusters": sweep(f"{clusters}20", features=CLUSTERED, dataset={"set 1": SETS["set 1"]}),
         "hrf-clusters/sets": sweep(f"{clusters}1", features=CLUSTERED, dataset=SETS, seed=range(20)),
-        "hrf-flops": sweep(f"task=flops task.draws={flops}", features=COUNTED, equal={
+        "hrf-flops": sweep(f"task=flops {flops}", features=COUNTED, equal={
             name: f"task.counted={name.split()[-1]} task.budgets={of}".replace(", ", ",")
             for name, of in BUDGETS.items()}, **{"task.length": [1.0, 1.5]})}
 
@@ -50,9 +50,9 @@ page = Page(
     finding="At equal projections, the angular hybrid has 0.29 times the largest error of trigonometric features. "
             "At equal FLOPs of attention and length 1, the MSE of the hybrid is 3.8 times as large.",
     small=sweeps("task.lengths=[1.0,1.5,2.0] task.groups=40 task.draws=200",
-                 "task.pairs=300 task.groups=40 task.draws=20", 1000, "20 task.groups=60"),
+                 "task.pairs=300 task.groups=40 task.draws=20", 1000, "task.draws=20 task.groups=60"),
     full=sweeps("task.lengths=[0.5,0.75,1.0,1.25,1.5,1.75,2.0] task.groups=10 task.draws=1000",
-                "task.pairs=5000 task.groups=10 task.draws=100", 100000, "500"),
+                "task.pairs=5000 task.groups=10 task.draws=100", 100000, "task.draws=500"),
     data="UCI's boston", columns=["equal", "dataset", "length", "theta", "budget", "m", "method"],
     metrics=["largest_of_groups", "largest_closed_form", "error", "mse_of_groups", "mse_of_repeats", "squared_error",
              "closed_form"],
