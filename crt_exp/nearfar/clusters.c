@@ -9,50 +9,50 @@ typedef struct {
     int64_t z, chunks;
     int d, dp, K, n;
     const uint8_t *keep;              /* (S), or null */
-    float *X, *Xt, *rows;             /* (CHUNK, dp), (dp, CHUNK): vectors of a chunk; root (d, dp) */
+    float *X, *Xt, *root;             /* (CHUNK, dp), (dp, CHUNK): vectors of a chunk; root (d, dp) */
     float *Z, *dots;                  /* (chunks, dp, CHUNK), (K or PICKS, CHUNK) */
     float *moments, *sums, *centres;  /* (d, dp), (K, dp), (K, dp) */
-    float *root;                      /* (d, d), of doubles */
-    float *offset, *mass;             /* (K) */
+    float *root_double;                      /* (d, d), of doubles */
+    float *centre_square, *mass;             /* (K) */
     float *w, *square, *log_u, *u, *D, *score;  /* (chunks CHUNK): 0 or -inf beyond the last key */
-    int bad;
-} Pick;
+    int error;
+} Selection;
 
-static int open_pick(Pick *e, const NearFar *c, int64_t z) {
-    const size_t d = c->d, dp = up(c->d), K = c->clusters, most = K > PICKS ? K : PICKS;
-    *e = (Pick){.c = c, .z = z, .chunks = (c->S + CHUNK - 1) / CHUNK, .d = d, .dp = dp, .K = K, .n = c->heavy};
+static int init_selection(Selection *e, const NearFar *c, int64_t z) {
+    const size_t d = c->d, dp = round_up(c->d), K = c->clusters, most = K > PICKS ? K : PICKS;
+    *e = (Selection){.c = c, .z = z, .chunks = (c->S + CHUNK - 1) / CHUNK, .d = d, .dp = dp, .K = K, .n = c->heavy};
     e->keep = c->keep ? c->keep + z * c->S : NULL;
     const size_t tokens = e->chunks * CHUNK;
     const Scratch pieces[] = {
-        {&e->X, CHUNK * dp}, {&e->Xt, CHUNK * dp}, {&e->rows, d * dp}, {&e->Z, dp * tokens}, {&e->dots, most * CHUNK},
-        {&e->moments, d * dp}, {&e->root, 2 * d * d}, {&e->sums, K * dp}, {&e->centres, most * dp},
-        {&e->offset, most}, {&e->mass, K}, {&e->w, tokens}, {&e->square, tokens}, {&e->log_u, tokens},
+        {&e->X, CHUNK * dp}, {&e->Xt, CHUNK * dp}, {&e->root, d * dp}, {&e->Z, dp * tokens}, {&e->dots, most * CHUNK},
+        {&e->moments, d * dp}, {&e->root_double, 2 * d * d}, {&e->sums, K * dp}, {&e->centres, most * dp},
+        {&e->centre_square, most}, {&e->mass, K}, {&e->w, tokens}, {&e->square, tokens}, {&e->log_u, tokens},
         {&e->u, tokens}, {&e->D, tokens}, {&e->score, tokens}};
-    return take_scratch(pieces, sizeof pieces / sizeof *pieces);
+    return allocate_scratch(pieces, sizeof pieces / sizeof *pieces);
 }
 
-INLINE int in_chunk(const Pick *e, int64_t t) { return e->c->S - t < CHUNK ? e->c->S - t : CHUNK; }
+INLINE int chunk_tokens(const Selection *e, int64_t t) { return e->c->S - t < CHUNK ? e->c->S - t : CHUNK; }
 
 /* ---- Metric of keys ---- */
 
 /* Computes the mean over the heads g of a tensor, in `to` (d). */
-static void mean_of(Pick *e, View t, int64_t heads, float *to) {
-    double total_of[e->dp];
+static void compute_mean(Selection *e, View t, int64_t heads, float *to) {
+    double total[e->dp];
     int64_t count = 0;
-    for (int p = 0; p < e->d; p++) total_of[p] = 0;
+    for (int p = 0; p < e->d; p++) total[p] = 0;
     for (int64_t g = 0; g < heads; g++)
         for (int64_t j = 0; j < e->c->S; j += CHUNK) {
             float sums[e->dp];
-            const int n = in_chunk(e, j);
+            const int n = chunk_tokens(e, j);
             for (int p = 0; p < e->d; p++) sums[p] = 0;
             for (int i = 0; i < n; i++)
                 if (!e->keep || e->keep[j + i]) {
-                    add_row(sums, 1, of(t, e->z, g) + (j + i) * t.token, e->d);
+                    add_scaled(sums, 1, head_ptr(t, e->z, g) + (j + i) * t.token, e->d);
                     count++;
                 }
-            for (int p = 0; p < e->d; p++) total_of[p] += sums[p];
+            for (int p = 0; p < e->d; p++) total[p] += sums[p];
         }
-    for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total_of[p] / (count ? count : 1));
+    for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total[p] / (count ? count : 1));
 }
 
 /* Cholesky factor of a matrix (d, dp) whose lower part is given; L (d, d) is scratch. A pivot below half of the
@@ -62,64 +62,64 @@ static void cholesky(int d, int dp, const float *from, double ridge, double *L, 
     for (int j = 0; j < d; j++) {
         double pivot = from[j * dp + j] + ridge;
         for (int p = 0; p < j; p++) pivot -= L[j * d + p] * L[j * d + p];
-        const int alone = !(pivot > ridge / 2);
-        L[j * d + j] = sqrt(alone ? ridge : pivot);
+        const int degenerate = !(pivot > ridge / 2);
+        L[j * d + j] = sqrt(degenerate ? ridge : pivot);
         for (int i = j + 1; i < d; i++) {
-            double left = from[i * dp + j];
-            for (int p = 0; p < j; p++) left -= L[i * d + p] * L[j * d + p];
-            L[i * d + j] = alone ? 0 : left / L[j * d + j];
+            double rest = from[i * dp + j];
+            for (int p = 0; p < j; p++) rest -= L[i * d + p] * L[j * d + p];
+            L[i * d + j] = degenerate ? 0 : rest / L[j * d + j];
         }
     }
     for (int i = 0; i < d; i++)
         for (int j = 0; j < d; j++) to[i * d + j] = j <= i ? (float)L[i * d + j] : 0;
 }
 
-static void load_root(Pick *e) {
+static void load_root(Selection *e) {
     const int d = e->d, dp = e->dp;
     for (int p = 0; p < d; p++) {
-        memcpy(e->rows + p * dp, e->c->root + (e->z * d + p) * d, sizeof(float) * d);
-        for (int q = d; q < dp; q++) e->rows[p * dp + q] = 0;
+        memcpy(e->root + p * dp, e->c->root + (e->z * d + p) * d, sizeof(float) * d);
+        for (int q = d; q < dp; q++) e->root[p * dp + q] = 0;
     }
 }
 
-static void fit_measure(Pick *e) {
+static void fit_metric(Selection *e) {
     const NearFar *c = e->c;
     const int d = e->d, dp = e->dp;
     float *shift = c->shift + e->z * d, *tilt = c->tilt + e->z * d, *root = c->root + e->z * d * d;
-    mean_of(e, c->y, 1, shift);
-    mean_of(e, c->x, c->G, tilt);
+    compute_mean(e, c->y, 1, shift);
+    compute_mean(e, c->x, c->G, tilt);
     memset(e->moments, 0, sizeof(float) * d * dp);
     int64_t count = 0;
     for (int64_t j = 0; j < c->S; j++) count += !e->keep || e->keep[j];
     for (int64_t g = 0; g < c->G; g++)
         for (int64_t t = 0; t < c->S; t += CHUNK) {
-            const int n = in_chunk(e, t);
+            const int n = chunk_tokens(e, t);
             load_rows(c->x, e->z, g, t, n, d, c->factor, tilt, e->keep, e->X, dp);
-            product(LOWER, d, d, n, e->X, 1, dp, e->X, dp, e->moments, dp, 1);
+            matmul(LOWER_C, d, d, n, e->X, 1, dp, e->X, dp, e->moments, dp, 1);
         }
     double trace = 0, length = 0;
     const float scale = 1.0f / (count ? count * c->G : 1);
     for (int i = 0; i < d * dp; i++) e->moments[i] *= scale;
     for (int p = 0; p < d; p++) trace += e->moments[p * dp + p], length += shift[p] * (double)shift[p];
     if (!(trace + length < 3e38)) {
-        e->bad = NOT_FINITE;
+        e->error = NOT_FINITE;
         return;
     }
-    cholesky(d, dp, e->moments, RIDGE * trace / d + sqrt(1.17549435e-38), (double *)e->root, root);
+    cholesky(d, dp, e->moments, RIDGE * trace / d + sqrt(1.17549435e-38), (double *)e->root_double, root);
     load_root(e);
 }
 
 /* Computes z of all keys, |z|^2, w and the scores |z|^2 / 2 + w. */
-static void measure_keys(Pick *e) {
+static void transform_keys(Selection *e) {
     const NearFar *c = e->c;
     const float *shift = c->shift + e->z * e->d, *tilt = c->tilt + e->z * e->d;
     for (int64_t t = 0; t < c->S; t += CHUNK) {
-        const int n = in_chunk(e, t);
+        const int n = chunk_tokens(e, t);
         float *Z = e->Z + t * e->dp;
         load_rows(c->y, e->z, 0, t, n, e->d, c->factor, shift, e->keep, e->X, e->dp);
         memset(e->X + n * e->dp, 0, sizeof(float) * (CHUNK - n) * e->dp);
         transpose(CHUNK, e->d, e->X, e->dp, e->Xt, CHUNK);
-        product(e->d <= 96 ? FROM : ALL, e->d, CHUNK, e->d, e->rows, 1, e->dp, e->Xt, CHUNK, Z, CHUNK, 0);
+        matmul(e->d <= 96 ? UPPER_A : FULL, e->d, CHUNK, e->d, e->root, 1, e->dp, e->Xt, CHUNK, Z, CHUNK, 0);
         for (int j = 0; j < CHUNK; j += LANES) {
             vec square = {0}, w = {0};
             for (int p = 0; p < e->d; p++) {
@@ -138,7 +138,7 @@ static void measure_keys(Pick *e) {
 /* ---- Clusters ---- */
 
 /* Computes the weights u of the pool's keys, relative to the largest, and their logs. */
-static void weigh_keys(Pick *e) {
+static void compute_weights(Selection *e) {
     const uint8_t *pool = e->c->pool + e->z * e->c->S;
     const int64_t tokens = e->chunks * CHUNK;
     float top = -INFINITY;
@@ -147,11 +147,11 @@ static void weigh_keys(Pick *e) {
         top = e->log_u[j] > top ? e->log_u[j] : top;
     }
     if (top == -INFINITY) top = 0;
-    for (int64_t j = 0; j < tokens; j += LANES) AT(e->u + j) = exp2_of(AT(e->log_u + j) - top);
+    for (int64_t j = 0; j < tokens; j += LANES) AT(e->u + j) = exp2_vec(AT(e->log_u + j) - top);
 }
 
 /* Makes the weighted mean of z the first centre. */
-static void take_mean(Pick *e) {
+static void set_first_centre(Selection *e) {
     vec sums[e->d], all = {0};
     memset(sums, 0, sizeof sums);
     for (int64_t j = 0; j < e->chunks * CHUNK; j += LANES) {
@@ -160,16 +160,16 @@ static void take_mean(Pick *e) {
         all += u;
         for (int p = 0; p < e->d; p++) sums[p] += u * AT(Z + p * CHUNK);
     }
-    const float mass = total(all);
-    for (int p = 0; p < e->d; p++) e->centres[p] = total(sums[p]) / (mass > LEAST ? mass : LEAST);
+    const float mass = reduce_sum(all);
+    for (int p = 0; p < e->d; p++) e->centres[p] = reduce_sum(sums[p]) / (mass > LEAST ? mass : LEAST);
 }
 
 /* Computes the offsets |c|^2 of centres [first, first + m). */
-static void offsets(Pick *e, int first, int m) {
+static void compute_centre_squares(Selection *e, int first, int m) {
     for (int k = first; k < first + m; k++) {
         float square = 0;
         for (int p = 0; p < e->d; p++) square += e->centres[k * e->dp + p] * e->centres[k * e->dp + p];
-        e->offset[k] = square;
+        e->centre_square[k] = square;
     }
 }
 
@@ -180,18 +180,18 @@ typedef struct {
 } Farthest;
 
 /* Returns whether two keys are equal. */
-static int alike(const Pick *e, int64_t i, int64_t j) {
+static int same_key(const Selection *e, int64_t i, int64_t j) {
     const float *a = e->Z + i / CHUNK * CHUNK * e->dp + i % CHUNK, *b = e->Z + j / CHUNK * CHUNK * e->dp + j % CHUNK;
-    float apart = 0;
-    for (int p = 0; p < e->d; p++) apart += (a[p * CHUNK] - b[p * CHUNK]) * (a[p * CHUNK] - b[p * CHUNK]);
-    return apart <= SAME * e->square[j];
+    float distance = 0;
+    for (int p = 0; p < e->d; p++) distance += (a[p * CHUNK] - b[p * CHUNK]) * (a[p * CHUNK] - b[p * CHUNK]);
+    return distance <= SAME * e->square[j];
 }
 
-static void consider(const Pick *e, Farthest *best, int most, float value, int64_t key) {
-    if (!(value > -INFINITY) || (best->count == most && !(value > best->value[most - 1]))) return;
+static void insert_farthest(const Selection *e, Farthest *best, int limit, float value, int64_t key) {
+    if (!(value > -INFINITY) || (best->count == limit && !(value > best->value[limit - 1]))) return;
     for (int i = 0; i < best->count; i++)
-        if (alike(e, best->key[i], key)) return;
-    int i = best->count < most ? best->count++ : most - 1;
+        if (same_key(e, best->key[i], key)) return;
+    int i = best->count < limit ? best->count++ : limit - 1;
     for (; i > 0 && best->value[i - 1] < value; i--) {
         best->value[i] = best->value[i - 1];
         best->key[i] = best->key[i - 1];
@@ -202,32 +202,33 @@ static void consider(const Pick *e, Farthest *best, int most, float value, int64
 
 /* Lowers the squared distances D by those to centres [first, first + m), or initializes them. Returns the keys with
    the largest u D, the first of equal keys. */
-static Farthest farthest(Pick *e, int first, int m, int begin, int most) {
+static Farthest farthest_keys(Selection *e, int first, int m, int begin, int limit) {
     Farthest best = {0};
-    offsets(e, first, m);
+    compute_centre_squares(e, first, m);
     for (int64_t t = 0; t < e->chunks * CHUNK; t += CHUNK) {
-        product(ALL, m, CHUNK, e->d, e->centres + first * e->dp, e->dp, 1, e->Z + t * e->dp, CHUNK, e->dots, CHUNK, 0);
+        matmul(FULL, m, CHUNK, e->d, e->centres + first * e->dp, e->dp, 1, e->Z + t * e->dp, CHUNK, e->dots, CHUNK, 0);
         for (int j = 0; j < CHUNK; j += LANES) {
-            vec near = e->offset[first] - 2.0f * AT(e->dots + j), zero = {0};
-            for (int k = 1; k < m; k++) near = minimum(near, e->offset[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
+            vec near = e->centre_square[first] - 2.0f * AT(e->dots + j), zero = {0};
+            for (int k = 1; k < m; k++)
+                near = minimum(near, e->centre_square[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
             /* at first a key equal to the mean comes last */
             const vec square = AT(e->square + t + j), none = zero + (begin ? LEAST : 0);
-            near = choose(near + square > SAME * square, near + square, none);
+            near = blend(near + square > SAME * square, near + square, none);
             vec D = AT(e->D + t + j) = begin ? near : minimum(near, AT(e->D + t + j));
-            vec value = AT(e->log_u + t + j) + log2_of(D);
-            if (best.count == most && !(largest(value) > best.value[most - 1])) continue;
-            for (int i = 0; i < LANES; i++) consider(e, &best, most, value[i], t + j + i);
+            vec value = AT(e->log_u + t + j) + log2_vec(D);
+            if (best.count == limit && !(reduce_max(value) > best.value[limit - 1])) continue;
+            for (int i = 0; i < LANES; i++) insert_farthest(e, &best, limit, value[i], t + j + i);
         }
     }
     return best;
 }
 
-static void find_picks(Pick *e) {
-    take_mean(e);
+static void select_centres(Selection *e) {
+    set_first_centre(e);
     for (int count = 0, first = 0, m = 1; count < e->K;) {
-        const int most = e->K - count < PICKS ? e->K - count : PICKS;
-        Farthest best = farthest(e, first, m, count == 0, most);
-        for (int i = 0; i < most; i++) {  /* missing if there are fewer different keys than clusters */
+        const int limit = e->K - count < PICKS ? e->K - count : PICKS;
+        Farthest best = farthest_keys(e, first, m, count == 0, limit);
+        for (int i = 0; i < limit; i++) {  /* missing if there are fewer different keys than clusters */
             float *centre = e->centres + (count + i) * e->dp;
             if (i >= best.count) {
                 for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = AWAY;  /* the first centre is the mean */
@@ -238,20 +239,20 @@ static void find_picks(Pick *e) {
             for (int p = 0; p < e->d; p++) centre[p] = Z[p * CHUNK];
             e->D[j] = 0;
         }
-        first = count, m = most, count += most;
+        first = count, m = limit, count += limit;
     }
 }
 
-void find_nearest(int K, int d, const float *centres, const float *squares, const float *Zt, int n, float *dots,
-                  int32_t *nearest) {
-    product(ALL, K, CHUNK, d, centres, up(d), 1, Zt, CHUNK, dots, CHUNK, 0);
+void nearest_centres(int K, int d, const float *centres, const float *squares, const float *Zt, int n, float *dots,
+                     int32_t *nearest) {
+    matmul(FULL, K, CHUNK, d, centres, round_up(d), 1, Zt, CHUNK, dots, CHUNK, 0);
     for (int i = 0; i < n; i += LANES) {
         vec best = AT(dots + i) - 0.5f * squares[0];
         ivec which = {0};
         for (int k = 1; k < K; k++) {
             vec here = AT(dots + k * CHUNK + i) - 0.5f * squares[k];
             ivec better = here > best;
-            best = choose(better, here, best);
+            best = blend(better, here, best);
             which = (better & k) | (~better & which);
         }
         memcpy(nearest + i, &which, sizeof which);
@@ -259,18 +260,18 @@ void find_nearest(int K, int d, const float *centres, const float *squares, cons
 }
 
 /* Finds the nearest centre of each key. */
-static void nearest_centres(Pick *e) {
+static void assign_clusters(Selection *e) {
     int64_t *cluster = e->c->cluster + e->z * e->c->S;
-    offsets(e, 0, e->K);
+    compute_centre_squares(e, 0, e->K);
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
         int32_t nearest[CHUNK];
-        find_nearest(e->K, e->d, e->centres, e->offset, e->Z + t * e->dp, CHUNK, e->dots, nearest);
-        for (int i = 0, n = in_chunk(e, t); i < n; i++) cluster[t + i] = nearest[i];
+        nearest_centres(e->K, e->d, e->centres, e->centre_square, e->Z + t * e->dp, CHUNK, e->dots, nearest);
+        for (int i = 0, n = chunk_tokens(e, t); i < n; i++) cluster[t + i] = nearest[i];
     }
 }
 
 /* One step of Lloyd's algorithm: moves centres to the weighted means of their keys. */
-static void move_centres(Pick *e) {
+static void lloyd_step(Selection *e) {
     const NearFar *c = e->c;
     const int64_t *cluster = c->cluster + e->z * c->S;
     const float *shift = c->shift + e->z * e->d;
@@ -278,7 +279,7 @@ static void move_centres(Pick *e) {
     memset(e->mass, 0, sizeof(float) * e->K);
     for (int64_t j = 0; j < c->S; j++) {
         if (!(e->u[j] > 0)) continue;
-        const float *y = of(c->y, e->z, 0) + j * c->y.token;
+        const float *y = head_ptr(c->y, e->z, 0) + j * c->y.token;
         const float u = e->u[j], factor = c->factor;
         float *to = e->sums + cluster[j] * e->dp;
         for (int p = 0; p < e->d; p++) to[p] += u * (factor * y[p] - shift[p]);
@@ -287,36 +288,36 @@ static void move_centres(Pick *e) {
     for (int k = 0; k < e->K; k++) {
         if (!(e->mass[k] > LEAST)) continue;
         for (int p = 0; p < e->d; p++) e->sums[k * e->dp + p] /= e->mass[k];
-        product(ALL, 1, e->d, e->d, e->sums + k * e->dp, e->dp, 1, e->rows, e->dp, e->centres + k * e->dp, e->dp, 0);
+        matmul(FULL, 1, e->d, e->d, e->sums + k * e->dp, e->dp, 1, e->root, e->dp, e->centres + k * e->dp, e->dp, 0);
     }
 }
 
-static void choose_head(Pick *e) {
+static void cluster_head(Selection *e) {
     const NearFar *c = e->c;
     if (c->cross) load_root(e);          /* the metric is given */
-    else fit_measure(e);
-    if (e->bad) return;
-    measure_keys(e);
-    find_heavy(c, e->z, e->score);
-    weigh_keys(e);
-    find_picks(e);
-    nearest_centres(e);
-    move_centres(e);
-    nearest_centres(e);
+    else fit_metric(e);
+    if (e->error) return;
+    transform_keys(e);
+    select_heavy_hitters(c, e->z, e->score);
+    compute_weights(e);
+    select_centres(e);
+    assign_clusters(e);
+    lloyd_step(e);
+    assign_clusters(e);
     for (int k = 0; k < e->K; k++)
         memcpy(c->centres + (e->z * e->K + k) * e->d, e->centres + k * e->dp, sizeof(float) * e->d);
 }
 
-int centres_of(const NearFar *c, const float *weight, float *centres) {
-    Pick e;
-    if (!open_pick(&e, c, 0)) return 0;
+int compute_centres(const NearFar *c, const float *weight, float *centres) {
+    Selection e;
+    if (!init_selection(&e, c, 0)) return 0;
     load_root(&e);
-    measure_keys(&e);
+    transform_keys(&e);
     for (int64_t j = 0; j < e.chunks * CHUNK; j++) e.u[j] = j < c->S ? weight[j] : 0;
-    for (int64_t j = 0; j < e.chunks * CHUNK; j += LANES) AT(e.log_u + j) = log2_of(AT(e.u + j));
-    find_picks(&e);
-    nearest_centres(&e);
-    move_centres(&e);
+    for (int64_t j = 0; j < e.chunks * CHUNK; j += LANES) AT(e.log_u + j) = log2_vec(AT(e.u + j));
+    select_centres(&e);
+    assign_clusters(&e);
+    lloyd_step(&e);
     for (int k = 0; k < e.K; k++) {
         memcpy(centres + k * e.dp, e.centres + k * e.dp, sizeof(float) * e.d);
         for (int p = e.d; p < e.dp; p++) centres[k * e.dp + p] = 0;
@@ -328,12 +329,12 @@ int near_far_choose(const NearFar *c) {
     int bad = OK;
 #pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
     for (int64_t z = 0; z < c->Z; z++) {
-        const unsigned mode = without_denormals();
-        Pick e;
-        if (open_pick(&e, c, z)) choose_head(&e);
-        else e.bad = NO_MEMORY;
-        if (e.bad > bad) bad = e.bad;
-        with_mode(mode);
+        const unsigned mode = flush_denormals();
+        Selection e;
+        if (init_selection(&e, c, z)) cluster_head(&e);
+        else e.error = NO_MEMORY;
+        if (e.error > bad) bad = e.error;
+        restore_float_mode(mode);
         trim_scratch();
     }
     return bad;

@@ -6,36 +6,38 @@
 #include "near_far.h"
 
 /* Allocates scratch memory and loads constants and heavy hitters of head z. Returns 0 if out of memory. */
-static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
+static int init_head(Head *e, const NearFar *c, int64_t z, int backward) {
     *e = (Head){.c = c, .z = z, .b = c->cross ? c->S : c->block, .K = c->clusters};
-    e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->lv = up(c->dv + 1);
+    e->d = c->d, e->dp = round_up(c->d), e->dv = c->dv, e->lv = round_up(c->dv + 1);
     for (int i = 0; i < c->heavy; i++) e->n += c->there[z * c->heavy + i];
     e->N = (c->S + e->b - 1) / e->b, e->M = e->n + e->K;
-    e->T = least_of(e->b < SEGMENT ? SEGMENT / e->b : 1, e->N), e->segments = (e->N + e->T - 1) / e->T;
-    e->most = least_of(up(c->G * (c->cross ? c->L : e->b)), QUERIES);
+    e->T = min64(e->b < SEGMENT ? SEGMENT / e->b : 1, e->N), e->segments = (e->N + e->T - 1) / e->T;
+    e->max_queries = min64(round_up(c->G * (c->cross ? c->L : e->b)), QUERIES);
     e->pool = c->pool + z * c->S, e->cluster = c->cluster + z * c->S, e->shift = c->shift + z * c->d;
     e->u = c->u + z * c->S, e->square = c->square + z * c->S;
     e->sums = c->sums + z * c->clusters * (c->d + 2);
-    const size_t d = e->d, dp = e->dp, dv = e->dv, lv = e->lv, K = e->K, M = e->M, most = e->most, state = K * lv,
-                 wide = lv > dp ? lv : dp, near = c->cross ? 0 : 3 * e->b, seen = near + M, back = backward,
-                 slope = c->first_order;
+    const size_t d = e->d, dp = e->dp, dv = e->dv, lv = e->lv, K = e->K, M = e->M, most = e->max_queries,
+                 state = K * lv, wide = lv > dp ? lv : dp, near = c->cross ? 0 : 3 * e->b, seen = near + M,
+                 back = backward, slope = c->first_order;
     const Scratch pieces[] = {
-        {&e->tilt, dp}, {&e->root, d * dp}, {&e->rootT, d * dp}, {&e->centres, K * dp}, {&e->off, K * dp},
-        {&e->spread, K}, {&e->keys, M * dp}, {&e->values, M * lv}, {&e->bias, M}, {&e->high, M}, {&e->mass, M},
-        {&e->total, state}, {&e->before, state}, {&e->after, e->T * state}, {&e->marks, e->segments * state},
-        {&e->y, CHUNK * dp}, {&e->zs, CHUNK * dp}, {&e->work, (K > CHUNK ? K : CHUNK) * wide},
-        {&e->slope, slope * dv * dp}, {&e->slopeT, slope * d * lv}, {&e->weight, K}, {&e->doubles, 2 * K * (d + 2)},
-        {&e->Y, near * dp}, {&e->V, near * lv}, {&e->hidden, near}, {&e->A, seen * most},
+        {&e->tilt, dp}, {&e->root, d * dp}, {&e->rootT, d * dp}, {&e->centres, K * dp}, {&e->mean_offset, K * dp},
+        {&e->spread, K}, {&e->keys, M * dp}, {&e->values, M * lv}, {&e->bias, M}, {&e->mass_exponent, M}, {&e->mass, M},
+        {&e->state_total, state}, {&e->state_before, state}, {&e->state_after, e->T * state},
+        {&e->checkpoints, e->segments * state},
+        {&e->y, CHUNK * dp}, {&e->residual, CHUNK * dp}, {&e->work, (K > CHUNK ? K : CHUNK) * wide},
+        {&e->slope, slope * dv * dp}, {&e->slopeT, slope * d * lv}, {&e->weight, K}, {&e->double_sums, 2 * K * (d + 2)},
+        {&e->Y, near * dp}, {&e->V, near * lv}, {&e->mask_bias, near}, {&e->A, seen * most},
         {&e->Q, most * dp}, {&e->X, most * dp}, {&e->Qt, d * most}, {&e->O, most * wide}, {&e->P, most * wide},
-        {&e->top, most}, {&e->scale, most}, {&e->part, most},
+        {&e->top, most}, {&e->scale, most}, {&e->cluster_share, most},
         {&e->B, back * seen * most}, {&e->G, back * most * lv}, {&e->Gt, back * lv * most}, {&e->Gs, back * most * lv},
         {&e->dY, back * near * dp}, {&e->dV, back * near * lv}, {&e->dkeys, back * M * dp},
         {&e->dvalues, back * e->n * lv}, {&e->dstates, back * e->T * state},
-        {&e->dwhole, back * e->segments * state}, {&e->dbefore, back * state}, {&e->dafter, back * state},
-        {&e->gain, back * c->S}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)}, {&e->back, back * K * dp},
+        {&e->dsegments, back * e->segments * state}, {&e->dbefore, back * state}, {&e->dafter, back * state},
+        {&e->dlog_weight, back * c->S}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)},
+        {&e->offset_rootT, back * K * dp},
         {&e->moments, back * d * dp}, {&e->dslope, back * slope * dv * dp}, {&e->dslopeT, back * slope * d * lv},
-        {&e->to_y, back * CHUNK * dp}, {&e->to_v, back * CHUNK * lv}};
-    if (!take_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
+        {&e->dy_chunk, back * CHUNK * dp}, {&e->dv_chunk, back * CHUNK * lv}};
+    if (!allocate_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
     load_rows((View){c->tilt + z * d, 0, 0, d}, 0, 0, 0, 1, d, 1, NULL, NULL, e->tilt, dp);
     load_rows((View){c->root + z * d * d, 0, 0, d}, 0, 0, 0, d, d, 1, NULL, NULL, e->root, dp);
     load_rows((View){c->centres + z * K * d, 0, 0, d}, 0, 0, 0, K, d, 1, NULL, NULL, e->centres, dp);
@@ -46,7 +48,7 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
         const int64_t j = c->positions[z * c->heavy + i];
         load_rows(c->y, z, 0, j, 1, d, c->factor, e->shift, NULL, e->keys + k * dp, dp);
         load_rows(c->v, z, 0, j, 1, dv, 1, NULL, NULL, e->values + k * lv, lv);
-        e->values[k * lv + dv] = e->mass[k] = 1, e->bias[k] = e->high[k] = 0;
+        e->values[k * lv + dv] = e->mass[k] = 1, e->bias[k] = e->mass_exponent[k] = 0;
         k++;
     }
     return 1;
@@ -55,70 +57,71 @@ static int open_head(Head *e, const NearFar *c, int64_t z, int backward) {
 /* ---- States ---- */
 
 /* Adds u [v, 1] of the keys of block s to a state. */
-static void add_block(const Head *e, int64_t s, float *state) {
-    for (int64_t j = s * e->b, stop = j + in_block(e, s); j < stop; j++) {
+static void add_block_to_state(const Head *e, int64_t s, float *state) {
+    for (int64_t j = s * e->b, stop = j + block_tokens(e, s); j < stop; j++) {
         if (!(e->u[j] > 0)) continue;
         float *to = state + e->cluster[j] * e->lv;
-        add_row(to, e->u[j], key_of(e, e->c->v, j), e->dv);
+        add_scaled(to, e->u[j], key_ptr(e, e->c->v, j), e->dv);
         to[e->dv] += e->u[j];
     }
 }
 
 /* Computes the states behind the last block of each segment, and that of all blocks. Sums are only added, never
    subtracted from a total: they stay exactly 0 without keys, and large terms of near blocks leave no rounding error. */
-static void mark_states(Head *e) {
+static void compute_checkpoints(Head *e) {
     const size_t state = e->K * e->lv, size = sizeof(float) * state;
-    memset(e->before, 0, size);
-    memset(e->total, 0, size);
+    memset(e->state_before, 0, size);
+    memset(e->state_total, 0, size);
     for (int64_t g = e->segments - 1; g >= 0; g--) {
-        memcpy(e->marks + g * state, e->total, size);
-        for (int64_t s = least_of((g + 1) * e->T, e->N - 1); s > (g ? g * e->T : -1); s--) add_block(e, s, e->total);
+        memcpy(e->checkpoints + g * state, e->state_total, size);
+        for (int64_t s = min64((g + 1) * e->T, e->N - 1); s > (g ? g * e->T : -1); s--)
+            add_block_to_state(e, s, e->state_total);
     }
 }
 
 /* Computes the states behind each block of segment g. */
-static void states_of_segment(Head *e, int64_t g) {
-    const int64_t state = e->K * e->lv, first = g * e->T, last = least_of(first + e->T, e->N) - 1;
-    float *after = e->after + (last - first) * state;
-    memcpy(after, e->marks + g * state, sizeof(float) * state);
+static void compute_segment_states(Head *e, int64_t g) {
+    const int64_t state = e->K * e->lv, first = g * e->T, last = min64(first + e->T, e->N) - 1;
+    float *after = e->state_after + (last - first) * state;
+    memcpy(after, e->checkpoints + g * state, sizeof(float) * state);
     for (int64_t t = last - 1; t >= first; t--, after -= state) {
         memcpy(after - state, after, sizeof(float) * state);
-        if (t + 2 < e->N) add_block(e, t + 2, after - state);
+        if (t + 2 < e->N) add_block_to_state(e, t + 2, after - state);
     }
 }
 
 /* Computes the cluster weights of block t from its far keys: masses N and powers of two above them. */
-static void load_states(Head *e, int64_t t) {
+static void load_block_states(Head *e, int64_t t) {
     const int64_t state = e->K * e->lv;
     float *to = e->values + e->n * e->lv;
-    if (!e->c->cross && t % e->T == 0) states_of_segment(e, t / e->T);
-    if (t >= 2) add_block(e, t - 2, e->before);
-    const float *after = e->c->cross ? e->total : e->after + t % e->T * state;
-    for (int i = 0; i < state; i += LANES) AT(to + i) = AT(e->before + i) + AT(after + i);
+    if (!e->c->cross && t % e->T == 0) compute_segment_states(e, t / e->T);
+    if (t >= 2) add_block_to_state(e, t - 2, e->state_before);
+    const float *after = e->c->cross ? e->state_total : e->state_after + t % e->T * state;
+    for (int i = 0; i < state; i += LANES) AT(to + i) = AT(e->state_before + i) + AT(after + i);
     for (int k = e->n; k < e->M; k++, to += e->lv) {
         e->mass[k] = to[e->dv] > LEAST ? to[e->dv] : 0;
-        e->high[k] = to[e->dv] > LEAST ? (float)ilogbf(to[e->dv]) + 1 : HIDDEN;
+        e->mass_exponent[k] = to[e->dv] > LEAST ? (float)ilogbf(to[e->dv]) + 1 : HIDDEN;
     }
 }
 
 /* ---- Sums over the keys of a cluster ---- */
 
 /* Loads keys [start, start + n) as y (0 outside the pool) and as z minus the centres of their clusters. */
-static void measure_keys(Head *e, int64_t start, int n) {
+static void load_residuals(Head *e, int64_t start, int n) {
     load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
-    product(ALL, n, e->d, e->d, e->y, e->dp, 1, e->root, e->dp, e->zs, e->dp, 0);
+    matmul(FULL, n, e->d, e->d, e->y, e->dp, 1, e->root, e->dp, e->residual, e->dp, 0);
     for (int i = 0; i < n; i++) {
         const float *centre = e->centres + e->cluster[start + i] * e->dp;
-        float *z = e->zs + i * e->dp;
+        float *z = e->residual + i * e->dp;
         for (int p = 0; p < e->dp; p += LANES) AT(z + p) -= AT(centre + p);
         for (int p = e->d; p < e->dp; p++) z[p] = 0;
     }
 }
 
-static void find_levels(Head *e, float *level) {
+static void compute_levels(Head *e, float *level) {
     for (int k = 0; k < e->K; k++) level[k] = -INFINITY;
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
-        const int n = least_of(e->c->S - t, CHUNK);
+        const int n = min64(e->c->S - t, CHUNK);
         load_rows(e->c->y, e->z, 0, t, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
         for (int i = 0; i < n; i++) {
             float w = e->u[t + i] = dot(e->y + i * e->dp, e->tilt, e->dp), *top = level + e->cluster[t + i];
@@ -130,7 +133,7 @@ static void find_levels(Head *e, float *level) {
 }
 
 /* Computes e^(level - highest level of nonempty clusters), which makes weights u of different clusters comparable. */
-static void find_weights(Head *e) {
+static void compute_weights(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float highest = -INFINITY;
     for (int k = 0; k < e->K; k++) {
@@ -143,21 +146,21 @@ static void find_weights(Head *e) {
 static void sum_clusters(Head *e) {
     const int d = e->d;
     float *level = e->c->level + e->z * e->K;
-    double *sums = (double *)e->doubles;
-    find_levels(e, level);
+    double *sums = (double *)e->double_sums;
+    compute_levels(e, level);
     memset(sums, 0, sizeof(double) * e->K * (d + 2));
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
-        const int n = least_of(e->c->S - t, CHUNK);
+        const int n = min64(e->c->S - t, CHUNK);
         float u[CHUNK];
-        measure_keys(e, t, n);
+        load_residuals(e, t, n);
         for (int i = 0; i < CHUNK; i++) {
-            const int there = i < n && e->pool[t + i];
-            u[i] = there ? (e->u[t + i] - level[e->cluster[t + i]]) * LOG2E : -INFINITY;
+            const int valid = i < n && e->pool[t + i];
+            u[i] = valid ? (e->u[t + i] - level[e->cluster[t + i]]) * LOG2E : -INFINITY;
         }
-        for (int i = 0; i < CHUNK; i += LANES) AT(u + i) = exp2_of(AT(u + i));
+        for (int i = 0; i < CHUNK; i += LANES) AT(u + i) = exp2_vec(AT(u + i));
         memcpy(e->u + t, u, sizeof(float) * n);
         for (int i = 0; i < n; i++) {
-            e->square[t + i] = dot(e->zs + i * e->dp, e->zs + i * e->dp, e->dp);
+            e->square[t + i] = dot(e->residual + i * e->dp, e->residual + i * e->dp, e->dp);
             if (!(u[i] > 0)) continue;
             const float *y = e->y + i * e->dp;
             double *to = sums + e->cluster[t + i] * (d + 2);
@@ -171,30 +174,31 @@ static void sum_clusters(Head *e) {
 
 /* ---- Clusters as keys ---- */
 
-void clusters_as_keys(Head *e) {
+void compute_cluster_keys(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float *mu = e->keys + e->n * e->dp, *spread = e->c->spread + e->z * e->K;
     for (int k = 0; k < e->K; k++) {
         const float *sums = e->sums + k * (e->d + 2), over = sums[e->d + 1] > LEAST ? 1 / sums[e->d + 1] : 0;
         for (int p = 0; p < e->dp; p++) mu[k * e->dp + p] = p < e->d ? sums[p] * over : 0;
     }
-    product(ALL, e->K, e->d, e->d, mu, e->dp, 1, e->root, e->dp, e->off, e->dp, 0);
+    matmul(FULL, e->K, e->d, e->d, mu, e->dp, 1, e->root, e->dp, e->mean_offset, e->dp, 0);
     for (int k = 0; k < e->K; k++) {
         const float *sums = e->sums + k * (e->d + 2), N = sums[e->d + 1];
-        float *off = e->off + k * e->dp;
+        float *off = e->mean_offset + k * e->dp;
         for (int p = 0; p < e->dp; p++) off[p] = p < e->d ? off[p] - e->centres[k * e->dp + p] : 0;
         float tau = N > LEAST ? sums[e->d] / N - dot(off, off, e->dp) : 0;
         spread[k] = e->spread[k] = tau > 0 ? tau : 0;
         e->bias[e->n + k] = (level[k] - dot(mu + k * e->dp, e->tilt, e->dp) + log1pf(e->spread[k] / 2)) * LOG2E;
     }
-    find_weights(e);
-    mark_states(e);
+    compute_weights(e);
+    compute_checkpoints(e);
 }
 
-float weighted_values(Head *e) {
+float weighted_value_sums(Head *e) {
     double mass = 0;
     for (int k = 0; k < e->K; k++) {
-        for (int p = 0; p < e->lv; p++) e->work[k * e->lv + p] = p < e->dv ? e->weight[k] * e->total[k * e->lv + p] : 0;
+        for (int p = 0; p < e->lv; p++)
+            e->work[k * e->lv + p] = p < e->dv ? e->weight[k] * e->state_total[k * e->lv + p] : 0;
         mass += e->weight[k] * e->sums[k * (e->d + 2) + e->d + 1];
     }
     return mass > LEAST ? (float)mass : LEAST;
@@ -206,22 +210,22 @@ void load_slope(Head *e) {
     transpose(e->dv, e->d, e->slope, e->dp, e->slopeT, e->lv);
 }
 
-void weigh_values(Head *e, int64_t start, int n) {
+void scale_values(Head *e, int64_t start, int n) {
     load_rows(e->c->v, e->z, 0, start, n, e->dv, 1, NULL, e->pool, e->work, e->lv);
     for (int i = 0; i < n; i++)
-        put_row(e->work + i * e->lv, e->u[start + i] * e->weight[e->cluster[start + i]], e->work + i * e->lv, e->lv);
+        set_scaled(e->work + i * e->lv, e->u[start + i] * e->weight[e->cluster[start + i]], e->work + i * e->lv, e->lv);
 }
 
-static void find_slope(Head *e) {
+static void compute_slope(Head *e) {
     float *out = e->c->slope + e->z * e->dv * e->d;
-    const float *mu = e->keys + e->n * e->dp, mass = weighted_values(e);
-    product(ALL, e->dv, e->d, e->K, e->work, 1, e->lv, mu, e->dp, e->slope, e->dp, 0);
+    const float *mu = e->keys + e->n * e->dp, mass = weighted_value_sums(e);
+    matmul(FULL, e->dv, e->d, e->K, e->work, 1, e->lv, mu, e->dp, e->slope, e->dp, 0);
     for (int i = 0; i < e->dv * e->dp; i++) e->slope[i] *= -1;
     for (int64_t t = 0; t < e->c->S; t += CHUNK) {
-        const int n = least_of(e->c->S - t, CHUNK);
+        const int n = min64(e->c->S - t, CHUNK);
         load_rows(e->c->y, e->z, 0, t, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
-        weigh_values(e, t, n);
-        product(ALL, e->dv, e->d, n, e->work, 1, e->lv, e->y, e->dp, e->slope, e->dp, 1);
+        scale_values(e, t, n);
+        matmul(FULL, e->dv, e->d, n, e->work, 1, e->lv, e->y, e->dp, e->slope, e->dp, 1);
     }
     for (int q = 0; q < e->dv; q++)
         for (int p = 0; p < e->d; p++) out[q * e->d + p] = e->slope[q * e->dp + p] / mass;
@@ -234,26 +238,26 @@ static void find_slope(Head *e) {
 static void load_block(Head *e, int64_t s) {
     const NearFar *c = e->c;
     const int64_t row = (s + 3) % 3 * e->b, start = s * e->b;
-    const int n = s >= 0 && s < e->N ? in_block(e, s) : 0;
+    const int n = s >= 0 && s < e->N ? block_tokens(e, s) : 0;
     load_rows(c->y, e->z, 0, start, n, e->d, c->factor, e->shift, e->pool, e->Y + row * e->dp, e->dp);
     load_rows(c->v, e->z, 0, start, n, e->dv, 1, NULL, e->pool, e->V + row * e->lv, e->lv);
     memset(e->Y + (row + n) * e->dp, 0, sizeof(float) * (e->b - n) * e->dp);
     memset(e->V + (row + n) * e->lv, 0, sizeof(float) * (e->b - n) * e->lv);
     for (int i = 0; i < e->b; i++) {
         e->V[(row + i) * e->lv + e->dv] = 1;
-        e->hidden[row + i] = i < n && e->pool[start + i] ? 0 : HIDDEN;
+        e->mask_bias[row + i] = i < n && e->pool[start + i] ? 0 : HIDDEN;
     }
 }
 
-Block next_block(Head *e, int64_t t) {
-    load_states(e, t);
+Block load_window(Head *e, int64_t t) {
+    load_block_states(e, t);
     if (e->c->cross) return (Block){.tokens = e->c->L};
     for (int64_t s = t ? t + 1 : -1; s <= t + 1; s++) load_block(e, s);
-    return (Block){t, in_block(e, t), (int)least_of(e->N, 3) * e->b};
+    return (Block){t, block_tokens(e, t), (int)min64(e->N, 3) * e->b};
 }
 
 void load_queries(Head *e, const Block *at, int i, int R) {
-    const int ld = up(R);
+    const int ld = round_up(R);
     for (int r = 0, g = i / at->tokens, t = i % at->tokens; r < R; r++) {
         e->group[r] = g, e->token[r] = at->t * e->b + t;
         if (++t == at->tokens) t = 0, g++;
@@ -261,14 +265,14 @@ void load_queries(Head *e, const Block *at, int i, int R) {
     memset(e->Q + R * e->dp, 0, sizeof(float) * (ld - R) * e->dp);
     for (int r = 0; r < R; r++) {
         float *q = e->Q + r * e->dp;
-        put_row(q, e->c->factor, query_of(e, e->c->x, r), e->d);
+        set_scaled(q, e->c->factor, query_ptr(e, e->c->x, r), e->d);
         for (int p = e->d; p < e->dp; p++) q[p] = 0;
         for (int p = 0; p < e->dp; p += LANES) AT(e->X + r * e->dp + p) = AT(q + p) - AT(e->tilt + p);
     }
     transpose(ld, e->d, e->Q, e->dp, e->Qt, ld);
     for (int j = 0; j < e->d * ld; j += LANES) AT(e->Qt + j) *= LOG2E;
-    product(ALL, at->near, ld, e->d, e->Y, e->dp, 1, e->Qt, ld, e->A, ld, 0);
-    product(ALL, e->M, ld, e->d, e->keys, e->dp, 1, e->Qt, ld, e->A + at->near * ld, ld, 0);
+    matmul(FULL, at->near, ld, e->d, e->Y, e->dp, 1, e->Qt, ld, e->A, ld, 0);
+    matmul(FULL, e->M, ld, e->d, e->keys, e->dp, 1, e->Qt, ld, e->A + at->near * ld, ld, 0);
 }
 
 void exponentiate(Head *e, const Block *at, int ld) {
@@ -276,73 +280,75 @@ void exponentiate(Head *e, const Block *at, int ld) {
     for (int j = 0; j < ld; j += LANES) {
         float *A = e->A + j;
         vec sum = {0}, far = {0}, top = AT(e->top + j);
-        for (int i = 0; i < at->near; i++, A += ld) sum += AT(A) = exp2_of(minimum(AT(A) + e->hidden[i] - top, most));
+        for (int i = 0; i < at->near; i++, A += ld)
+            sum += AT(A) = exp2_vec(minimum(AT(A) + e->mask_bias[i] - top, most));
         for (int i = 0; i < e->M; i++, A += ld) {
-            vec weight = AT(A) = e->mass[i] > 0 ? exp2_of(minimum(AT(A) + e->bias[i] - top, most)) : (vec){0};
+            vec weight = AT(A) = e->mass[i] > 0 ? exp2_vec(minimum(AT(A) + e->bias[i] - top, most)) : (vec){0};
             if (i < e->n) sum += weight;
             else far += e->mass[i] * weight;
         }
-        AT(e->scale + j) = sum + far, AT(e->part + j) = far;
+        AT(e->scale + j) = sum + far, AT(e->cluster_share + j) = far;
     }
 }
 
 /* ---- Forward ---- */
 
-static void attend(Head *e, const Block *at, int i, int R) {
-    const int ld = up(R), lv = e->lv, dv = e->dv;
+static void attend_queries(Head *e, const Block *at, int i, int R) {
+    const int ld = round_up(R), lv = e->lv, dv = e->dv;
     load_queries(e, at, i, R);
     for (int j = 0; j < ld; j += LANES) {        /* no exponential term exceeds e^top */
         const float *A = e->A + j;
         vec top = (vec){0} + HIDDEN;
-        for (int k = 0; k < at->near; k++, A += ld) top = maximum(top, AT(A) + e->hidden[k]);
-        for (int k = 0; k < e->M; k++, A += ld) top = maximum(top, AT(A) + (e->bias[k] + e->high[k]));
+        for (int k = 0; k < at->near; k++, A += ld) top = maximum(top, AT(A) + e->mask_bias[k]);
+        for (int k = 0; k < e->M; k++, A += ld) top = maximum(top, AT(A) + (e->bias[k] + e->mass_exponent[k]));
         AT(e->top + j) = top;
     }
     exponentiate(e, at, ld);
-    product(ALL, R, dv, at->near, e->A, 1, ld, e->V, lv, e->O, lv, 0);
-    product(ALL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, at->near > 0);
+    matmul(FULL, R, dv, at->near, e->A, 1, ld, e->V, lv, e->O, lv, 0);
+    matmul(FULL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, at->near > 0);
     for (int j = 0; j < ld; j += LANES) {
         const vec all = AT(e->scale + j);
-        AT(e->scale + j) = choose(all > 0.0f, 1.0f / all, (vec){0});    /* in cross-attention a query may see no key */
-        AT(e->part + j) *= AT(e->scale + j);
+        AT(e->scale + j) = blend(all > 0.0f, 1.0f / all, (vec){0});    /* in cross-attention a query may see no key */
+        AT(e->cluster_share + j) *= AT(e->scale + j);
     }
-    if (e->c->first_order) product(ALL, R, dv, e->d, e->X, e->dp, 1, e->slopeT, lv, e->P, lv, 0);
+    if (e->c->first_order) matmul(FULL, R, dv, e->d, e->X, e->dp, 1, e->slopeT, lv, e->P, lv, 0);
     for (int r = 0; r < R; r++) {
-        float *out = query_of(e, e->c->out, r);
-        const int64_t number = number_of(e, r);
+        float *out = query_ptr(e, e->c->out, r);
+        const int64_t number = query_index(e, r);
         for (int p = 0; p < dv; p++) out[p] = e->O[r * lv + p] * e->scale[r];
-        if (e->c->first_order) add_row(out, e->part[r], e->P + r * lv, dv);
+        if (e->c->first_order) add_scaled(out, e->cluster_share[r], e->P + r * lv, dv);
         e->c->logsum[number] = e->scale[r] > 0 ? e->top[r] - log2f(e->scale[r]) : HIDDEN;
     }
 }
 
 static void forward_head(Head *e) {
     sum_clusters(e);
-    clusters_as_keys(e);
-    if (e->c->first_order) find_slope(e);
+    compute_cluster_keys(e);
+    if (e->c->first_order) compute_slope(e);
     for (int64_t t = 0; t < e->N; t++) {
-        const Block at = next_block(e, t);
-        for (int i = 0, all = at.tokens * e->c->G; i < all; i += QUERIES) attend(e, &at, i, least_of(all - i, QUERIES));
+        const Block at = load_window(e, t);
+        for (int i = 0, all = at.tokens * e->c->G; i < all; i += QUERIES)
+            attend_queries(e, &at, i, min64(all - i, QUERIES));
     }
 }
 
 /* ---- All heads ---- */
 
-int each_near_far_head(const NearFar *c, int backward, void (*body)(Head *e)) {
+int for_each_head(const NearFar *c, int backward, void (*body)(Head *e)) {
     int bad = OK;
 #pragma omp parallel num_threads((int)c->threads) reduction(max : bad)
     {
-        const unsigned mode = without_denormals();
+        const unsigned mode = flush_denormals();
 #pragma omp for schedule(dynamic)
         for (int64_t z = 0; z < c->Z; z++) {
             Head e;
-            if (open_head(&e, c, z, backward)) body(&e);
+            if (init_head(&e, c, z, backward)) body(&e);
             else bad = NO_MEMORY;
         }
-        with_mode(mode);
+        restore_float_mode(mode);
         trim_scratch();      /* after the last head: fresh memory for each head is slower */
     }
     return bad;
 }
 
-int near_far(const NearFar *c) { return each_near_far_head(c, 0, forward_head); }
+int near_far(const NearFar *c) { return for_each_head(c, 0, forward_head); }

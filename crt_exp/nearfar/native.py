@@ -124,7 +124,7 @@ def new_state(y: Tensor, dv: int, options: dict[str, int], room: int) -> State:
 def causal_memory(x: Tensor, y: Tensor, v: Tensor, given: Given) -> tuple[dict[str, Tensor | None], dict[str, float]]:
     """Return the tensors and numbers of a causal call.
 
-    If gradients may be needed, `gaps` (Z, bytes) stores the distances between retrieved keys (put_gaps in near_far.h),
+    If gradients may be needed, `gaps` (Z, bytes) stores the distances between retrieved keys (encode_gaps in near_far.h),
     and `gaps_at` (Z, G, L) where those of a query begin. The allocation is for the worst case; the system provides only
     pages that are written.
     """

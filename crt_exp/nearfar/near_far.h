@@ -53,30 +53,30 @@ typedef struct {
                                           null */
 } NearFar;
 
-INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* log2 to 2e-6, accurate enough for choices; -inf at 0. */
-INLINE vec log2_of(vec t) {
-    ivec exponent = (ivec)((bits)t >> 23) - 127;
-    vec m = (vec)(((bits)t & 0x7fffff) | 0x3f800000) - 1.5f;
+INLINE vec log2_vec(vec t) {
+    ivec exponent = (ivec)((uvec)t >> 23) - 127;
+    vec m = (vec)(((uvec)t & 0x7fffff) | 0x3f800000) - 1.5f;
     vec p = -0.0251232033f * m + 0.0439286278f;
     p = p * m - 0.0705896757f;
     p = p * m + 0.141718159f;
     p = p * m - 0.320632333f;
     p = p * m + 0.961821228f;
     p = p * m + 0.584962765f;
-    return choose(t > 0.0f, p + __builtin_convertvector(exponent, vec), (vec){0} - INFINITY);
+    return blend(t > 0.0f, p + __builtin_convertvector(exponent, vec), (vec){0} - INFINITY);
 }
 
 /* to += factor from */
-INLINE void add_row(float *to, float factor, const float *from, int64_t n) {
+INLINE void add_scaled(float *to, float factor, const float *from, int64_t n) {
     int64_t p = 0;
     for (; p + LANES <= n; p += LANES) AT(to + p) += factor * AT(from + p);
     for (; p < n; p++) to[p] += factor * from[p];
 }
 
 /* to = factor from */
-INLINE void put_row(float *to, float factor, const float *from, int n) {
+INLINE void set_scaled(float *to, float factor, const float *from, int n) {
     int p = 0;
     for (; p + LANES <= n; p += LANES) AT(to + p) = factor * AT(from + p);
     for (; p < n; p++) to[p] = factor * from[p];
@@ -90,35 +90,36 @@ enum { QUERIES = 64, SEGMENT = 256 };  /* of a piece; tokens of a segment, unles
 typedef struct {
     const NearFar *c;
     int64_t z, N, T, segments;
-    int d, dp, dv, lv, b, n, K, M, most;
+    int d, dp, dv, lv, b, n, K, M, max_queries;
     const uint8_t *pool;
     const int64_t *cluster;
     const float *shift;
     float *u, *square, *sums;          /* (S), (S), (K, d + 2) */
     float *tilt, *root, *rootT, *moments;  /* (dp), (d, dp): root, its transpose, their product */
-    float *centres, *off, *spread;     /* (K, dp) twice: centres, and means in z minus centres; (K) */
+    float *centres, *mean_offset, *spread;     /* (K, dp) twice: centres, and means in z minus centres; (K) */
     float *keys, *values;           /* (M, dp), (M, lv): of shared keys; cluster values are those of one block */
-    float *bias, *high, *mass;         /* (M): of logits; powers of two above N; N */
-    float *total, *before, *after;    /* states of all blocks; of earlier far blocks; (T, K, lv): of later far
-                                         blocks, for each block of a segment */
-    float *marks;                      /* (segments, K, lv): states of the blocks behind each segment */
-    float *y, *zs, *work;              /* (CHUNK, dp) twice, (K or CHUNK, dp or lv): keys of a chunk */
+    float *bias, *mass_exponent, *mass;         /* (M): of logits; powers of two above N; N */
+    float *state_total, *state_before; /* states of all blocks; of the far blocks before the current block */
+    float *state_after;                /* (T, K, lv): states of the far blocks after each block of a segment */
+    float *checkpoints;                      /* (segments, K, lv): states of the blocks behind each segment */
+    float *y, *residual, *work;              /* (CHUNK, dp) twice, (K or CHUNK, dp or lv): keys of a chunk */
     float *slope, *slopeT, *weight;    /* (dv, dp), (d, lv), (K): C and e^(level - highest level) */
-    float *doubles;                    /* (K, d + 2), of doubles */
-    float *Y, *V, *hidden;             /* (3 b, dp or lv), (3 b): keys of the window (0 outside the pool), [v, 1] */
+    float *double_sums;                    /* (K, d + 2), of doubles */
+    float *Y, *V, *mask_bias;             /* (3 b, dp or lv), (3 b): keys of the window (0 outside the pool), [v, 1] */
     float *A, *B;                      /* (3 b + M, most): weights, and gradients of logits */
     float *Q, *X, *Qt, *O, *P;         /* (most, dp): queries, queries minus tilt; (d, most); (most, dp or lv) twice */
-    float *top, *scale, *part;         /* (most): log-sums; 1 / sums; weight share of clusters */
+    float *top, *scale, *cluster_share;         /* (most): log-sums; 1 / sums; weight share of clusters */
     int64_t group[QUERIES], token[QUERIES];  /* of the queries of a piece */
     float *G, *Gt, *Gs;                /* (most, lv), (dv + 1, most), (most, lv) */
     float *dY, *dV, *dkeys, *dvalues;  /* gradients: as Y, V; (M, dp); (n, lv) */
-    float *dstates, *dwhole;           /* of states: (T, K, lv) for the blocks of a segment, (segments, K, lv) for
+    float *dstates, *dsegments;           /* of states: (T, K, lv) for the blocks of a segment, (segments, K, lv) for
                                           segments, */
-    float *dbefore, *dafter, *gain;    /* (K, lv) sums over earlier blocks and later segments; (S): of log weights */
+    float *dbefore, *dafter;           /* (K, lv): sums over earlier blocks; over later segments */
+    float *dlog_weight;                /* (S): gradients of log u */
     float *dbias, *dsums;              /* (K); (K, dp + PAD): mean |z - centre|^2 in column dp, N in dp + 1 */
-    float *back;                       /* (K, dp): off root^T */
+    float *offset_rootT;                       /* (K, dp): off root^T */
     float *dslope, *dslopeT;           /* as slope, slopeT */
-    float *to_y, *to_v;                /* (CHUNK, dp or lv) */
+    float *dy_chunk, *dv_chunk;                /* (CHUNK, dp or lv) */
     float dslope_slope;                /* inner product of dslope and slope, over the mass */
 } Head;
 
@@ -128,40 +129,40 @@ typedef struct {
     int tokens, near;
 } Block;
 
-INLINE int in_block(const Head *e, int64_t s) { return (int)least_of(e->c->S - s * e->b, e->b); }
-INLINE float *key_of(const Head *e, View view, int64_t j) { return of(view, e->z, 0) + j * view.token; }
+INLINE int block_tokens(const Head *e, int64_t s) { return (int)min64(e->c->S - s * e->b, e->b); }
+INLINE float *key_ptr(const Head *e, View view, int64_t j) { return head_ptr(view, e->z, 0) + j * view.token; }
 
 #pragma GCC visibility push(hidden)
 
 /* Chooses the heavy hitters of head z by the scores (S) of its keys; writes their positions and the pool of other
    keys. */
-void find_heavy(const NearFar *c, int64_t z, const float *score);
+void select_heavy_hitters(const NearFar *c, int64_t z, const float *score);
 
 /* Finds the nearest of the centres (K, dp), with squares |c|^2, for n <= CHUNK keys Zt (d, CHUNK); dots (K, CHUNK)
    is scratch. */
-void find_nearest(int K, int d, const float *centres, const float *squares, const float *Zt, int n, float *dots,
-                  int32_t *nearest);
+void nearest_centres(int K, int d, const float *centres, const float *squares, const float *Zt, int n, float *dots,
+                     int32_t *nearest);
 
 /* Computes centres (K, dp), in z, for the keys of one head (Z = 1) with given metric and weights (S). Writes
    `cluster` and uses the thread's scratch memory. Returns 0 if out of memory. */
-int centres_of(const NearFar *c, const float *weight, float *centres);
+int compute_centres(const NearFar *c, const float *weight, float *centres);
 
 /* Runs `body` for each head with its scratch memory; the backward pass needs more of it. */
-int each_near_far_head(const NearFar *c, int backward, void (*body)(Head *e));
+int for_each_head(const NearFar *c, int backward, void (*body)(Head *e));
 
 /* Computes means, biases and states of the clusters from their sums. */
-void clusters_as_keys(Head *e);
+void compute_cluster_keys(Head *e);
 
 /* Computes V (K, lv) over all keys, with weights that are comparable between clusters, in `work`. Returns the sum of
    these weights. */
-float weighted_values(Head *e);
+float weighted_value_sums(Head *e);
 void load_slope(Head *e);
 
 /* Computes values of keys [start, start + n) times u and the weights of their clusters, in `work`. */
-void weigh_values(Head *e, int64_t start, int n);
+void scale_values(Head *e, int64_t start, int n);
 
 /* Loads block t with its window and the states that it sees. */
-Block next_block(Head *e, int64_t t);
+Block load_window(Head *e, int64_t t);
 
 /* Loads queries [i, i + R) of a block, one query head after the other, and computes their logits without biases. */
 void load_queries(Head *e, const Block *at, int i, int R);
@@ -170,26 +171,26 @@ void load_queries(Head *e, const Block *at, int i, int R);
 void exponentiate(Head *e, const Block *at, int ld);
 #pragma GCC visibility pop
 
-INLINE float *query_of(const Head *e, View view, int r) {
-    return of(view, e->z, e->group[r]) + e->token[r] * view.token;
+INLINE float *query_ptr(const Head *e, View view, int r) {
+    return head_ptr(view, e->z, e->group[r]) + e->token[r] * view.token;
 }
 
-INLINE int64_t number_of(const Head *e, int r) { return (e->z * e->c->G + e->group[r]) * e->c->L + e->token[r]; }
+INLINE int64_t query_index(const Head *e, int r) { return (e->z * e->c->G + e->group[r]) * e->c->L + e->token[r]; }
 
 /* ---- Causal: a head with its past ---- */
 
-enum { PIECE = 48, AT_ONCE = 32, AHEAD = 256 };    /* queries of a piece; scored together; prepared ahead */
-enum { PANEL = 16, FOUR = 64, SCORED = 128 };          /* keys of a panel; of four panels; scored together */
-enum { NEARBY = 1 << 17 };                             /* floats of retrieved rows that fit the cache */
+enum { PIECE = 48, SCORE_QUERIES = 32, PREFETCH = 256 };    /* queries of a piece; scored together; prepared ahead */
+enum { PANEL = 16, PANEL_GROUP = 64, SCORE_KEYS = 128 };          /* keys of a panel; of four panels; scored together */
+enum { CACHE_FLOATS = 1 << 17 };                             /* floats of retrieved rows that fit the cache */
 
 /* Returns how many keys queries retrieve after a renewal at this position, at most `open`: `Sizes.opens` of
    choice.py. */
-INLINE int64_t opens_at(const NearFar *c, int64_t position) {
+INLINE int64_t retrieval_count(const NearFar *c, int64_t position) {
     const int64_t square = c->least * c->least * (position > GROWS ? position : GROWS) / GROWS;
     int64_t root = (int64_t)sqrt((double)square);
     while (root * root > square) root--;
     while ((root + 1) * (root + 1) <= square) root++;
-    return least_of(root, c->open);
+    return min64(root, c->open);
 }
 
 /* 8-bit scores of keys and their positions in ascending order, with room for one vector at the end. Contains all
@@ -198,7 +199,7 @@ typedef struct {
     float *value, threshold;
     int32_t *position;
     int n;
-} Best;
+} TopScores;
 
 /* A query prepared ahead: head g of the group at position j; keys before `far` are far from its block. */
 typedef struct {
@@ -208,65 +209,67 @@ typedef struct {
 
 /* Working memory of queries prepared ahead; most arrays belong to pieces of at most PIECE queries. */
 typedef struct {
-    int ahead, taken;                        /* number of queries, and of finished ones */
-    Query query[AHEAD];
-    float *Q, *O, *top, *scale, *part;       /* (AHEAD, dp), in base 2, (AHEAD, lv), (AHEAD) thrice */
-    int8_t *integers;                        /* (AHEAD, dp): queries as integers */
+    int query_count, finished;                        /* number of queries, and of finished ones */
+    Query query[PREFETCH];
+    float *Q, *O, *top, *scale, *cluster_share;       /* (AHEAD, dp), in base 2, (AHEAD, lv), (AHEAD) thrice */
+    int8_t *quantized;                        /* (AHEAD, dp): queries as integers */
     int32_t *bias;                           /* (AHEAD), of scores */
     int32_t *scores;                         /* (AT_ONCE, SCORED) */
-    Best best[AHEAD];
+    TopScores top_scores[PREFETCH];
     float *retrieved;                        /* (AHEAD, room_for_retrieved): logits, then weights */
-    int32_t *positions, *count, *from;       /* (AHEAD, open), of retrieved keys, ascending; (AHEAD) twice */
+    int32_t *positions, *count, *cursor;       /* (AHEAD, open), of retrieved keys, ascending; (AHEAD) twice */
     float *Qt, *A;                           /* of a piece: (d, PIECE), (2 b + n + K, PIECE) */
-    float *number, *threshold, *along, *turned;/* of a piece, for the rest of clusters: (K, PIECE) keys; (PIECE):
-                                                  least retrieved logit in base 2, and standard deviation of logits
-                                                  for tau = 1; (PIECE, dp) */
+    /* Data of a piece for the remaining keys of clusters: */
+    float *remaining;                        /* (K, PIECE): number of remaining keys */
+    float *threshold;                        /* (PIECE): smallest retrieved logit, in base 2 */
+    float *query_norm;                       /* (PIECE): standard deviation of the logits for tau = 1 */
+    float *z_query;                          /* (PIECE, dp): queries times root */
 } Work;
 
 /* A head and its past, as the queries of a block see it. */
 typedef struct {
     const NearFar *c;
-    int64_t z, bytes;                        /* the head; bytes of gaps written */
-    int64_t t, start, paneled;               /* block of this past; position of the last renewal; number of keys in
+    int64_t z, gap_bytes;                        /* the head; bytes of gaps written */
+    int64_t t, renewal, packed;               /* block of this past; position of the last renewal; number of keys in
                                                 panels */
     int64_t near, stop;                      /* range of near keys */
     int d, dp, dv, lv, n, K, open;
     const uint8_t *keep;                     /* (S), or null */
-    Work k;
-    int64_t *numbers;                        /* (4): t, start, K and paneled, stored between calls */
+    Work work;
+    int64_t *counters;                        /* (4): t, start, K and paneled, stored between calls */
     float *Y, *V;                            /* (S, dp), (S, lv) */
     uint8_t *panels;                         /* (S / PANEL up, dp / 4, PANEL, 4): integers, see score_keys */
     float *step, *valid_step;                /* (S): steps; steps with NaN for keys outside clusters */
     int32_t *heavy;                          /* (n): positions, -1 for missing ones */
     int32_t *cluster;                        /* (S), -1 for keys outside clusters */
     float *square;                           /* (S): |z|^2 */
-    float *shared, *values, *high, *mass;    /* (n + K, dp), (n + K, lv): heavy hitters, then clusters; powers of two
-                                                above N; N */
+    float *shared, *values;                  /* (n + K, dp), (n + K, lv): heavy hitters, then clusters */
+    float *mass_exponent, *mass;             /* (n + K): exponent of the power of two above N; N */
     float *ysum, *zsum, *squares, *tau;      /* (K, dp) twice, (K): sums over the keys of clusters of y, z - centre
                                                 and |z - centre|^2; (K) */
-    float *rows, *shift;                     /* (d, dp): root; (dp) */
-    float *centres, *offset;                 /* (K, dp), (K): in z; |c|^2 */
-    float *sample, *counts;                  /* (2 DRAWN K, d), (2 DRAWN K): sample of keys for centres */
-    float *X, *apart, *Xt, *dots;            /* (CHUNK, dp) twice, (dp, CHUNK), (K, CHUNK) */
-    float *next;                             /* (dp) */
-    int64_t *nearest;                        /* (2 DRAWN K) */
+    float *root, *shift;                     /* (d, dp): root; (dp) */
+    float *centres, *centre_square;                 /* (K, dp), (K): in z; |c|^2 */
+    float *sample, *sample_weight;                  /* (2 DRAWN K, d), (2 DRAWN K): sample of keys for centres */
+    float *X, *centred, *Xt, *dots;            /* (CHUNK, dp) twice, (dp, CHUNK), (K, CHUNK) */
+    float *zero_tilt;                             /* (dp) */
+    int64_t *sample_cluster;                        /* (2 DRAWN K) */
 } Past;
 
 typedef struct {
-    void *to;                                /* address of the pointer to set */
+    void *pointer;                                /* address of the pointer to set */
     size_t count;
-} Piece;
+} Buffer;
 
 #pragma GCC visibility push(hidden)
 
 /* Prepares a head in the thread's memory. */
-void open_past(Past *h, const NearFar *c, int64_t z, float *memory);
+void init_past(Past *h, const NearFar *c, int64_t z, float *memory);
 
 /* Runs body(c, z, memory) for each head, which returns 0 if out of memory. */
-int each_past_head(const NearFar *c, int (*body)(const NearFar *c, int64_t z, float *memory));
+int for_each_past(const NearFar *c, int (*body)(const NearFar *c, int64_t z, float *memory));
 
 /* Stores the state for the next call of decoding. */
-void close_past(Past *h);
+void save_past(Past *h);
 
 /* Advances the past to block t. Returns 0 if out of memory. */
 int advance(Past *h, int64_t t);
@@ -275,51 +278,52 @@ int advance(Past *h, int64_t t);
 void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values, float *mass);
 
 /* Assigns memory from `at` on to each piece, unless it is null. Returns the number of floats. */
-size_t place_pieces(const Piece *pieces, size_t number, float *at);
+size_t assign_buffers(const Buffer *pieces, size_t number, float *at);
 
 /* Computes means, tau and powers of two above N of the clusters, from their sums. */
 void summarize_clusters(Past *h);
 
 /* Rest of the clusters after retrieval (causal_forward.c). begin_left starts R queries (R, dp), times `factor`. In
    `leave` the r-th query retrieves n keys with these clusters and logits in base 2. */
-void begin_left(Past *h, int R, int ld, const float *Q, float factor);
-void leave(Past *h, int r, int ld, const int32_t *positions, const float *logits, int n, const int32_t *cluster);
+void start_remainder(Past *h, int R, int ld, const float *Q, float factor);
+void remove_retrieved(Past *h, int r, int ld, const int32_t *positions, const float *logits, int n,
+                      const int32_t *cluster);
 
 /* Replaces logits (K, ld) of cluster means, in base 2, by the weight of each remaining key relative to e^top (ld), 0
    for empty clusters. */
-void weigh_left(const Past *h, const float *top, int ld, float *logits);
+void remainder_weights(const Past *h, const float *top, int ld, float *logits);
 
 /* Rotates a vector (dp) by random signs and Hadamard matrices and quantizes it to integers of magnitude at most 127.
    Returns the step. */
-float integers_of(const float *from, int dp, int8_t *to);
+float quantize(const float *from, int dp, int8_t *to);
 
 /* Computes products (R, SCORED) of R <= AT_ONCE queries (R, dp) with n <= SCORED keys in panels with stride `step`.
    A panel (dp / 4, PANEL) holds four numbers of each key, shifted by 128, because processors multiply unsigned with
    signed numbers. Products therefore start at the bias of the query, -128 times its sum. Memory must suffice for
    AT_ONCE queries and their products, and for the panels of n keys rounded up to FOUR. */
 void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
-             int32_t *to);
+                int32_t *to);
 
 /* Adds the keys before position `stop` to the panels. */
-void to_panels(Past *h, int64_t stop);
+void pack_keys(Past *h, int64_t stop);
 
 /* Finds the `open` keys that each query prepared ahead retrieves. */
-void retrieve(Past *h, int open);
+void retrieve_keys(Past *h, int open);
 
 /* Returns the number of scores that a query can store. */
-size_t room_for_best(int64_t open);
+size_t top_scores_size(int64_t open);
 
 #pragma GCC visibility pop
 
-INLINE int room_for_retrieved(const Past *h) { return up(h->open) + PAD; }
-INLINE int there(const Past *h, int64_t j) { return !h->keep || h->keep[j]; }
-INLINE const float *key(const Past *h, int64_t j) { return h->Y + j * h->dp; }
+INLINE int retrieved_size(const Past *h) { return round_up(h->open) + PAD; }
+INLINE int unmasked(const Past *h, int64_t j) { return !h->keep || h->keep[j]; }
+INLINE const float *key_row(const Past *h, int64_t j) { return h->Y + j * h->dp; }
 
 /* Encodes ascending positions as differences. A difference takes one byte, preceded by bytes WIDEST that each stand
    for WIDEST - 1; 0 ends the list. n of S keys take at most n + S / (WIDEST - 1) + 1 bytes. put_gaps returns the
    number of bytes, get_gaps the number of keys. */
 
-INLINE int64_t put_gaps(uint8_t *to, const int32_t *positions, int n) {
+INLINE int64_t encode_gaps(uint8_t *to, const int32_t *positions, int n) {
     const uint8_t *start = to;
     for (int32_t i = 0, last = -1; i < n; last = positions[i++]) {
         int32_t gap = positions[i] - last;
@@ -330,7 +334,7 @@ INLINE int64_t put_gaps(uint8_t *to, const int32_t *positions, int n) {
     return to - start;
 }
 
-INLINE int get_gaps(const uint8_t *from, int32_t *positions) {
+INLINE int decode_gaps(const uint8_t *from, int32_t *positions) {
     int32_t n = 0, last = -1;
     for (; *from; from++) {
         last += *from - (*from == WIDEST);
@@ -340,7 +344,7 @@ INLINE int get_gaps(const uint8_t *from, int32_t *positions) {
 }
 
 /* Returns the position of the renewal after the one at `position`. */
-INLINE int64_t following(int64_t position, int64_t b) {
+INLINE int64_t next_renewal(int64_t position, int64_t b) {
     const int64_t more = position / PART > RENEWED ? position / PART : RENEWED;
     return position + (more + b - 1) / b * b;
 }

@@ -8,40 +8,40 @@
 
 /* ---- Heavy hitters of bidirectional attention ---- */
 
-INLINE int lower(const float *score, int64_t a, int64_t b) {
+INLINE int ranks_below(const float *score, int64_t a, int64_t b) {
     return score[a] < score[b] || (score[a] == score[b] && a > b);
 }
 
 /* Restores the heap property at position i. The root has the lowest score, of equal scores the last. */
-static void sift(const float *score, int64_t *heap, int n, int i) {
+static void sift_down(const float *score, int64_t *heap, int n, int i) {
     for (int child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && lower(score, heap[child + 1], heap[child])) child++;
-        if (!lower(score, heap[child], heap[i])) return;
+        if (child + 1 < n && ranks_below(score, heap[child + 1], heap[child])) child++;
+        if (!ranks_below(score, heap[child], heap[i])) return;
         int64_t moved = heap[i];
         heap[i] = heap[child];
         heap[child] = moved;
     }
 }
 
-void find_heavy(const NearFar *c, int64_t z, const float *score) {
+void select_heavy_hitters(const NearFar *c, int64_t z, const float *score) {
     const int n = (int)c->heavy;
     int64_t *heap = c->positions + z * n;
-    uint8_t *there = c->there + z * n, *pool = c->pool + z * c->S;
+    uint8_t *valid = c->there + z * n, *pool = c->pool + z * c->S;
     for (int i = 0; i < n; i++) heap[i] = i;
-    for (int i = n / 2 - 1; i >= 0; i--) sift(score, heap, n, i);
+    for (int i = n / 2 - 1; i >= 0; i--) sift_down(score, heap, n, i);
     for (int64_t j = n; j < c->S && n; j++)
         if (score[j] > score[heap[0]]) {
             heap[0] = j;
-            sift(score, heap, n, 0);
+            sift_down(score, heap, n, 0);
         }
     for (int64_t j = 0; j < c->S; j++) pool[j] = !c->keep || c->keep[z * c->S + j];
     for (int i = 0; i < n; i++) {
-        there[i] = score[heap[i]] > -INFINITY;
+        valid[i] = score[heap[i]] > -INFINITY;
         pool[heap[i]] = 0;
     }
 }
 
-typedef int32_t stored_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t unaligned_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* ---- 8-bit scores: products of queries with all keys of the past, as integers ---- */
 
@@ -55,16 +55,16 @@ INLINE ivec lane_numbers(void) {
 
 /* Applies signs, then (a + b, a - b) to columns `half` apart, within vectors and between them. All steps are
    elementwise, in the order of retrieval.py. */
-static void turn(const float *from, int dp, float *x) {
-    const int run = dp & -dp;
+static void rotate(const float *from, int dp, float *x) {
+    const int period = dp & -dp;
     const ivec lane = lane_numbers();
     for (int p = 0; p < dp; p += LANES) {
-        vec here = (vec)((bits)AT(from + p) ^ ((bits)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
+        vec here = (vec)((uvec)AT(from + p) ^ ((uvec)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
         UNROLL for (int half = 1; half < LANES; half *= 2)
-            here = shuffle(here, here, lane ^ half) + choose((lane & half) != 0, -here, here);
+            here = shuffle(here, here, lane ^ half) + blend((lane & half) != 0, -here, here);
         AT(x + p) = here;
     }
-    for (int half = LANES; half < run; half *= 2)
+    for (int half = LANES; half < period; half *= 2)
         for (int from = 0; from < dp; from += 2 * half)
             for (int p = from; p < from + half; p += LANES) {
                 const vec even = AT(x + p), odd = AT(x + p + half);
@@ -74,40 +74,40 @@ static void turn(const float *from, int dp, float *x) {
 
 /* Halves are rounded away from 0, by truncating the doubled number. Nothing is added to a product, because some
    processors fuse the two without rounding between. */
-float integers_of(const float *from, int dp, int8_t *to) {
-    float turned[dp];
-    turn(from, dp, turned);
-    vec most_of = {0};
-    for (int p = 0; p < dp; p += LANES) most_of = maximum(most_of, maximum(AT(turned + p), -AT(turned + p)));
-    const float most = largest(most_of), twice = most > LEAST ? 254 / most : 0;
+float quantize(const float *from, int dp, int8_t *to) {
+    float rotated[dp];
+    rotate(from, dp, rotated);
+    vec max_vec = {0};
+    for (int p = 0; p < dp; p += LANES) max_vec = maximum(max_vec, maximum(AT(rotated + p), -AT(rotated + p)));
+    const float max_abs = reduce_max(max_vec), scale = max_abs > LEAST ? 254 / max_abs : 0;
     for (int p = 0; p < dp; p++) {
-        const int cut = (int)(turned[p] * twice);
+        const int cut = (int)(rotated[p] * scale);
         to[p] = (int8_t)((cut + (cut > 0) - (cut < 0)) / 2);
     }
-    return most > LEAST ? most / 127 : 0;
+    return max_abs > LEAST ? max_abs / 127 : 0;
 }
 
-typedef uint32_t stored_bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#define FOURS(p) (*(const stored_bits *)(p))
+typedef uint32_t unaligned_uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define UVEC_AT(p) (*(const unaligned_uvec *)(p))
 
 /* Packs numbers 0 and 2, or 1 and 3, of a query's four into 16 bits each. */
-INLINE uint32_t pair_of(int32_t low, int32_t high) { return ((uint32_t)low & 0xffff) | (uint32_t)high << 16; }
+INLINE uint32_t pack_pair(int32_t low, int32_t high) { return ((uint32_t)low & 0xffff) | (uint32_t)high << 16; }
 
 /* sum + products of four numbers of keys with four of a query. */
-INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
+INLINE ivec add_dot4(ivec sum, uvec keys, uint32_t query) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32((int)query));
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)keys, _mm256_set1_epi32((int)query));
 #else
-    const bits even = keys & 0x00ff00ffu, odd = keys >> 8 & 0x00ff00ffu;
+    const uvec even = keys & 0x00ff00ffu, odd = keys >> 8 & 0x00ff00ffu;
     const int32_t q[4] = {(int8_t)query, (int8_t)(query >> 8), (int8_t)(query >> 16), (int8_t)(query >> 24)};
 #if defined(__AVX512BW__)
-    const __m512i a = _mm512_madd_epi16((__m512i)even, _mm512_set1_epi32((int)pair_of(q[0], q[2])));
-    return sum + (ivec)a + (ivec)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32((int)pair_of(q[1], q[3])));
+    const __m512i a = _mm512_madd_epi16((__m512i)even, _mm512_set1_epi32((int)pack_pair(q[0], q[2])));
+    return sum + (ivec)a + (ivec)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32((int)pack_pair(q[1], q[3])));
 #elif defined(__AVX2__)
-    const __m256i a = _mm256_madd_epi16((__m256i)even, _mm256_set1_epi32((int)pair_of(q[0], q[2])));
-    return sum + (ivec)a + (ivec)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32((int)pair_of(q[1], q[3])));
+    const __m256i a = _mm256_madd_epi16((__m256i)even, _mm256_set1_epi32((int)pack_pair(q[0], q[2])));
+    return sum + (ivec)a + (ivec)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32((int)pack_pair(q[1], q[3])));
 #else
     const ivec low = (ivec)(even & 0xffffu) * q[0] + (ivec)(odd & 0xffffu) * q[1];
     return sum + low + (ivec)(even >> 16) * q[2] + (ivec)(odd >> 16) * q[3];
@@ -115,44 +115,45 @@ INLINE ivec add_fours(ivec sum, bits keys, uint32_t query) {
 #endif
 }
 
-enum { WIDE = LANES == 16 ? 4 : 2, BESIDE = 4 };        /* vectors of keys and queries processed together */
+enum { KEY_VECTORS = LANES == 16 ? 4 : 2, QUERY_ROWS = 4 };        /* vectors of keys and queries processed together */
 
-INLINE void score_in_vectors(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
-                            const int32_t *bias, int32_t *to) {
-    ivec sum[BESIDE][WIDE];
-    const uint8_t *at[WIDE];
+INLINE void score_tile(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
+                       const int32_t *bias, int32_t *to) {
+    ivec sum[QUERY_ROWS][KEY_VECTORS];
+    const uint8_t *at[KEY_VECTORS];
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int e = 0; e < WIDE; e++) sum[i][e] = (ivec){0} + bias[i];
-    UNROLL for (int e = 0; e < WIDE; e++) {
+        UNROLL for (int e = 0; e < KEY_VECTORS; e++) sum[i][e] = (ivec){0} + bias[i];
+    UNROLL for (int e = 0; e < KEY_VECTORS; e++) {
         const int key = j + e * LANES;
         at[e] = panels + key / PANEL * step + key % PANEL * 4;
     }
     for (int p = 0; p < dp; p += 4) {
-        bits y[WIDE];
-        UNROLL for (int e = 0; e < WIDE; e++) y[e] = FOURS(at[e] + p * PANEL);
+        uvec y[KEY_VECTORS];
+        UNROLL for (int e = 0; e < KEY_VECTORS; e++) y[e] = UVEC_AT(at[e] + p * PANEL);
         UNROLL for (int i = 0; i < rows; i++) {
             uint32_t four;
             memcpy(&four, queries + i * dp + p, sizeof four);
-            UNROLL for (int e = 0; e < WIDE; e++) sum[i][e] = add_fours(sum[i][e], y[e], four);
+            UNROLL for (int e = 0; e < KEY_VECTORS; e++) sum[i][e] = add_dot4(sum[i][e], y[e], four);
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int e = 0; e < WIDE; e++) *(stored_ivec *)(to + i * SCORED + j + e * LANES) = sum[i][e];
+        UNROLL for (int e = 0; e < KEY_VECTORS; e++)
+            *(unaligned_ivec *)(to + i * SCORE_KEYS + j + e * LANES) = sum[i][e];
 }
 
 void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
-             int32_t *to) {
-    for (int j = 0; j < n; j += WIDE * LANES) {
+                int32_t *to) {
+    for (int j = 0; j < n; j += KEY_VECTORS * LANES) {
         int i = 0;
-        for (; i + BESIDE <= R; i += BESIDE)
-            score_in_vectors(BESIDE, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
-        for (; i < R; i++) score_in_vectors(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORED);
+        for (; i + QUERY_ROWS <= R; i += QUERY_ROWS)
+            score_tile(QUERY_ROWS, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORE_KEYS);
+        for (; i < R; i++) score_tile(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORE_KEYS);
     }
 }
 
 /* ---- The largest of many scores ---- */
 
-INLINE int above(const float *value, int n, float threshold) {
+INLINE int count_above(const float *value, int n, float threshold) {
     int count = 0, i = 0;
 #if defined(__AVX512F__)
     const __m512 least = _mm512_set1_ps(threshold);
@@ -164,10 +165,10 @@ INLINE int above(const float *value, int n, float threshold) {
 }
 
 /* Slightly less than x, even if x is 0 and denormal numbers count as 0. */
-INLINE float below(float x) { return x - fabsf(x) * 1e-6f - 1e-37f; }
+INLINE float slightly_below(float x) { return x - fabsf(x) * 1e-6f - 1e-37f; }
 
 /* Finds the least and largest of n numbers, and estimates what k of them exceed from a normal distribution. */
-static float range(const float *value, int n, int k, float *least, float *most) {
+static float estimate_threshold(const float *value, int n, int k, float *min, float *max) {
     vec sums = {0}, squares = {0}, low = {0}, high = {0};
     int i = 0;
     low += value[0], high += value[0];
@@ -175,39 +176,40 @@ static float range(const float *value, int n, int k, float *least, float *most) 
         const vec here = AT(value + i);
         sums += here, squares += here * here, low = minimum(low, here), high = maximum(high, here);
     }
-    *least = -largest(-low), *most = largest(high);
-    const float count = i > 0 ? i : 1, mean = total(sums) / count, moment = total(squares) / count - mean * mean;
-    for (; i < n; i++) *least = value[i] < *least ? value[i] : *least, *most = value[i] > *most ? value[i] : *most;
+    *min = -reduce_max(-low), *max = reduce_max(high);
+    const float count = i > 0 ? i : 1, mean = reduce_sum(sums) / count;
+    const float variance = reduce_sum(squares) / count - mean * mean;
+    for (; i < n; i++) *min = value[i] < *min ? value[i] : *min, *max = value[i] > *max ? value[i] : *max;
     const float part = (float)k / n, t = sqrtf(-2 * logf(part < 0.5f ? part : 1 - part));
     const float quantile = t - (2.30753f + 0.27061f * t) / (1 + t * (0.99229f + 0.04481f * t));    /* Hastings */
-    return mean + sqrtf(moment > 0 ? moment : 0) * (part < 0.5f ? quantile : -quantile);
+    return mean + sqrtf(variance > 0 ? variance : 0) * (part < 0.5f ? quantile : -quantile);
 }
 
 /* Returns a threshold that k to `most` of n > k finite numbers exceed. If ties prevent that, returns the largest
    number that fewer than k exceed and k reach. */
-static float threshold_of(const float *value, int n, int k, int most) {
-    float low, high, threshold = range(value, n, k, &low, &high);
-    low = below(low);
-    for (int step = 0, over = n, under = 0;; step++) {
+static float find_threshold(const float *value, int n, int k, int most) {
+    float low, high, threshold = estimate_threshold(value, n, k, &low, &high);
+    low = slightly_below(low);
+    for (int step = 0, count_low = n, count_high = 0;; step++) {
         if (!(threshold > low && threshold < high)) threshold = low + (high - low) / 2;
         if (!(threshold > low && threshold < high)) return high;
-        const int count = above(value, n, threshold);
+        const int count = count_above(value, n, threshold);
         if (count >= k && count <= most) return threshold;
-        if (count > most) low = threshold, over = count;
-        else high = threshold, under = count;
-        const float part = step % 3 == 2 ? 0.5f : (k + 0.5f - under) / (over - under + 1);
-        threshold = high - (high - low) * part;
+        if (count > most) low = threshold, count_low = count;
+        else high = threshold, count_high = count;
+        const float fraction = step % 3 == 2 ? 0.5f : (k + 0.5f - count_high) / (count_low - count_high + 1);
+        threshold = high - (high - low) * fraction;
     }
 }
 
 /* Keeps the scores above a threshold that k of them exceed. If ties prevent that, keeps k scores that reach it, the
    first of equal ones. */
-static void keep_above(Best *best, float threshold, int k) {
-    float *value = best->value;
-    int32_t *position = best->position;
-    int equal = k - above(value, best->n, threshold), count = 0, i = 0;
+static void prune(TopScores *scores, float threshold, int k) {
+    float *value = scores->value;
+    int32_t *position = scores->position;
+    int equal = k - count_above(value, scores->n, threshold), count = 0, i = 0;
 #if defined(__AVX512F__)
-    for (; equal <= 0 && i + 16 <= best->n; i += 16) {
+    for (; equal <= 0 && i + 16 <= scores->n; i += 16) {
         const __m512 here = _mm512_loadu_ps(value + i);
         const __m512i positions = _mm512_loadu_si512(position + i);
         const __mmask16 high = _mm512_cmp_ps_mask(here, _mm512_set1_ps(threshold), _CMP_GT_OQ);
@@ -216,106 +218,107 @@ static void keep_above(Best *best, float threshold, int k) {
         count += __builtin_popcount(high);
     }
 #endif
-    for (; i < best->n; i++) {
-        const int stays = value[i] > threshold || (value[i] == threshold && equal-- > 0);
+    for (; i < scores->n; i++) {
+        const int keep = value[i] > threshold || (value[i] == threshold && equal-- > 0);
         value[count] = value[i], position[count] = position[i];
-        count += stays;
+        count += keep;
     }
-    best->n = count;
-    best->threshold = threshold > best->threshold ? threshold : best->threshold;
+    scores->n = count;
+    scores->threshold = threshold > scores->threshold ? threshold : scores->threshold;
 }
 
 /* ---- Retrieved keys of each query ---- */
 
 /* One of SHARE panels sets the first threshold, if these panels hold as many keys as are retrieved. It lets through
    SURELY standard deviations more than expected. CACHED keys fit the cache. */
-enum { SHARE = 16, SURELY = 3, CACHED = 32 * SCORED };
+enum { SAMPLE_STRIDE = 16, SAMPLE_SIGMAS = 3, CACHE_KEYS = 32 * SCORE_KEYS };
 
 /* Number of scores above which the threshold is raised. */
-INLINE int most_kept(int64_t open) { return (int)(4 * open > SCORED ? 4 * open : SCORED); }
+INLINE int max_scores(int64_t open) { return (int)(4 * open > SCORE_KEYS ? 4 * open : SCORE_KEYS); }
 
-size_t room_for_best(int64_t open) { return most_kept(open) + SCORED + 2 * PAD; }
+size_t top_scores_size(int64_t open) { return max_scores(open) + SCORE_KEYS + 2 * PAD; }
 
 /* Adds those of n clustered keys whose logits, over the step of the query, exceed the threshold. The first key is at
    position j, and successive panels are `share` panels apart. */
-INLINE void add_above(const Past *h, const int32_t *scores, int64_t j, int n, int share, Best *best) {
+INLINE void append_above(const Past *h, const int32_t *scores, int64_t j, int n, int stride, TopScores *top) {
     const float *valid_step = h->valid_step + j;
-    float *value = best->value;
-    int32_t *position = best->position;
-    int i = 0, count = best->n;
+    float *value = top->value;
+    int32_t *position = top->position;
+    int i = 0, count = top->n;
 #if defined(__AVX512F__)
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 threshold = _mm512_set1_ps(best->threshold);
+    const __m512 threshold = _mm512_set1_ps(top->threshold);
     for (; i + PANEL <= n; i += PANEL) {
-        const __m512 step = _mm512_loadu_ps(valid_step + i * share);
+        const __m512 step = _mm512_loadu_ps(valid_step + i * stride);
         const __m512 here = _mm512_cvtepi32_ps(_mm512_loadu_si512(scores + i)) * step;
         const __mmask16 high = _mm512_cmp_ps_mask(here, threshold, _CMP_GT_OQ);
-        const __m512i positions = _mm512_add_epi32(_mm512_set1_epi32((int)j + i * share), first);
+        const __m512i positions = _mm512_add_epi32(_mm512_set1_epi32((int)j + i * stride), first);
         _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(high, here));
         _mm512_storeu_si512(position + count, _mm512_maskz_compress_epi32(high, positions));
         count += __builtin_popcount(high);
     }
 #endif
     for (; i < n; i++) {
-        const int64_t at = i / PANEL * PANEL * share + i % PANEL;
+        const int64_t at = i / PANEL * PANEL * stride + i % PANEL;
         value[count] = (float)scores[i] * valid_step[at], position[count] = (int32_t)(j + at);
-        count += value[count] > best->threshold;
+        count += value[count] > top->threshold;
     }
-    best->n = count;
+    top->n = count;
 }
 
 /* Up to AT_ONCE queries from the i-th on score n keys from position j, in every `share`-th panel, if the keys are
    far from them. Each query keeps at least its k best. */
-static void score_part(Past *h, int i, int R, int64_t j, int64_t n, int share, int k) {
-    Work *w = &h->k;
+static void score_queries(Past *h, int i, int R, int64_t j, int64_t n, int stride, int k) {
+    Work *w = &h->work;
     const int64_t panel = PANEL * h->dp;
-    for (; n > 0; j += SCORED * share, n -= SCORED) {
-        const int keys = (int)least_of(SCORED, n);
+    for (; n > 0; j += SCORE_KEYS * stride, n -= SCORE_KEYS) {
+        const int keys = (int)min64(SCORE_KEYS, n);
         const uint8_t *panels = h->panels + j / PANEL * panel;
-        score_keys(w->integers + i * h->dp, w->bias + i, R, h->dp, panels, share * panel, keys, w->scores);
+        score_keys(w->quantized + i * h->dp, w->bias + i, R, h->dp, panels, stride * panel, keys, w->scores);
         for (int e = 0; e < R; e++) {
-            Best *best = &w->best[i + e];
-            const int own = (int)least_of(keys, w->query[i + e].far - j);
-            if (own > 0) add_above(h, w->scores + e * SCORED, j, own, share, best);
-            if (best->n > most_kept(k)) keep_above(best, threshold_of(best->value, best->n, k, k + k / 4), k);
+            TopScores *top = &w->top_scores[i + e];
+            const int far_keys = (int)min64(keys, w->query[i + e].far - j);
+            if (far_keys > 0) append_above(h, w->scores + e * SCORE_KEYS, j, far_keys, stride, top);
+            if (top->n > max_scores(k)) prune(top, find_threshold(top->value, top->n, k, k + k / 4), k);
         }
     }
 }
 
 /* Scores queries [r, stop), some keys at a time: these and the scores of few queries stay in the cache. */
-static void score(Past *h, int r, int stop, int64_t j, int64_t n, int share, int k) {
-    for (; n > 0; j += CACHED * share, n -= CACHED)
-        for (int i = r; i < stop; i += AT_ONCE)
-            score_part(h, i, (int)least_of(AT_ONCE, stop - i), j, least_of(CACHED, n), share, k);
+static void score_range(Past *h, int r, int stop, int64_t j, int64_t n, int stride, int k) {
+    for (; n > 0; j += CACHE_KEYS * stride, n -= CACHE_KEYS)
+        for (int i = r; i < stop; i += SCORE_QUERIES)
+            score_queries(h, i, (int)min64(SCORE_QUERIES, stop - i), j, min64(CACHE_KEYS, n), stride, k);
 }
 
 /* Sets the first thresholds from some panels, low enough that most likely `open` keys of all exceed them. */
-static void set_thresholds(Past *h, int64_t open) {
-    const float expected = (float)open / SHARE;
-    const int k = (int)(expected + SURELY * sqrtf(expected)) + 1;
-    score(h, 0, h->k.ahead, 0, h->k.query[0].far / (FOUR * SHARE) * FOUR, SHARE, k);
-    for (int r = 0; r < h->k.ahead; r++) {
-        Best *best = &h->k.best[r];
-        if (best->n > k) best->threshold = below(threshold_of(best->value, best->n, k, k + k / 8));  /* ties pass */
-        best->n = 0;
+static void sample_thresholds(Past *h, int64_t open) {
+    const float expected = (float)open / SAMPLE_STRIDE;
+    const int k = (int)(expected + SAMPLE_SIGMAS * sqrtf(expected)) + 1;
+    const int64_t keys = h->work.query[0].far / (PANEL_GROUP * SAMPLE_STRIDE) * PANEL_GROUP;
+    score_range(h, 0, h->work.query_count, 0, keys, SAMPLE_STRIDE, k);
+    for (int r = 0; r < h->work.query_count; r++) {
+        TopScores *top = &h->work.top_scores[r];
+        if (top->n > k) top->threshold = slightly_below(find_threshold(top->value, top->n, k, k + k / 8));
+        top->n = 0;
     }
 }
 
-void retrieve(Past *h, int open) {
-    Work *k = &h->k;
-    const int64_t far = k->query[k->ahead - 1].far;
-    to_panels(h, far);
-    for (int r = 0; r < k->ahead; r++) k->best[r].threshold = HIDDEN, k->best[r].n = 0;
-    if (k->query[0].far >= SHARE * open) set_thresholds(h, open);
-    score(h, 0, k->ahead, 0, far, 1, open);
-    for (int r = 0; r < k->ahead; r++) {
-        Best *best = &k->best[r];
-        if (best->n < open && best->threshold > HIDDEN) {           /* the first threshold was too high */
-            best->n = 0, best->threshold = HIDDEN;
-            score(h, r, r + 1, 0, k->query[r].far, 1, open);
+void retrieve_keys(Past *h, int open) {
+    Work *w = &h->work;
+    const int64_t far = w->query[w->query_count - 1].far;
+    pack_keys(h, far);
+    for (int r = 0; r < w->query_count; r++) w->top_scores[r].threshold = HIDDEN, w->top_scores[r].n = 0;
+    if (w->query[0].far >= SAMPLE_STRIDE * open) sample_thresholds(h, open);
+    score_range(h, 0, w->query_count, 0, far, 1, open);
+    for (int r = 0; r < w->query_count; r++) {
+        TopScores *top = &w->top_scores[r];
+        if (top->n < open && top->threshold > HIDDEN) {           /* the first threshold was too high */
+            top->n = 0, top->threshold = HIDDEN;
+            score_range(h, r, r + 1, 0, w->query[r].far, 1, open);
         }
-        if (best->n > open) keep_above(best, threshold_of(best->value, best->n, open, open), open);
-        k->count[r] = best->n;
-        memcpy(k->positions + r * h->open, best->position, sizeof(int32_t) * best->n);
+        if (top->n > open) prune(top, find_threshold(top->value, top->n, open, open), open);
+        w->count[r] = top->n;
+        memcpy(w->positions + r * h->open, top->position, sizeof(int32_t) * top->n);
     }
 }

@@ -11,9 +11,9 @@
 
 #include "vectors.h"
 
-static const float NONE = -1e30f;   /* the reference without keys */
-static const float FARTHEST = 1e29f;  /* bound on squared norms and offsets; beyond it a key would count as absent */
-static const float UNSEEN = 1e30f;  /* log-sum of a row without keys: its features are 0 in the backward pass */
+static const float EMPTY_REF = -1e30f;   /* the reference without keys */
+static const float MAX_SQUARE = 1e29f;  /* bound on squared norms and offsets; beyond it a key would count as absent */
+static const float EMPTY_LOGSUM = 1e30f;  /* log-sum of a row without keys: its features are 0 in the backward pass */
 
 typedef struct {
     int64_t B, H, L, S, d, dv, M, segment, threads;
@@ -27,7 +27,7 @@ typedef struct {
 typedef struct {
     const Call *c;
     int64_t b, h, part, parts;              /* part of the head's tokens, if several threads share it */
-    float *shared;                          /* sums of all parts of all heads */
+    float *partial_sums;                          /* sums of all parts of all heads */
     int d, dp, dv, dvp, lv, M, Mp, ld;      /* the p-sizes are multiples of PAD */
     float *w, *w2, *wt;                     /* rows (M, dp) for natural and binary logs; w2 transposed (d, ld) */
     float *bias;                            /* of queries: twice the bias; -inf for padding features (Mp) */
@@ -35,11 +35,11 @@ typedef struct {
     float *Yt, *Vt, *A, *dA;                /* (d, CHUNK), (dv + 1, CHUNK), (CHUNK, CHUNK) twice */
     float *Q, *K, *Kt, *D;                  /* (CHUNK, ld); Kt (Mp, CHUNK) */
     float *S, *St, *dS;                     /* (dv + 1, ld), transposed state (Mp, lv), (dv + 1, ld) */
-    float *ref, *fresh, *factor, *offset;   /* (Mp) */
-    float *row, *top, *sums;                /* (CHUNK) offsets, maxima and sums of tokens */
+    float *ref, *new_ref, *factor, *offset;   /* (Mp) */
+    float *token_offset, *row_max, *row_sum;                /* (CHUNK) offsets, maxima and sums of tokens */
     float *dW, *db;                         /* if the map learns: (d, ld) and (Mp) */
     float *pieces;                          /* pieces of a segment in the causal backward pass */
-    int bad;
+    int error;
 } Head;
 
 typedef struct {
@@ -47,85 +47,86 @@ typedef struct {
 } Range;
 
 /* Returns the range of n tokens of this part, in whole chunks. */
-static Range part_of(const Head *e, int64_t n) {
+static Range part_range(const Head *e, int64_t n) {
     const int64_t chunks = (n + CHUNK - 1) / CHUNK, stop = chunks * (e->part + 1) / e->parts * CHUNK;
     return (Range){chunks * e->part / e->parts * CHUNK, stop < n ? stop : n};
 }
 
-INLINE float *row_of(const Head *e, View t, int64_t token) { return of(t, e->b, e->h) + token * t.token; }
+INLINE float *token_ptr(const Head *e, View t, int64_t token) { return head_ptr(t, e->b, e->h) + token * t.token; }
 
 /* Floats that the backward sweep stores for a piece of `size` tokens: see Piece. */
-static size_t piece_size(const Head *e, int size) {
+static size_t piece_floats(const Head *e, int size) {
     return ((size_t)(e->dv + 1 + size) * e->ld + 2 * e->Mp + PAD - 1) / PAD * PAD;
 }
 
 /* Allocates scratch memory and packs the directions of head `index` of B x H. Returns 0 if out of memory. */
-static int open_head(Head *e, const Call *c, int64_t index) {
-    e->c = c, e->b = index / c->H, e->h = index % c->H, e->bad = OK;
-    e->d = c->d, e->dp = up(c->d), e->dv = c->dv, e->dvp = up(c->dv), e->lv = up(c->dv + 1);
-    e->M = c->M, e->Mp = up(c->M), e->ld = e->Mp + PAD;  /* power-of-two strides would share cache lines */
+static int init_head(Head *e, const Call *c, int64_t index) {
+    e->c = c, e->b = index / c->H, e->h = index % c->H, e->error = OK;
+    e->d = c->d, e->dp = round_up(c->d), e->dv = c->dv, e->dvp = round_up(c->dv), e->lv = round_up(c->dv + 1);
+    e->M = c->M, e->Mp = round_up(c->M), e->ld = e->Mp + PAD;  /* power-of-two strides would share cache lines */
     int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
-    const int sweeps = c->levels && c->dx.data, learns = c->dweights.data != NULL;
-    const Scratch parts[] = {
+    const int sweeps = c->levels && c->dx.data, learnable = c->dweights.data != NULL;
+    const Scratch buffers[] = {
         {&e->w, (size_t)Mp * dp}, {&e->w2, (size_t)Mp * dp}, {&e->wt, (size_t)e->d * ld}, {&e->bias, Mp},
         {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp}, {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->dx, CHUNK * dp},
         {&e->dvalues, CHUNK * lv}, {&e->Yt, (size_t)dp * CHUNK}, {&e->Vt, (size_t)lv * CHUNK}, {&e->A, CHUNK * CHUNK},
         {&e->dA, CHUNK * CHUNK}, {&e->Q, (size_t)CHUNK * ld}, {&e->K, (size_t)CHUNK * ld}, {&e->Kt, (size_t)CHUNK * Mp},
         {&e->D, (size_t)CHUNK * ld}, {&e->S, (size_t)(e->dv + 1) * ld}, {&e->St, (size_t)Mp * lv},
-        {&e->dS, (size_t)(e->dv + 1) * ld}, {&e->ref, Mp}, {&e->fresh, Mp}, {&e->factor, Mp}, {&e->offset, Mp},
-        {&e->row, CHUNK}, {&e->top, CHUNK}, {&e->sums, CHUNK},
-        {&e->dW, learns ? (size_t)e->d * ld : 0}, {&e->db, learns ? Mp : 0},
-        {&e->pieces, sweeps ? piece_size(e, CHUNK) * (c->segment / CHUNK) : 0}};
-    if (!take_scratch(parts, sizeof parts / sizeof *parts)) return 0;
-    float scale = *of(c->scale, e->b, e->h), *bias = of(c->bias, e->b, e->h);
+        {&e->dS, (size_t)(e->dv + 1) * ld}, {&e->ref, Mp}, {&e->new_ref, Mp}, {&e->factor, Mp}, {&e->offset, Mp},
+        {&e->token_offset, CHUNK}, {&e->row_max, CHUNK}, {&e->row_sum, CHUNK},
+        {&e->dW, learnable ? (size_t)e->d * ld : 0}, {&e->db, learnable ? Mp : 0},
+        {&e->pieces, sweeps ? piece_floats(e, CHUNK) * (c->segment / CHUNK) : 0}};
+    if (!allocate_scratch(buffers, sizeof buffers / sizeof *buffers)) return 0;
+    float scale = *head_ptr(c->scale, e->b, e->h), *bias = head_ptr(c->bias, e->b, e->h);
     const Scratch zeros[] = {{&e->wt, e->d * ld}, {&e->w, Mp * dp}, {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp},
                              {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->Yt, CHUNK * dp}, {&e->Vt, CHUNK * lv},
-                             {&e->dW, learns ? e->d * ld : 0}, {&e->db, learns ? Mp : 0}};
-    for (size_t i = 0; i < sizeof zeros / sizeof *zeros; i++) memset(*zeros[i].to, 0, sizeof(float) * zeros[i].count);
+                             {&e->dW, learnable ? e->d * ld : 0}, {&e->db, learnable ? Mp : 0}};
+    for (size_t i = 0; i < sizeof zeros / sizeof *zeros; i++)
+        memset(*zeros[i].pointer, 0, sizeof(float) * zeros[i].count);
     for (int m = 0; m < e->M; m++) {
-        const float *from = row_of(e, c->rows, m);
+        const float *from = token_ptr(e, c->rows, m);
         for (int p = 0; p < e->d; p++) e->w[m * dp + p] = from[p] * scale;
     }
     for (int i = 0; i < Mp * dp; i++) e->w2[i] = e->w[i] * LOG2E;
     transpose(e->M, e->d, e->w2, dp, e->wt, ld);
     for (int m = 0; m < Mp; m++) e->bias[m] = m < e->M ? 2 * bias[m] * LOG2E : -INFINITY;
     for (int m = 0; m < e->M; m++)
-        if (!isfinite(square_sum(e->w2 + m * dp, dp)) || !isfinite(e->bias[m])) e->bad = BAD_DIRECTIONS;
+        if (!isfinite(squared_norm(e->w2 + m * dp, dp)) || !isfinite(e->bias[m])) e->error = BAD_DIRECTIONS;
     return 1;
 }
 
 /* Loads rows [start, start + n) of a tensor with d columns; `to` has row stride ld. */
-static void load(const Head *e, View t, int64_t start, int n, int d, float *to, int ld) {
-    for (int i = 0; i < n; i++) memcpy(to + i * ld, row_of(e, t, start + i), sizeof(float) * d);
+static void load_tokens(const Head *e, View t, int64_t start, int n, int d, float *to, int ld) {
+    for (int i = 0; i < n; i++) memcpy(to + i * ld, token_ptr(e, t, start + i), sizeof(float) * d);
 }
 
-static void save(const Head *e, View t, int64_t start, int n, int d, const float *from, int ld) {
-    for (int i = 0; i < n; i++) memcpy(row_of(e, t, start + i), from + i * ld, sizeof(float) * d);
+static void store_tokens(const Head *e, View t, int64_t start, int n, int d, const float *from, int ld) {
+    for (int i = 0; i < n; i++) memcpy(token_ptr(e, t, start + i), from + i * ld, sizeof(float) * d);
 }
 
 static int masked(const Head *e, int64_t key) { return e->c->keep && !e->c->keep[e->b * e->c->S + key]; }
 
 /* Loads X and records whether it is not finite. */
 static void load_queries(Head *e, int64_t start, int n) {
-    load(e, e->c->x, start, n, e->d, e->X, e->dp);
+    load_tokens(e, e->c->x, start, n, e->d, e->X, e->dp);
     for (int i = 0; i < n; i++)
-        if (!(square_sum(e->X + i * e->dp, e->dp) < FARTHEST)) e->bad = NOT_FINITE;
+        if (!(squared_norm(e->X + i * e->dp, e->dp) < MAX_SQUARE)) e->error = NOT_FINITE;
 }
 
 /* Loads Y, V and the offsets -norm_weight |y|^2 in `row`. Masked keys are 0 with offset -inf. */
 static void load_keys(Head *e, int64_t start, int n) {
-    load(e, e->c->y, start, n, e->d, e->Y, e->dp);
-    load(e, e->c->v, start, n, e->dv, e->V, e->lv);
+    load_tokens(e, e->c->y, start, n, e->d, e->Y, e->dp);
+    load_tokens(e, e->c->v, start, n, e->dv, e->V, e->lv);
     for (int j = 0; j < n; j++) {
         float *y = e->Y + j * e->dp, *v = e->V + j * e->lv;
         if (masked(e, start + j)) {
             memset(y, 0, sizeof(float) * e->d);
             memset(v, 0, sizeof(float) * e->dv);
-            e->row[j] = -INFINITY;
+            e->token_offset[j] = -INFINITY;
         } else {
-            float square = square_sum(y, e->dp);
-            e->row[j] = -(float)e->c->norm_weight * LOG2E * square;
-            if (!(e->row[j] > -FARTHEST)) e->bad = NOT_FINITE;
+            float square = squared_norm(y, e->dp);
+            e->token_offset[j] = -(float)e->c->norm_weight * LOG2E * square;
+            if (!(e->token_offset[j] > -MAX_SQUARE)) e->error = NOT_FINITE;
         }
         v[e->dv] = 1;
     }
@@ -133,33 +134,34 @@ static void load_keys(Head *e, int64_t start, int n) {
 
 /* G = [g, gradient to the log-sum - g.output]. */
 static void load_gradients(Head *e, int64_t start, int n) {
-    load(e, e->c->grad, start, n, e->dv, e->G, e->lv);
+    load_tokens(e, e->c->grad, start, n, e->dv, e->G, e->lv);
     for (int i = 0; i < n; i++) {
-        const float *g = e->G + i * e->lv, *out = row_of(e, e->c->out, start + i);
-        e->G[i * e->lv + e->dv] = (e->c->dlogsum.data ? *row_of(e, e->c->dlogsum, start + i) : 0) - dot(g, out, e->dv);
+        const float *g = e->G + i * e->lv, *out = token_ptr(e, e->c->out, start + i);
+        const float dlogsum = e->c->dlogsum.data ? *token_ptr(e, e->c->dlogsum, start + i) : 0;
+        e->G[i * e->lv + e->dv] = dlogsum - dot(g, out, e->dv);
     }
 }
 
 /* F (n, ld) = W x of n tokens. */
 static void project(const Head *e, int n, const float *x, float *F) {
-    product(ALL, n, e->Mp, e->d, x, e->dp, 1, e->wt, e->ld, F, e->ld, 0);
+    matmul(FULL, n, e->Mp, e->d, x, e->dp, 1, e->wt, e->ld, F, e->ld, 0);
 }
 
 /* fresh = max(ref, logs of the keys K + row). */
-static void raise_reference(Head *e, int n, const float *ref, float *fresh) {
+static void update_reference(Head *e, int n, const float *ref, float *new_ref) {
     for (int m = 0; m < e->Mp; m += LANES) {
         vec top = AT(ref + m);
-        for (int j = 0; j < n; j++) top = maximum(top, AT(e->K + j * e->ld + m) + e->row[j]);
-        AT(fresh + m) = top;
+        for (int j = 0; j < n; j++) top = maximum(top, AT(e->K + j * e->ld + m) + e->token_offset[j]);
+        AT(new_ref + m) = top;
     }
 }
 
 /* factor = exp2(from - to). Returns whether any factor differs from 1. */
-static int factors(int Mp, const float *from, const float *to, float *factor) {
+static int rescale_factors(int Mp, const float *from, const float *to, float *factor) {
     int changed = 0;
     for (int m = 0; m < Mp; m++) changed |= from[m] != to[m];
     if (changed)
-        for (int m = 0; m < Mp; m += LANES) AT(factor + m) = exp2_of(AT(from + m) - AT(to + m));
+        for (int m = 0; m < Mp; m += LANES) AT(factor + m) = exp2_vec(AT(from + m) - AT(to + m));
     return changed;
 }
 
@@ -170,13 +172,13 @@ static void scale_columns(const Head *e, const float *from, const float *factor,
 }
 
 /* F = exp2(F + row + sign offset), the features of n tokens. */
-static void exponentiate(const Head *e, int n, float *F, const float *row, const float *offset, float sign) {
-    const vec most = (vec){0} + 127.0f;
+static void exponentiate(const Head *e, int n, float *F, const float *token_offset, const float *offset, float sign) {
+    const vec limit = (vec){0} + 127.0f;
     for (int i = 0; i < n; i++) {
         float *f = F + (int64_t)i * e->ld;
         for (int m = 0; m < e->Mp; m += LANES) {
-            vec t = AT(f + m) + row[i] + sign * AT(offset + m);
-            AT(f + m) = exp2_of(minimum(t, most));  /* t < 84 up to rounding, which grows with the vectors */
+            vec t = AT(f + m) + token_offset[i] + sign * AT(offset + m);
+            AT(f + m) = exp2_vec(minimum(t, limit));  /* t < 84 up to rounding, which grows with the vectors */
         }
     }
 }
@@ -191,56 +193,56 @@ static void query_features(Head *e, int n, const float *offset, const float *wei
             AT(q + m) += AT(offset + m);
             top = maximum(top, AT(q + m));
         }
-        float highest = e->top[i] = largest(top);
+        float maximum_log = e->row_max[i] = reduce_max(top);
         for (int m = 0; m < e->Mp; m += LANES) {
-            vec f = AT(q + m) = exp2_of(AT(q + m) - highest);
+            vec f = AT(q + m) = exp2_vec(AT(q + m) - maximum_log);
             if (weight) f *= AT(weight + m);
             sum += f;
         }
-        e->sums[i] = total(sum);
+        e->row_sum[i] = reduce_sum(sum);
     }
 }
 
 /* Adds the gradients of directions and bias from n tokens t (n, dp); D is the gradient of their logs. */
-static void learn(Head *e, int n, const float *t) {
+static void accumulate_map_gradients(Head *e, int n, const float *t) {
     if (!e->c->dweights.data) return;
-    product(ALL, e->d, e->Mp, n, t, 1, e->dp, e->D, e->ld, e->dW, e->ld, 1);
+    matmul(FULL, e->d, e->Mp, n, t, 1, e->dp, e->D, e->ld, e->dW, e->ld, 1);
     for (int i = 0; i < n; i++)
         for (int m = 0; m < e->Mp; m += LANES) AT(e->db + m) += AT(e->D + (int64_t)i * e->ld + m);
 }
 
-static void save_learned(const Head *e) {
+static void store_map_gradients(const Head *e) {
     const Call *c = e->c;
     if (!c->dweights.data) return;
-    transpose(e->d, e->M, e->dW, e->ld, of(c->dweights, e->b, e->h), e->d);
-    memcpy(of(c->dbias, e->b, e->h), e->db, sizeof(float) * e->M);
+    transpose(e->d, e->M, e->dW, e->ld, head_ptr(c->dweights, e->b, e->h), e->d);
+    memcpy(head_ptr(c->dbias, e->b, e->h), e->db, sizeof(float) * e->M);
 }
 
 /* Writes the gradients of n keys and values; D is the gradient of the key features. */
-static void finish_keys(Head *e, int64_t start, int n) {
+static void write_key_gradients(Head *e, int64_t start, int n) {
     const float twice = 2 * (float)e->c->norm_weight;
     for (int j = 0; j < n; j++) {
         float *D = e->D + (int64_t)j * e->ld, *K = e->K + (int64_t)j * e->ld;
         vec sum = {0};
         for (int m = 0; m < e->Mp; m += LANES) sum += AT(D + m) *= AT(K + m);
-        e->sums[j] = total(sum);
+        e->row_sum[j] = reduce_sum(sum);
     }
-    learn(e, n, e->Y);
-    product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
+    accumulate_map_gradients(e, n, e->Y);
+    matmul(FULL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
     for (int j = 0; j < n; j++)
         for (int p = 0; p < e->dp; p += LANES)
-            AT(e->dx + j * e->dp + p) -= twice * e->sums[j] * AT(e->Y + j * e->dp + p);
-    save(e, e->c->dy, start, n, e->d, e->dx, e->dp);
-    save(e, e->c->dvalues, start, n, e->dv, e->dvalues, e->lv);
+            AT(e->dx + j * e->dp + p) -= twice * e->row_sum[j] * AT(e->Y + j * e->dp + p);
+    store_tokens(e, e->c->dy, start, n, e->d, e->dx, e->dp);
+    store_tokens(e, e->c->dvalues, start, n, e->dv, e->dvalues, e->lv);
 }
 
 /* Writes the gradients of n queries; D is the gradient of their features. */
-static void finish_queries(Head *e, int64_t start, int n) {
+static void write_query_gradients(Head *e, int64_t start, int n) {
     for (int i = 0; i < n; i++)
         for (int m = 0; m < e->Mp; m += LANES) AT(e->D + (int64_t)i * e->ld + m) *= AT(e->Q + (int64_t)i * e->ld + m);
-    learn(e, n, e->X);
-    product(ALL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
-    save(e, e->c->dx, start, n, e->d, e->dx, e->dp);
+    accumulate_map_gradients(e, n, e->X);
+    matmul(FULL, n, e->dp, e->M, e->D, e->ld, 1, e->w, e->dp, e->dx, e->dp, 0);
+    store_tokens(e, e->c->dx, start, n, e->d, e->dx, e->dp);
 }
 
 /* Writes the gradients of keys [start, stop) that act only through the state; dS is its gradient relative to `ref`. */
@@ -250,28 +252,28 @@ static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS,
         int n = stop - t < CHUNK ? stop - t : CHUNK;
         load_keys(e, t, n);
         project(e, n, e->Y, e->K);
-        exponentiate(e, n, e->K, e->row, ref, -1);
-        product(ALL, n, e->dvp, e->M, e->K, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
-        product(ALL, n, e->Mp, e->dv + 1, e->V, e->lv, 1, dS, e->ld, e->D, e->ld, 0);
-        finish_keys(e, t, n);
+        exponentiate(e, n, e->K, e->token_offset, ref, -1);
+        matmul(FULL, n, e->dvp, e->M, e->K, e->ld, 1, e->St, e->lv, e->dvalues, e->lv, 0);
+        matmul(FULL, n, e->Mp, e->dv + 1, e->V, e->lv, 1, dS, e->ld, e->D, e->ld, 0);
+        write_key_gradients(e, t, n);
     }
 }
 
 /* Runs `body` for all parts of all heads on the call's threads. */
-static int run(const Call *c, int64_t parts, float *shared, void (*body)(Head *e)) {
-    int bad = OK;
-#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : bad)
+static int for_each_head(const Call *c, int64_t parts, float *partial_sums, void (*body)(Head *e)) {
+    int error = OK;
+#pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : error)
     for (int64_t job = 0; job < c->B * c->H * parts; job++) {
-        unsigned mode = without_denormals();
-        Head e = {.part = job % parts, .parts = parts, .shared = shared};
-        if (open_head(&e, c, job / parts)) {
+        unsigned mode = flush_denormals();
+        Head e = {.part = job % parts, .parts = parts, .partial_sums = partial_sums};
+        if (init_head(&e, c, job / parts)) {
             body(&e);
-            save_learned(&e);
-            if (e.bad > bad) bad = e.bad;
+            store_map_gradients(&e);
+            if (e.error > error) error = e.error;
         } else
-            bad = NO_MEMORY;
-        with_mode(mode);
+            error = NO_MEMORY;
+        restore_float_mode(mode);
         trim_scratch();
     }
-    return bad;
+    return error;
 }

@@ -7,8 +7,8 @@
 #include <sys/mman.h>
 #endif
 
-enum { DEPTH = 96 };  /* terms that are summed before the next columns */
-enum { PAGE = 1 << 21, LARGEST_ARENA = 1 << 25 };  /* bytes of a huge page, and of memory that a thread keeps */
+enum { K_BLOCK = 96 };  /* terms that are summed before the next columns */
+enum { HUGE_PAGE = 1 << 21, MAX_ARENA = 1 << 25 };  /* bytes of a huge page, and of memory that a thread keeps */
 
 INLINE void tile(const int rows, const int vectors, int k, const float *a, int64_t ar, int64_t ac, const float *b,
                  int64_t ldb, float *c, int64_t ldc, const int add) {
@@ -27,8 +27,9 @@ INLINE void tile(const int rows, const int vectors, int k, const float *a, int64
 
 #define TILE(rows, vectors) tile(rows, vectors, k, a, ar, ac, b, ldb, c, ldc, add)
 #define TILES(vectors) \
-    static __attribute__((noinline)) void tiles_##vectors(int rows, int k, const float *a, int64_t ar, int64_t ac, \
-                                                          const float *b, int64_t ldb, float *c, int64_t ldc, int add) { \
+    static __attribute__((noinline)) void tiles_##vectors( \
+        int rows, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb, float *c, int64_t ldc, \
+        int add) { \
         switch (rows) { \
             case 6: TILE(6, vectors); break; \
             case 5: TILE(5, vectors); break; \
@@ -43,17 +44,17 @@ TILES(2)
 TILES(3)
 TILES(4)
 
-void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
-             float *c, int64_t ldc, int add) {
-    for (int p = 0; p < k; p += DEPTH)
+void matmul(Triangle part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
+            float *c, int64_t ldc, int add) {
+    for (int p = 0; p < k; p += K_BLOCK)
         for (int j = 0; j < n; j += VECTORS * LANES)
             for (int i = 0; i < m; i += ROWS) {
-                int rows = m - i < ROWS ? m - i : ROWS, stop = p + DEPTH < k ? p + DEPTH : k, start = p;
-                int columns = part == LOWER && i + rows < n ? i + rows : n;
+                int rows = m - i < ROWS ? m - i : ROWS, stop = p + K_BLOCK < k ? p + K_BLOCK : k, start = p;
+                int columns = part == LOWER_C && i + rows < n ? i + rows : n;
                 int vectors = (columns - j + LANES - 1) / LANES;
                 if (vectors <= 0) continue;
-                if (part == UP_TO && i + rows < stop) stop = i + rows;
-                if (part == FROM) start = i;
+                if (part == LOWER_A && i + rows < stop) stop = i + rows;
+                if (part == UPPER_A) start = i;
                 const float *from = a + i * ar + start * ac, *with = b + start * ldb + j;
                 float *to = c + i * ldc + j;
                 switch (vectors < VECTORS ? vectors : VECTORS) {
@@ -93,15 +94,16 @@ void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t 
 }
 
 void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, float factor, const float *shift,
-               const uint8_t *there, float *to, int ld) {
+               const uint8_t *mask, float *to, int ld) {
     for (int i = 0; i < n; i++, to += ld) {
-        const float *from = of(t, z, g) + (start + i) * t.token;
-        if (there && !there[start + i]) {
+        const float *from = head_ptr(t, z, g) + (start + i) * t.token;
+        if (mask && !mask[start + i]) {
             memset(to, 0, sizeof(float) * ld);
             continue;
         }
         int p = 0;
-        for (; p + LANES <= d; p += LANES) AT(to + p) = factor * AT(from + p) - (shift ? load_vec(shift + p) : (vec){0});
+        for (; p + LANES <= d; p += LANES)
+            AT(to + p) = factor * AT(from + p) - (shift ? load_vec(shift + p) : (vec){0});
         for (; p < d; p++) to[p] = factor * from[p] - (shift ? shift[p] : 0);
         for (; p < ld; p++) to[p] = 0;
     }
@@ -119,44 +121,44 @@ typedef struct {
 } Arena;
 
 /* NULL before the first arena of this thread. pthread_once makes the key; key 0 may belong to another library. */
-static Arena *kept_arena(void) {
+static Arena *thread_arena(void) {
     pthread_once(&arena_once, make_arena_key);
     return pthread_getspecific(arena_key);
 }
 
-static float *arena(size_t count) {
-    Arena *kept = kept_arena();
-    if (kept && kept->size >= count) return (float *)(kept + 1);
-    free(kept);
+static float *reserve_arena(size_t count) {
+    Arena *arena = thread_arena();
+    if (arena && arena->size >= count) return (float *)(arena + 1);
+    free(arena);
     pthread_setspecific(arena_key, NULL);
-    size_t bytes = (sizeof(Arena) + sizeof(float) * count + PAGE - 1) / PAGE * PAGE;
-    if (!(kept = aligned_alloc(PAGE, bytes))) return NULL;
+    size_t bytes = (sizeof(Arena) + sizeof(float) * count + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (!(arena = aligned_alloc(HUGE_PAGE, bytes))) return NULL;
 #if defined(MADV_HUGEPAGE)
-    madvise(kept, bytes, MADV_HUGEPAGE);
+    madvise(arena, bytes, MADV_HUGEPAGE);
 #endif
-    kept->size = count;
-    pthread_setspecific(arena_key, kept);
-    return (float *)(kept + 1);
+    arena->size = count;
+    pthread_setspecific(arena_key, arena);
+    return (float *)(arena + 1);
 }
 
-static size_t padded(size_t count) { return (count + PAD - 1) / PAD * PAD + PAD; }
+static size_t padded_size(size_t count) { return (count + PAD - 1) / PAD * PAD + PAD; }
 
-int take_scratch(const Scratch *pieces, size_t n) {
+int allocate_scratch(const Scratch *pieces, size_t n) {
     size_t count = 0;
-    for (size_t i = 0; i < n; i++) count += padded(pieces[i].count);
-    float *memory = arena(count);
+    for (size_t i = 0; i < n; i++) count += padded_size(pieces[i].count);
+    float *memory = reserve_arena(count);
     if (!memory) return 0;
     for (size_t i = 0; i < n; i++) {
-        *pieces[i].to = memory;
-        memory += padded(pieces[i].count);
+        *pieces[i].pointer = memory;
+        memory += padded_size(pieces[i].count);
     }
     return 1;
 }
 
 void trim_scratch(void) {
-    Arena *kept = kept_arena();
-    if (kept && kept->size * sizeof(float) > LARGEST_ARENA) {
-        free(kept);
+    Arena *arena = thread_arena();
+    if (arena && arena->size * sizeof(float) > MAX_ARENA) {
+        free(arena);
         pthread_setspecific(arena_key, NULL);
     }
 }

@@ -32,10 +32,10 @@ enum { PAD = 16, OK = 0 };
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-typedef float stored __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
-#define AT(p) (*(stored *)(p))
+#define AT(p) (*(unaligned_vec *)(p))
 INLINE vec load_vec(const float *p) { return AT(p); }
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -60,17 +60,17 @@ INLINE vec shuffle(vec a, vec b, ivec from) {
 #define shuffle __builtin_shuffle
 #endif
 
-INLINE vec choose(ivec first, vec a, vec b) { return (vec)(((ivec)a & first) | ((ivec)b & ~first)); }
-INLINE vec maximum(vec a, vec b) { return choose(a > b, a, b); }
-INLINE vec minimum(vec a, vec b) { return choose(a < b, a, b); }
+INLINE vec blend(ivec first, vec a, vec b) { return (vec)(((ivec)a & first) | ((ivec)b & ~first)); }
+INLINE vec maximum(vec a, vec b) { return blend(a > b, a, b); }
+INLINE vec minimum(vec a, vec b) { return blend(a < b, a, b); }
 
-INLINE float largest(vec a) {
-    float top = a[0];
-    for (int i = 1; i < LANES; i++) top = a[i] > top ? a[i] : top;
-    return top;
+INLINE float reduce_max(vec a) {
+    float max = a[0];
+    for (int i = 1; i < LANES; i++) max = a[i] > max ? a[i] : max;
+    return max;
 }
 
-INLINE float total(vec a) {
+INLINE float reduce_sum(vec a) {
     typedef float half __attribute__((vector_size(2 * LANES)));
     typedef float quarter __attribute__((vector_size(LANES)));
     union {
@@ -87,10 +87,10 @@ INLINE float total(vec a) {
     return sum;
 }
 
-INLINE float square_sum(const float *x, int n) {
+INLINE float squared_norm(const float *x, int n) {
     vec sum = {0};
     for (int p = 0; p < n; p += LANES) sum += AT(x + p) * AT(x + p);
-    return total(sum);
+    return reduce_sum(sum);
 }
 
 INLINE float dot(const float *a, const float *b, int n) {
@@ -99,11 +99,11 @@ INLINE float dot(const float *a, const float *b, int n) {
     int p = 0;
     for (; p + LANES <= n; p += LANES) sum += AT(a + p) * AT(b + p);
     for (; p < n; p++) rest += a[p] * b[p];
-    return total(sum) + rest;
+    return reduce_sum(sum) + rest;
 }
 
 /* 2^t for t <= 127, to 2 units in the last place; 0 for t < -126, also for -inf. */
-INLINE vec exp2_of(vec t) {
+INLINE vec exp2_vec(vec t) {
     vec shifted = t + 12582912.0f;  /* 1.5 2^23: the last bits of the sum are the nearest integer */
     vec f = t - (shifted - 12582912.0f);
     vec p = 1.5469732e-4f * f + 1.3390048e-3f;
@@ -113,23 +113,23 @@ INLINE vec exp2_of(vec t) {
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
     ivec normal = t >= -126.0f;
-    return (vec)(((bits)p + ((bits)shifted << 23)) & (bits)normal);
+    return (vec)(((uvec)p + ((uvec)shifted << 23)) & (uvec)normal);
 }
 
 /* Part of a product that is computed if one matrix is triangular. */
 typedef enum {
-    ALL,
-    LOWER,    /* result: columns up to the row number, and some more */
-    UP_TO,    /* a: columns up to the row number */
-    FROM      /* a: columns from the row number on */
-} Part;
+    FULL,
+    LOWER_C,    /* result: columns up to the row number, and some more */
+    LOWER_A,    /* a: columns up to the row number */
+    UPPER_A      /* a: columns from the row number on */
+} Triangle;
 
 #pragma GCC visibility push(hidden)
 
 /* c (m, n) = or += a (m, k) b (k, n), where a has strides (ar, ac). n is rounded up to whole vectors. UP_TO and FROM
    need k <= 96. */
-void product(Part part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
-             float *c, int64_t ldc, int add);
+void matmul(Triangle part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
+            float *c, int64_t ldc, int add);
 
 /* to (n, m) = from (m, n)'. */
 void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t ldt);
@@ -137,26 +137,26 @@ void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t 
 /* Writes rows [start, start + n) of a tensor with d columns, times `factor` and minus `shift` (if not null), to
    `to`. Columns d to ld are 0, and so are rows that `there` excludes, whose memory may hold any value. */
 void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, float factor, const float *shift,
-               const uint8_t *there, float *to, int ld);
+               const uint8_t *mask, float *to, int ld);
 
 /* Assigns scratch memory to n pieces. A thread reuses its memory in later calls, because fresh pages cost more than
    the arithmetic. Contents are undefined. Returns 0 if out of memory. */
 typedef struct {
-    float **to;
+    float **pointer;
     size_t count;
 } Scratch;
-int take_scratch(const Scratch *pieces, size_t n);
+int allocate_scratch(const Scratch *pieces, size_t n);
 
 /* Frees scratch memory that is too large to keep. */
 void trim_scratch(void);
 
 #pragma GCC visibility pop
 
-INLINE int up(int64_t n) { return (int)((n + PAD - 1) / PAD * PAD); }
-INLINE float *of(View t, int64_t b, int64_t h) { return t.data + b * t.batch + h * t.head; }
+INLINE int round_up(int64_t n) { return (int)((n + PAD - 1) / PAD * PAD); }
+INLINE float *head_ptr(View t, int64_t b, int64_t h) { return t.data + b * t.batch + h * t.head; }
 
 /* Treats denormal numbers, which are slow, as 0; returns the previous mode for with_mode. */
-INLINE unsigned without_denormals(void) {
+INLINE unsigned flush_denormals(void) {
 #if defined(__SSE__)
     unsigned mode = _mm_getcsr();
     _mm_setcsr(mode | 0x8040);
@@ -166,7 +166,7 @@ INLINE unsigned without_denormals(void) {
 #endif
 }
 
-INLINE void with_mode(unsigned mode) {
+INLINE void restore_float_mode(unsigned mode) {
 #if defined(__SSE__)
     _mm_setcsr(mode);
 #else
