@@ -1,7 +1,8 @@
 /* Backward pass of forward.c, block by block.
 
-   With G = [g, -g.out], the gradient of a logit is e^logit G.[v, 1] in the window and e^logit G.[V, N] for a set.
-   First-order values, out = o + share C (x - tilt), add g.C (x - tilt) to the last column of G for clusters. */
+   Let G = [g, -g.out]. The gradient of a logit is e^logit G.[v, 1] for a single key and e^logit G.[V, N] for a
+   cluster. With first-order values, out = o + share C (x - tilt), clusters add g.C (x - tilt) to the last column of
+   G. */
 
 #include "near_far.h"
 
@@ -24,7 +25,7 @@ static void load_gradients(Head *e, int R) {
     for (int r = 0; r < R; r++) e->scale[r] = dot(e->P + r * e->dp, e->X + r * e->dp, e->d);
 }
 
-/* Adds the first-order term to the last column of G for clusters. */
+/* Adds g.C (x - tilt) to the last column of G, for clusters. */
 static void add_slope_gradient(Head *e, int R) {
     const int ld = round_up(R);
     for (int r = 0; r < R && e->c->first_order; r++) {
@@ -33,7 +34,7 @@ static void add_slope_gradient(Head *e, int R) {
     }
 }
 
-/* Multiplies B, the gradients of the terms, by the terms: the gradients of logits. */
+/* Turns B from gradients of e^logit into gradients of logits. Adds the gradients of cluster biases. */
 static void logits_backward(Head *e, const Block *at, int ld) {
     const int rows = at->near + e->M;
     for (int64_t i = 0; i < (int64_t)rows * ld; i += LANES) AT(e->B + i) *= AT(e->A + i);
@@ -77,8 +78,8 @@ static void attend_backward(Head *e, const Block *at, int i, int R) {
 
 /* ---- States ---- */
 
-/* Passes a gradient of the states of queries far from block s on to its keys: to values, and to log weights in
-   `gain`. */
+/* Adds the gradients of the keys of block s from a gradient of states: of values, and of log weights in
+   `dlog_weight`. */
 static void state_to_key_gradients(Head *e, int64_t s, const float *dstate) {
     for (int64_t j = s * e->b, stop = j + block_tokens(e, s); j < stop; j++) {
         if (!(e->u[j] > 0)) continue;
@@ -88,9 +89,9 @@ static void state_to_key_gradients(Head *e, int64_t s, const float *dstate) {
     }
 }
 
-/* Passes on the gradients of the states of block t. Later keys receive them at once by a running sum, earlier keys
-   after the last block of the segment. All keys before the segment except its neighbour share one sum, dwhole, in
-   backward_head. */
+/* Adds the gradients of keys from the states of block t. A running sum, dbefore, covers later keys. Earlier keys
+   follow after the last block t of the segment, whose first block is `first`: blocks first - 1 to t - 2 here, blocks up
+   to first - 2 in backward_head, from the sum `dsegments`. */
 static void states_backward(Head *e, int64_t t) {
     const int64_t state = e->K * e->lv, first = t / e->T * e->T;
     add_scaled(e->dbefore, 1, e->dstates + (t - first) * state, state);
@@ -104,7 +105,7 @@ static void states_backward(Head *e, int64_t t) {
     }
 }
 
-/* Adds the gradients of the near keys of block s, which leaves the window. */
+/* Adds the window gradients of block s to dy and dvalues, and clears them for the next block. */
 static void write_window_gradients(Head *e, int64_t s) {
     const NearFar *c = e->c;
     float *dY = e->dY + s % 3 * e->b * e->dp, *dV = e->dV + s % 3 * e->b * e->lv;
@@ -118,7 +119,7 @@ static void write_window_gradients(Head *e, int64_t s) {
 
 /* ---- Keys ---- */
 
-/* Turns the gradient of C (dv, d), over the mass, into that of the means, and prepares what keys need of it. */
+/* Divides the gradient of C (dv, d) by the mass. Adds the gradients of the means, and computes dslope_slope. */
 static void slope_backward(Head *e, float *dmu) {
     const float mass = weighted_value_sums(e);
     float inner = 0;
@@ -134,7 +135,7 @@ static void slope_backward(Head *e, float *dmu) {
     matmul(FULL, e->K, e->d, e->dv, e->work, e->lv, 1, e->dslope, e->dp, dmu, e->dp, 1);
 }
 
-/* Turns the gradients of means, biases and slope into those of the sums. */
+/* Computes the gradients of the cluster sums from the gradients of means, biases and slope. */
 static void sums_backward(Head *e) {
     const int d = e->d, dp = e->dp, width = dp + PAD;
     float *mu = e->keys + e->n * dp, *dmu = e->dkeys + e->n * dp;
@@ -154,8 +155,8 @@ static void sums_backward(Head *e) {
     }
 }
 
-/* Returns the gradient of the log weight of key j, the i-th of a chunk, and adds the first-order gradient of its
-   value. */
+/* Returns the gradient of the log weight of key j, which is key i of the chunk. Adds the first-order gradient of the
+   value of key j. */
 static float weight_backward(Head *e, int64_t j, int i) {
     const int64_t k = e->cluster[j];
     const float *sums = e->dsums + k * (e->dp + PAD), *slope = e->dv_chunk + i * e->lv, g = e->weight[k], u = e->u[j];
@@ -166,8 +167,8 @@ static float weight_backward(Head *e, int64_t j, int i) {
     return u * gain;
 }
 
-/* Adds gradients through weights and cluster sums to n keys of one block. z - centre = (y - mu) root + off. For
-   first-order values to_v = (y - mu) D^T, where D is the gradient of C. */
+/* Adds the gradients of n keys of one block through weights and cluster sums. z - centre = (y - mu) root +
+   mean_offset. For first-order values dv_chunk = (y - mu) D^T, where D is the gradient of C. */
 static void write_key_gradients(Head *e, int64_t start, int n) {
     const int dp = e->dp, lv = e->lv, slope = e->c->first_order;
     const float *mu = e->keys + e->n * dp;

@@ -1,37 +1,39 @@
-/* Backward pass of causal_forward.c, with stored retrieved keys and log-sums.
+/* Backward pass of causal_forward.c. The forward pass stores retrieved keys and log-sums.
 
-   A first sweep repeats the past. It stores the clusters at the end of each epoch, and tau of each block, which
-   would lose precision by subtraction. A second sweep visits the blocks in reverse order. Keys leave their clusters
-   again, and receive the gradients of means and sums, dy_j = dmu / N and dv_j = dV, of all later blocks. With G =
-   [g, -g.out], the gradient of a logit is its weight times G.[v, 1]. */
+   The first sweep recomputes the clusters, block by block. It stores the cluster sums at the end of each epoch, and
+   tau of each block, because recovering tau by subtraction would lose precision. The second sweep visits the blocks in
+   reverse order. It removes the keys of each block from their clusters, and adds to these keys the gradients of means
+   and sums of all later blocks: dy_j = dmu / N and dv_j = dV. Let G = [g, -g.out]. The gradient of a logit is its
+   weight times G.[v, 1]. */
 
 #include "near_far.h"
 
-enum { SUMS = 3 };                                     /* of clusters */
+enum { SUMS = 3 };  /* arrays of cluster sums: ysum, values, mass */
 
 /* State at the end of an epoch. */
 typedef struct {
-    int32_t *cluster, *heavy;                            /* (S), (n): cluster of each key; positions, -1 for missing
-                                                            ones */
-    float *sums;                                       /* ysum, values, mass of the clusters */
-    int64_t renewal;                                     /* position of its renewal */
+    int32_t *cluster, *heavy;      /* (S): cluster of each key; (n): positions of heavy hitters, -1 if missing */
+    float *sums;                   /* ysum, values and mass of the clusters */
+    int64_t renewal;               /* position of the renewal that starts the epoch */
     int K;
 } EpochEnd;
 
 /* A head in the backward pass. */
 typedef struct {
     Past h;
-    EpochEnd *ends;                                         /* of each epoch */
-    int64_t first, count, renewals;                    /* first block, numbers of blocks and of renewals */
-    float *memory, *tau, *dY, *dV;                     /* (blocks, K); (S, dp), (S, lv) */
-    float *dsum, *dvalue_sum, *dmu, *dvalues;                  /* (K, dp), (K, lv): over blocks; (M, dp), (M, lv) */
-    float *A, *B, *Q, *Qt, *G, *Gt, *O;                /* (2 b + M, PIECE) twice, of a piece */
-    float top[PIECE], grad_out[PIECE];                      /* log-sums; g.out */
+    EpochEnd *ends;                        /* of each epoch */
+    int64_t first, count, renewals;        /* first block; numbers of blocks and of renewals */
+    float *memory, *tau, *dY, *dV;         /* all arrays; (count, K); (S, dp), (S, lv) */
+    float *dsum, *dvalue_sum;              /* (K, dp), (K, lv): sums over blocks */
+    float *dmu, *dvalues;                  /* (M, dp), (M, lv): heavy hitters and clusters of one block */
+    float *A, *B;                          /* (2 b + M, PIECE): weights, and gradients of logits */
+    float *Q, *Qt, *G, *Gt, *O;            /* of a piece */
+    float top[PIECE], grad_out[PIECE];     /* log-sums; g.out */
 } Backward;
 
 static void *allocate(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + 64); }
 
-/* Returns the sums of clusters and their sizes. */
+/* Returns the arrays of cluster sums and their sizes. */
 static void cluster_sums(const Past *h, int K, float *sums[SUMS], size_t sizes[SUMS]) {
     const size_t dp = h->dp, lv = h->lv, n = h->n;
     float *each[SUMS] = {h->ysum, h->values + n * lv, h->mass + n};
@@ -56,7 +58,7 @@ static int save_epoch_end(Backward *e) {
     return 1;
 }
 
-/* Restores the sums at an end. */
+/* Restores the cluster sums at the end of an epoch. */
 static void restore_epoch_end(Backward *e, const EpochEnd *end) {
     Past *h = &e->h;
     const float *from = end->sums;
@@ -66,7 +68,7 @@ static void restore_epoch_end(Backward *e, const EpochEnd *end) {
     for (int i = 0; i < SUMS; from += sizes[i++]) memcpy(sums[i], from, sizeof(float) * sizes[i]);
 }
 
-/* Removes the keys of block t from their clusters. */
+/* Subtracts the keys of block t from the sums of their clusters. */
 static void remove_block(Backward *e, const int32_t *cluster, int64_t t) {
     Past *h = &e->h;
     const int dp = h->dp, lv = h->lv, n = h->n;
@@ -79,7 +81,7 @@ static void remove_block(Backward *e, const int32_t *cluster, int64_t t) {
     }
 }
 
-/* First sweep: repeats the past of all blocks. */
+/* First sweep: recomputes the clusters of all blocks. Returns 0 if out of memory. */
 static int replay_past(Backward *e) {
     Past *h = &e->h;
     const NearFar *c = h->c;
@@ -93,7 +95,7 @@ static int replay_past(Backward *e) {
     return 1;
 }
 
-/* Adds the gradients of the sums to the clustered keys [j, stop). */
+/* Adds the gradients of the cluster sums to keys [j, stop) of clusters. */
 static void add_key_gradients(Backward *e, const int32_t *cluster, int64_t j, int64_t stop) {
     const int d = e->h.d, dp = e->h.dp, lv = e->h.lv;
     for (; j < stop; j++) {
@@ -104,8 +106,8 @@ static void add_key_gradients(Backward *e, const int32_t *cluster, int64_t j, in
     }
 }
 
-/* Recomputes the logits of the keys that R queries have retrieved, in h.k.retrieved, and replaces the logits of
-   clusters (K, ld) by weights of remaining keys relative to top (ld), in base 2. */
+/* Recomputes the logits of the retrieved keys of R queries, in h.work.retrieved. Replaces the logits of clusters
+   (K, ld) by the weights of remaining keys relative to e->top, in base 2. */
 static void recompute_retrieved(Backward *e, const int32_t *cluster, const int32_t *positions, int R, int ld,
                                 float *logits) {
     Past *h = &e->h;
@@ -122,7 +124,7 @@ static void recompute_retrieved(Backward *e, const int32_t *cluster, const int32
     remainder_weights(h, e->top, ld, logits);
 }
 
-/* Backward pass of queries [i, i + R) of block t; cluster (S) gives the clusters of retrieved keys. */
+/* Backward pass of queries [i, i + R) of block t; cluster (S) contains the cluster of each key. */
 static void piece_backward(Backward *e, const int32_t *cluster, int64_t t, int64_t i, int R) {
     Past *h = &e->h;
     const NearFar *c = h->c;
@@ -197,7 +199,7 @@ static void piece_backward(Backward *e, const int32_t *cluster, int64_t t, int64
     }
 }
 
-/* Adds the gradients of a block's cluster means and values to those of the sums. */
+/* Adds the gradients of the cluster sums from the cluster means and values of one block. */
 static void accumulate_sum_gradients(Backward *e) {
     Past *h = &e->h;
     const int d = h->d, dp = h->dp, lv = h->lv, n = h->n;
@@ -254,7 +256,7 @@ static void write_gradients(const Backward *e) {
     }
 }
 
-/* close_back frees the memory, also after a return of 0. */
+/* Returns 0 if out of memory. free_backward frees the memory in both cases. */
 static int init_backward(Backward *e, const NearFar *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = round_up(d), lv = round_up(c->dv), S = c->S, K = c->clusters, M = c->heavy + K;
     const size_t wide = (2 * c->block + M) * PIECE;

@@ -1,14 +1,14 @@
-/* Causal near-far attention of the queries of one call: attend_epoch of nearfar/causal.py in C.
+/* Causal near-far attention of the queries of one call: C version of attend_epoch of nearfar/causal.py.
 
-   One thread processes one key head, block by block. Logits are in base 2. Dense logits have keys as rows and the
-   queries of a piece as columns, as in forward.c; logits of retrieved keys (scores.c) are contiguous for each query. */
+   One thread processes one key head, block by block. Logits are in base 2. Dense logits have keys as rows and queries
+   as columns, as in forward.c. Logits of retrieved keys (scores.c) are contiguous for each query. */
 
 #include "near_far.h"
 
-/* ---- Rest of the clusters after retrieval ----
+/* ---- Remaining keys: keys of clusters that a query does not retrieve ----
 
-   Logits of a cluster are modelled as normal, with the logit mu of its mean and standard deviation sd. Remaining keys
-   lie below `threshold`. With t = (threshold - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u), each of them
+   The logits of a cluster are modelled as normal, with mean mu and standard deviation sd. Remaining keys have logits
+   below `threshold`. Let t = (threshold - mu) / sd, a = t - sd and mills(u) = e^(u^2 / 2) Phi(-u). Each remaining key
    has the weight
 
        e^threshold mills(-a) / mills(-t)               where t <= 0,
@@ -17,8 +17,8 @@
 
    No large numbers cancel, and no weight exceeds e^threshold, up to rounding. */
 
-/* For u >= 0, with relative error 3e-7: the Chebyshev fit of erfc in Numerical Recipes (6.2), without its factor
-   e^(-u^2 / 2). */
+/* mills(u) for u >= 0, with relative error 3e-7: the Chebyshev fit of erfc in Numerical Recipes (6.2), without the
+   factor e^(-u^2 / 2). */
 INLINE vec mills_ratio(vec u) {
     const vec t = 1.0f / (1.0f + 0.353553391f * u);
     vec p = 0.17087277f * t - 0.82215223f;
@@ -35,7 +35,7 @@ INLINE vec mills_ratio(vec u) {
 
 INLINE vec abs_vec(vec u) { return blend(u < 0.0f, -u, u); }
 
-/* Phi(u), for u < 0 without its factor e^(-u^2 / 2); half is u^2 / 2 in base 2. */
+/* Phi(u), for u < 0 without the factor e^(-u^2 / 2). half = u^2 / 2 in base 2. */
 INLINE vec normal_cdf(vec u, vec half) {
     const vec tail = mills_ratio(abs_vec(u));
     return blend(u < 0.0f, tail, 1.0f - exp2_vec(-half) * tail);
@@ -80,7 +80,7 @@ void remainder_weights(const Past *h, const float *top, int ld, float *logits) {
     }
 }
 
-/* ---- Rows at given positions ---- */
+/* ---- Dot products and sums of rows at a list of positions ---- */
 
 #if defined(__AVX512F__)
 enum { SUM_VECTORS = 8 };
@@ -107,7 +107,7 @@ INLINE void reduce_sums(const vec *sum, float *to) {
 }
 #endif
 
-/* Computes the products of a vector (dp) with the rows at n ascending positions, in `to` (n, with room for 8 more). */
+/* Computes the dot products of a vector (dp) with the rows at n ascending positions. `to` has n + 8 elements. */
 static void gather_dots(const float *Y, const int32_t *positions, int n, const float *with, int dp, float *to) {
     for (int i = 0; i < n; i += SUM_VECTORS) {
         const float *rows[SUM_VECTORS];
@@ -152,8 +152,8 @@ static void gather_sum(const float *rows, int ld, const float *weight, const int
     }
 }
 
-/* Replaces the logits of clusters (K, ld) by the weight of each remaining key. Raises `top` of the next R queries to
-   the logits of their retrieved keys. */
+/* Replaces the logits of clusters (K, ld) by the weight of each remaining key, for the next R queries. Includes the
+   logits of their retrieved keys in the maxima `top`. */
 static void compute_remainder(Past *h, int R, float *top, float *logits) {
     Work *w = &h->work;
     const int ld = round_up(R);
@@ -167,8 +167,8 @@ static void compute_remainder(Past *h, int R, float *top, float *logits) {
     remainder_weights(h, top, ld, logits);
 }
 
-/* Computes the weights of the keys that the next R queries retrieve, minus the weight `left` (K, ld) of a remaining
-   key of the same cluster. */
+/* Computes the weights of the retrieved keys of the next R queries, minus the weight (K, ld) of a remaining key of the
+   same cluster, which the cluster sum includes. */
 static void compute_retrieved_weights(Past *h, int R, const float *cluster_weights) {
     Work *w = &h->work;
     const int ld = round_up(R);
@@ -185,8 +185,8 @@ static void compute_retrieved_weights(Past *h, int R, const float *cluster_weigh
     }
 }
 
-/* Calls `each` for the retrieved keys [from, to) of every query, range of positions by range, so that keys are read
-   from memory once for all queries. */
+/* Calls `body` for the retrieved keys [from, to) of each query, one range of positions after the other. Each key is
+   thus read from memory once for all queries. */
 INLINE void for_key_ranges(Past *h, void (*body)(Past *h, int r, int from, int to), int row) {
     Work *w = &h->work;
     const int64_t step = CACHE_FLOATS / row, last = w->query[w->query_count - 1].far;
@@ -214,8 +214,8 @@ static void add_retrieved_values(Past *h, int r, int from, int to) {
                h->work.O + r * h->lv);
 }
 
-/* Computes the outputs of the next R queries in O, without the values of retrieved keys, whose weights are then in
-   `retrieved`. Total weights are in `scale`, and the logs of their reference in `top`. */
+/* Computes the outputs of the next R queries in O, without the values of retrieved keys. Writes the weights of
+   retrieved keys to `retrieved`, total weights to `scale`, and maximum logits to `top`. */
 static void attend_piece(Past *h, int R) {
     Work *w = &h->work;
     const Query *query = w->query + w->finished;
@@ -226,7 +226,7 @@ static void attend_piece(Past *h, int R) {
     matmul(FULL, near, ld, h->d, h->Y + h->near * h->dp, h->dp, 1, w->Qt, ld, w->A, ld, 0);
     float *shared = w->A + near * ld;
     matmul(FULL, M, ld, h->d, h->shared, h->dp, 1, w->Qt, ld, shared, ld, 0);
-    int64_t first = query[0].j;                                     /* all queries see keys up to this position */
+    int64_t first = query[0].j;                                     /* all queries attend to keys up to here */
     for (int r = 1; r < R; r++) first = min64(first, query[r].j);
     for (int64_t j = h->near; j < h->stop; j++)
         for (int r = 0; r < R && (j > first || !unmasked(h, j)); r++)
@@ -259,7 +259,7 @@ static void attend_piece(Past *h, int R) {
 
 /* ---- All queries ---- */
 
-/* First query of block t, and the number of queries. */
+/* First query of block t, and number of queries of block t. */
 INLINE int64_t first_query(const NearFar *c, int64_t t) {
     return t * c->block > c->S - c->L ? t * c->block : c->S - c->L;
 }
@@ -274,7 +274,7 @@ static float *output_ptr(const Past *h, const Query *query) {
     return head_ptr(h->c->out, h->z, query->g) + (query->j - h->c->S + h->c->L) * h->c->out.token;
 }
 
-/* Prepares up to AHEAD queries from the i-th of block t on, also of the next blocks with the same heavy hitters. */
+/* Prepares up to PREFETCH queries, from query i of block t up to the last block before the next renewal. */
 static void prepare_queries(Past *h, int64_t t, int64_t i) {
     const NearFar *c = h->c;
     const int dp = h->dp;
@@ -303,7 +303,7 @@ static void prepare_queries(Past *h, int64_t t, int64_t i) {
     for_key_ranges(h, compute_retrieved_logits, dp);
 }
 
-/* Writes the outputs of all queries prepared ahead. */
+/* Writes the outputs of all prepared queries. */
 static void write_outputs(Past *h) {
     const NearFar *c = h->c;
     Work *w = &h->work;
@@ -320,7 +320,7 @@ static void write_outputs(Past *h) {
     }
 }
 
-/* Processes the queries of block t among the last L, with the past of that block. */
+/* Processes the queries of block t. The past `h` must be at block t. */
 static void attend_block(Past *h, int64_t t) {
     const NearFar *c = h->c;
     Work *w = &h->work;

@@ -1,6 +1,6 @@
-/* Metric of keys, heavy hitters and clusters: KeyMetric.of and Choice.of of nearfar/choice.py in C.
+/* Metric of keys, heavy hitters and clusters: C version of KeyMetric.of and Choice.of of nearfar/choice.py.
 
-   Keys in z are stored in transposed chunks of 64 tokens, so that distances to centres are products with few rows. */
+   Transposed chunks of 64 tokens store the keys in z: distances to centres are then matrix products with few rows. */
 
 #include "near_far.h"
 
@@ -9,7 +9,7 @@ typedef struct {
     int64_t z, chunks;
     int d, dp, K, n;
     const uint8_t *keep;              /* (S), or null */
-    float *X, *Xt, *root;             /* (CHUNK, dp), (dp, CHUNK): vectors of a chunk; root (d, dp) */
+    float *X, *Xt, *root;             /* (CHUNK, dp), (dp, CHUNK): vectors of a chunk; (d, dp) */
     float *Z, *dots;                  /* (chunks, dp, CHUNK), (K or PICKS, CHUNK) */
     float *moments, *sums, *centres;  /* (d, dp), (K, dp), (K, dp) */
     float *root_double;                      /* (d, d), of doubles */
@@ -35,7 +35,7 @@ INLINE int chunk_tokens(const Selection *e, int64_t t) { return e->c->S - t < CH
 
 /* ---- Metric of keys ---- */
 
-/* Computes the mean over the heads g of a tensor, in `to` (d). */
+/* Computes the mean of a tensor over tokens and heads, in `to` (d). */
 static void compute_mean(Selection *e, View t, int64_t heads, float *to) {
     double total[e->dp];
     int64_t count = 0;
@@ -55,9 +55,8 @@ static void compute_mean(Selection *e, View t, int64_t heads, float *to) {
     for (int p = 0; p < e->d; p++) to[p] = (float)(e->c->factor * total[p] / (count ? count : 1));
 }
 
-/* Cholesky factor of a matrix (d, dp) whose lower part is given; L (d, d) is scratch. A pivot below half of the
-   ridge is only rounding error, and so is its column. The pivot then becomes the ridge, and the rest of the column
-   0. */
+/* Computes the Cholesky factor of a matrix (d, dp) from its lower triangle. L (d, d) is scratch. A pivot below half of
+   the ridge, and its column, consist of rounding error: the pivot becomes the ridge, and the column 0. */
 static void cholesky(int d, int dp, const float *from, double ridge, double *L, float *to) {
     for (int j = 0; j < d; j++) {
         double pivot = from[j * dp + j] + ridge;
@@ -137,7 +136,7 @@ static void transform_keys(Selection *e) {
 
 /* ---- Clusters ---- */
 
-/* Computes the weights u of the pool's keys, relative to the largest, and their logs. */
+/* Computes the weights u of the clustered keys, relative to the largest weight, and log u. */
 static void compute_weights(Selection *e) {
     const uint8_t *pool = e->c->pool + e->z * e->c->S;
     const int64_t tokens = e->chunks * CHUNK;
@@ -150,7 +149,7 @@ static void compute_weights(Selection *e) {
     for (int64_t j = 0; j < tokens; j += LANES) AT(e->u + j) = exp2_vec(AT(e->log_u + j) - top);
 }
 
-/* Makes the weighted mean of z the first centre. */
+/* Sets the first centre to the weighted mean of z. */
 static void set_first_centre(Selection *e) {
     vec sums[e->d], all = {0};
     memset(sums, 0, sizeof sums);
@@ -164,7 +163,7 @@ static void set_first_centre(Selection *e) {
     for (int p = 0; p < e->d; p++) e->centres[p] = reduce_sum(sums[p]) / (mass > LEAST ? mass : LEAST);
 }
 
-/* Computes the offsets |c|^2 of centres [first, first + m). */
+/* Computes |c|^2 of centres [first, first + m). */
 static void compute_centre_squares(Selection *e, int first, int m) {
     for (int k = first; k < first + m; k++) {
         float square = 0;
@@ -187,6 +186,7 @@ static int same_key(const Selection *e, int64_t i, int64_t j) {
     return distance <= SAME * e->square[j];
 }
 
+/* Inserts a key into the list `best`, unless the list contains an equal key. */
 static void insert_farthest(const Selection *e, Farthest *best, int limit, float value, int64_t key) {
     if (!(value > -INFINITY) || (best->count == limit && !(value > best->value[limit - 1]))) return;
     for (int i = 0; i < best->count; i++)
@@ -200,8 +200,8 @@ static void insert_farthest(const Selection *e, Farthest *best, int limit, float
     best->key[i] = key;
 }
 
-/* Lowers the squared distances D by those to centres [first, first + m), or initializes them. Returns the keys with
-   the largest u D, the first of equal keys. */
+/* Updates the squared distances D of keys to the nearest centre with centres [first, first + m). `begin` initializes
+   D. Returns the keys with the largest u D; of equal keys, the first. */
 static Farthest farthest_keys(Selection *e, int first, int m, int begin, int limit) {
     Farthest best = {0};
     compute_centre_squares(e, first, m);
@@ -211,7 +211,7 @@ static Farthest farthest_keys(Selection *e, int first, int m, int begin, int lim
             vec near = e->centre_square[first] - 2.0f * AT(e->dots + j), zero = {0};
             for (int k = 1; k < m; k++)
                 near = minimum(near, e->centre_square[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
-            /* at first a key equal to the mean comes last */
+            /* a key equal to the mean ranks last */
             const vec square = AT(e->square + t + j), none = zero + (begin ? LEAST : 0);
             near = blend(near + square > SAME * square, near + square, none);
             vec D = AT(e->D + t + j) = begin ? near : minimum(near, AT(e->D + t + j));
@@ -228,7 +228,7 @@ static void select_centres(Selection *e) {
     for (int count = 0, first = 0, m = 1; count < e->K;) {
         const int limit = e->K - count < PICKS ? e->K - count : PICKS;
         Farthest best = farthest_keys(e, first, m, count == 0, limit);
-        for (int i = 0; i < limit; i++) {  /* missing if there are fewer different keys than clusters */
+        for (int i = 0; i < limit; i++) {  /* fewer different keys than clusters: no key */
             float *centre = e->centres + (count + i) * e->dp;
             if (i >= best.count) {
                 for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = AWAY;  /* the first centre is the mean */
@@ -270,7 +270,7 @@ static void assign_clusters(Selection *e) {
     }
 }
 
-/* One step of Lloyd's algorithm: moves centres to the weighted means of their keys. */
+/* One step of Lloyd's algorithm: sets each centre to the weighted mean of its keys. */
 static void lloyd_step(Selection *e) {
     const NearFar *c = e->c;
     const int64_t *cluster = c->cluster + e->z * c->S;
@@ -294,7 +294,7 @@ static void lloyd_step(Selection *e) {
 
 static void cluster_head(Selection *e) {
     const NearFar *c = e->c;
-    if (c->cross) load_root(e);          /* the metric is given */
+    if (c->cross) load_root(e);          /* the caller sets the metric */
     else fit_metric(e);
     if (e->error) return;
     transform_keys(e);

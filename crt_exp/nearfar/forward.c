@@ -1,7 +1,7 @@
-/* Bidirectional and cross near-far attention: Both.attend of nearfar/both_directions.py in C.
+/* Bidirectional and cross near-far attention: C version of Both.attend of nearfar/both_directions.py.
 
-   Logits have keys as rows and the queries of a block as columns, so that keys and values need no transposition and
-   a softmax runs down the columns. For the sets, a key has the weight N e^logit and adds V e^logit. */
+   Logits have keys as rows and queries as columns: keys and values then need no transposition, and the softmax runs
+   over columns. A cluster has the weight N e^logit and adds V e^logit to the output. */
 
 #include "near_far.h"
 
@@ -66,8 +66,8 @@ static void add_block_to_state(const Head *e, int64_t s, float *state) {
     }
 }
 
-/* Computes the states behind the last block of each segment, and that of all blocks. Sums are only added, never
-   subtracted from a total: they stay exactly 0 without keys, and large terms of near blocks leave no rounding error. */
+/* Computes the state of the blocks after each segment, and the state of all blocks. Only additions are used: an empty
+   state stays exactly 0, and subtracting large terms of near blocks would leave rounding errors. */
 static void compute_checkpoints(Head *e) {
     const size_t state = e->K * e->lv, size = sizeof(float) * state;
     memset(e->state_before, 0, size);
@@ -79,7 +79,7 @@ static void compute_checkpoints(Head *e) {
     }
 }
 
-/* Computes the states behind each block of segment g. */
+/* Computes the states of the far blocks after each block of segment g. */
 static void compute_segment_states(Head *e, int64_t g) {
     const int64_t state = e->K * e->lv, first = g * e->T, last = min64(first + e->T, e->N) - 1;
     float *after = e->state_after + (last - first) * state;
@@ -90,7 +90,7 @@ static void compute_segment_states(Head *e, int64_t g) {
     }
 }
 
-/* Computes the cluster weights of block t from its far keys: masses N and powers of two above them. */
+/* Computes values, masses N and mass exponents of clusters from the far keys of block t. */
 static void load_block_states(Head *e, int64_t t) {
     const int64_t state = e->K * e->lv;
     float *to = e->values + e->n * e->lv;
@@ -106,7 +106,7 @@ static void load_block_states(Head *e, int64_t t) {
 
 /* ---- Sums over the keys of a cluster ---- */
 
-/* Loads keys [start, start + n) as y (0 outside the pool) and as z minus the centres of their clusters. */
+/* Loads keys [start, start + n): y (0 outside the pool), and the residuals z - centre. */
 static void load_residuals(Head *e, int64_t start, int n) {
     load_rows(e->c->y, e->z, 0, start, n, e->d, e->c->factor, e->shift, e->pool, e->y, e->dp);
     matmul(FULL, n, e->d, e->d, e->y, e->dp, 1, e->root, e->dp, e->residual, e->dp, 0);
@@ -132,7 +132,7 @@ static void compute_levels(Head *e, float *level) {
         if (level[k] == -INFINITY) level[k] = 0;
 }
 
-/* Computes e^(level - highest level of nonempty clusters), which makes weights u of different clusters comparable. */
+/* Computes e^(level - highest level of nonempty clusters). This factor makes u comparable between clusters. */
 static void compute_weights(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float highest = -INFINITY;
@@ -234,7 +234,7 @@ static void compute_slope(Head *e) {
 
 /* ---- Queries ---- */
 
-/* Loads block s, if it exists, into the window in place of block s - 3. */
+/* Replaces block s - 3 of the window by block s. A missing block is masked. */
 static void load_block(Head *e, int64_t s) {
     const NearFar *c = e->c;
     const int64_t row = (s + 3) % 3 * e->b, start = s * e->b;
@@ -308,7 +308,7 @@ static void attend_queries(Head *e, const Block *at, int i, int R) {
     matmul(FULL, R, dv, e->M, e->A + at->near * ld, 1, ld, e->values, lv, e->O, lv, at->near > 0);
     for (int j = 0; j < ld; j += LANES) {
         const vec all = AT(e->scale + j);
-        AT(e->scale + j) = blend(all > 0.0f, 1.0f / all, (vec){0});    /* in cross-attention a query may see no key */
+        AT(e->scale + j) = blend(all > 0.0f, 1.0f / all, (vec){0});    /* cross-attention: possibly no key */
         AT(e->cluster_share + j) *= AT(e->scale + j);
     }
     if (e->c->first_order) matmul(FULL, R, dv, e->d, e->X, e->dp, 1, e->slopeT, lv, e->P, lv, 0);
@@ -346,7 +346,7 @@ int for_each_head(const NearFar *c, int backward, void (*body)(Head *e)) {
             else bad = NO_MEMORY;
         }
         restore_float_mode(mode);
-        trim_scratch();      /* after the last head: fresh memory for each head is slower */
+        trim_scratch();      /* once, because new memory for each head is slower */
     }
     return bad;
 }

@@ -1,6 +1,6 @@
-/* State of a head's past, between blocks and decoding steps: Epoch of nearfar/causal.py in C.
+/* Clusters and heavy hitters of the past of a head, block by block: C version of Epoch of nearfar/causal.py.
 
-   Heavy hitters, masked and near keys have cluster -1. */
+   Decoding stores this state between calls. Heavy hitters, masked keys and near keys have cluster -1. */
 
 #include "near_far.h"
 
@@ -20,7 +20,7 @@ size_t assign_buffers(const Buffer *buffers, size_t number, float *at) {
     return count;
 }
 
-/* Places the data that last between blocks in `memory`, unless it is null. Returns their size. */
+/* Assigns `memory`, unless null, to the decoding state. Returns the number of floats. */
 static size_t assign_state(Past *h, const NearFar *c, float *memory) {
     const size_t d = c->d, dp = round_up(d), lv = round_up(c->dv), S = c->room;
     const size_t n = c->heavy, K = c->clusters, M = n + K;
@@ -60,8 +60,7 @@ static size_t assign_scratch(Past *h, const NearFar *c, float *memory) {
 
 int64_t near_far_causal_size(const NearFar *c) { return assign_state(&(Past){0}, c, NULL); }
 
-/* Allocates memory for one head at a time, or returns null. Huge pages, where available, reduce the cost of
-   scattered reads and of first use. */
+/* Allocates memory for one head at a time, or returns null. Huge pages make scattered reads and first use faster. */
 static float *allocate_past(const NearFar *c) {
     Past h = {0};
     const size_t size = c->kept ? 0 : assign_state(&h, c, NULL), page = 1 << 21;
@@ -105,8 +104,8 @@ static void load_past(Past *h) {
 
 /* ---- Clusters ---- */
 
-/* Adds keys [j, j + m), m <= CHUNK, whose z is in X, to the sums of their nearest centres. X then holds z minus the
-   centre, whose squares stay precise for similar keys. */
+/* Adds keys [j, j + m), m <= CHUNK, with z in X, to the sums of their nearest centres. Replaces X by z - centre, whose
+   squares are precise even if all keys are similar. */
 static void add_to_clusters(Past *h, int64_t j, int m) {
     const int dp = h->dp, lv = h->lv, n = h->n;
     int32_t nearest[CHUNK];
@@ -130,7 +129,7 @@ static void add_to_clusters(Past *h, int64_t j, int m) {
     }
 }
 
-/* Computes z of keys [j, j + m), m <= CHUNK, in X; 0 for masked keys. */
+/* Computes z of keys [j, j + m), m <= CHUNK, in X. Rows of masked keys are 0. */
 static void transform_keys(Past *h, int64_t j, int m) {
     const int d = h->d, dp = h->dp;
     for (int i = 0; i < m; i++)
@@ -154,7 +153,7 @@ void pack_keys(Past *h, int64_t stop) {
     h->packed = stop > h->packed ? stop : h->packed;
 }
 
-/* Makes the keys of block t far: computes |z|^2 and, with `joins`, adds them to clusters. */
+/* Computes |z|^2 of the keys of block t. With `add`, adds the keys to clusters. */
 static void transform_block(Past *h, int64_t t, int add) {
     for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {
         const int m = stop - j < CHUNK ? stop - j : CHUNK;
@@ -194,8 +193,7 @@ static void select_past_heavy_hitters(Past *h, int64_t far) {
     load_heavy(h, heavy, h->shared, h->values, h->mass);
 }
 
-/* Renewal at block t: chooses heavy hitters and clusters from the keys before its window. Returns 0 if out of
-   memory. */
+/* Selects heavy hitters and clusters from the keys before the window of block t. Returns 0 if out of memory. */
 static int renew_clusters(Past *h, int64_t t) {
     const NearFar *c = h->c;
     const int64_t far = (t - 1) * c->block, many = DRAWN * c->clusters, step = far > many ? far / many : 1;

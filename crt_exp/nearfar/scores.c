@@ -1,8 +1,8 @@
 /* Keys with the largest scores: heavy hitters of a sequence, and retrieved keys (nearfar/retrieval.py).
 
-   Many queries score a key together, so that it is read from memory once. Each query keeps the keys above a
-   threshold that rises as keys are added. A part of the keys sets the first threshold; a query that keeps too few
-   keys scores all of them again. */
+   A key is scored for many queries at once and thus read from memory once. Each query stores the keys above a
+   threshold, which rises as keys are added. A sample of the keys sets the first threshold. A query that stores too few
+   keys scores all keys again without that threshold. */
 
 #include "near_far.h"
 
@@ -12,7 +12,7 @@ INLINE int ranks_below(const float *score, int64_t a, int64_t b) {
     return score[a] < score[b] || (score[a] == score[b] && a > b);
 }
 
-/* Restores the heap property at position i. The root has the lowest score, of equal scores the last. */
+/* Restores the heap property at position i. The root has the lowest score; of equal scores, the last position. */
 static void sift_down(const float *score, int64_t *heap, int n, int i) {
     for (int child; (child = 2 * i + 1) < n; i = child) {
         if (child + 1 < n && ranks_below(score, heap[child + 1], heap[child])) child++;
@@ -43,7 +43,7 @@ void select_heavy_hitters(const NearFar *c, int64_t z, const float *score) {
 
 typedef int32_t unaligned_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* ---- 8-bit scores: products of queries with all keys of the past, as integers ---- */
+/* ---- 8-bit scores: integer dot products of queries with all keys of the past ---- */
 
 /* 0, 1, 2, ... */
 INLINE ivec lane_numbers(void) {
@@ -53,8 +53,8 @@ INLINE ivec lane_numbers(void) {
     return lane;
 }
 
-/* Applies signs, then (a + b, a - b) to columns `half` apart, within vectors and between them. All steps are
-   elementwise, in the order of retrieval.py. */
+/* Multiplies by random signs, then by Hadamard matrices: (a + b, a - b) for columns at distance `half`. The order of
+   operations is that of retrieval.py. */
 static void rotate(const float *from, int dp, float *x) {
     const int period = dp & -dp;
     const ivec lane = lane_numbers();
@@ -72,8 +72,8 @@ static void rotate(const float *from, int dp, float *x) {
             }
 }
 
-/* Halves are rounded away from 0, by truncating the doubled number. Nothing is added to a product, because some
-   processors fuse the two without rounding between. */
+/* Truncating the doubled number rounds halves away from 0. Adding 0.5 to a product instead would depend on whether the
+   processor fuses multiplication and addition. */
 float quantize(const float *from, int dp, int8_t *to) {
     float rotated[dp];
     rotate(from, dp, rotated);
@@ -90,10 +90,10 @@ float quantize(const float *from, int dp, int8_t *to) {
 typedef uint32_t unaligned_uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define UVEC_AT(p) (*(const unaligned_uvec *)(p))
 
-/* Packs numbers 0 and 2, or 1 and 3, of a query's four into 16 bits each. */
+/* Packs two numbers of a query into 16 bits each. */
 INLINE uint32_t pack_pair(int32_t low, int32_t high) { return ((uint32_t)low & 0xffff) | (uint32_t)high << 16; }
 
-/* sum + products of four numbers of keys with four of a query. */
+/* sum + dot products of four numbers of each key with four numbers of a query. */
 INLINE ivec add_dot4(ivec sum, uvec keys, uint32_t query) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32((int)query));
@@ -115,7 +115,7 @@ INLINE ivec add_dot4(ivec sum, uvec keys, uint32_t query) {
 #endif
 }
 
-enum { KEY_VECTORS = LANES == 16 ? 4 : 2, QUERY_ROWS = 4 };        /* vectors of keys and queries processed together */
+enum { KEY_VECTORS = LANES == 16 ? 4 : 2, QUERY_ROWS = 4 };        /* register tile of scores */
 
 INLINE void score_tile(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
                        const int32_t *bias, int32_t *to) {
@@ -151,7 +151,7 @@ void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const
     }
 }
 
-/* ---- The largest of many scores ---- */
+/* ---- Selection of the largest scores ---- */
 
 INLINE int count_above(const float *value, int n, float threshold) {
     int count = 0, i = 0;
@@ -167,7 +167,7 @@ INLINE int count_above(const float *value, int n, float threshold) {
 /* Slightly less than x, even if x is 0 and denormal numbers count as 0. */
 INLINE float slightly_below(float x) { return x - fabsf(x) * 1e-6f - 1e-37f; }
 
-/* Finds the least and largest of n numbers, and estimates what k of them exceed from a normal distribution. */
+/* Finds minimum and maximum of n numbers. Estimates a threshold that k numbers exceed, from a normal distribution. */
 static float estimate_threshold(const float *value, int n, int k, float *min, float *max) {
     vec sums = {0}, squares = {0}, low = {0}, high = {0};
     int i = 0;
@@ -180,13 +180,13 @@ static float estimate_threshold(const float *value, int n, int k, float *min, fl
     const float count = i > 0 ? i : 1, mean = reduce_sum(sums) / count;
     const float variance = reduce_sum(squares) / count - mean * mean;
     for (; i < n; i++) *min = value[i] < *min ? value[i] : *min, *max = value[i] > *max ? value[i] : *max;
-    const float part = (float)k / n, t = sqrtf(-2 * logf(part < 0.5f ? part : 1 - part));
+    const float share = (float)k / n, t = sqrtf(-2 * logf(share < 0.5f ? share : 1 - share));
     const float quantile = t - (2.30753f + 0.27061f * t) / (1 + t * (0.99229f + 0.04481f * t));    /* Hastings */
-    return mean + sqrtf(variance > 0 ? variance : 0) * (part < 0.5f ? quantile : -quantile);
+    return mean + sqrtf(variance > 0 ? variance : 0) * (share < 0.5f ? quantile : -quantile);
 }
 
-/* Returns a threshold that k to `most` of n > k finite numbers exceed. If ties prevent that, returns the largest
-   number that fewer than k exceed and k reach. */
+/* Returns a threshold that at least k and at most `most` of n > k finite numbers exceed. If ties prevent that, returns
+   the number that is the k-th largest. */
 static float find_threshold(const float *value, int n, int k, int most) {
     float low, high, threshold = estimate_threshold(value, n, k, &low, &high);
     low = slightly_below(low);
@@ -202,8 +202,8 @@ static float find_threshold(const float *value, int n, int k, int most) {
     }
 }
 
-/* Keeps the scores above a threshold that k of them exceed. If ties prevent that, keeps k scores that reach it, the
-   first of equal ones. */
+/* Removes the scores that do not exceed the threshold. If fewer than k scores exceed the threshold, the first scores
+   equal to the threshold remain, k scores in all. */
 static void prune(TopScores *scores, float threshold, int k) {
     float *value = scores->value;
     int32_t *position = scores->position;
@@ -229,17 +229,17 @@ static void prune(TopScores *scores, float threshold, int k) {
 
 /* ---- Retrieved keys of each query ---- */
 
-/* One of SHARE panels sets the first threshold, if these panels hold as many keys as are retrieved. It lets through
-   SURELY standard deviations more than expected. CACHED keys fit the cache. */
+/* A sample of one in SAMPLE_STRIDE panels sets the first threshold, if the sample has enough keys. The expected number
+   of sampled keys above the threshold is raised by SAMPLE_SIGMAS standard deviations. CACHE_KEYS keys fit the cache. */
 enum { SAMPLE_STRIDE = 16, SAMPLE_SIGMAS = 3, CACHE_KEYS = 32 * SCORE_KEYS };
 
-/* Number of scores above which the threshold is raised. */
+/* Number of stored scores above which the threshold rises. */
 INLINE int max_scores(int64_t open) { return (int)(4 * open > SCORE_KEYS ? 4 * open : SCORE_KEYS); }
 
 size_t top_scores_size(int64_t open) { return max_scores(open) + SCORE_KEYS + 2 * PAD; }
 
-/* Adds those of n clustered keys whose logits, over the step of the query, exceed the threshold. The first key is at
-   position j, and successive panels are `share` panels apart. */
+/* Appends those of n keys whose score exceeds the threshold. A score is the logit divided by the step of the query;
+   NaN excludes keys outside clusters. The first key has position j, and successive panels are `stride` panels apart. */
 INLINE void append_above(const Past *h, const int32_t *scores, int64_t j, int n, int stride, TopScores *top) {
     const float *valid_step = h->valid_step + j;
     float *value = top->value;
@@ -266,8 +266,8 @@ INLINE void append_above(const Past *h, const int32_t *scores, int64_t j, int n,
     top->n = count;
 }
 
-/* Up to AT_ONCE queries from the i-th on score n keys from position j, in every `share`-th panel, if the keys are
-   far from them. Each query keeps at least its k best. */
+/* Scores n keys from position j, in every `stride`-th panel, for queries [i, i + R), R <= SCORE_QUERIES. Each query
+   stores at least the k largest scores of its far keys. */
 static void score_queries(Past *h, int i, int R, int64_t j, int64_t n, int stride, int k) {
     Work *w = &h->work;
     const int64_t panel = PANEL * h->dp;
@@ -284,14 +284,14 @@ static void score_queries(Past *h, int i, int R, int64_t j, int64_t n, int strid
     }
 }
 
-/* Scores queries [r, stop), some keys at a time: these and the scores of few queries stay in the cache. */
+/* Scores keys for queries [r, stop), CACHE_KEYS keys at a time, so that keys and scores stay in the cache. */
 static void score_range(Past *h, int r, int stop, int64_t j, int64_t n, int stride, int k) {
     for (; n > 0; j += CACHE_KEYS * stride, n -= CACHE_KEYS)
         for (int i = r; i < stop; i += SCORE_QUERIES)
             score_queries(h, i, (int)min64(SCORE_QUERIES, stop - i), j, min64(CACHE_KEYS, n), stride, k);
 }
 
-/* Sets the first thresholds from some panels, low enough that most likely `open` keys of all exceed them. */
+/* Sets the first thresholds from a sample of panels: most likely, at least `open` keys exceed the threshold. */
 static void sample_thresholds(Past *h, int64_t open) {
     const float expected = (float)open / SAMPLE_STRIDE;
     const int k = (int)(expected + SAMPLE_SIGMAS * sqrtf(expected)) + 1;
@@ -313,7 +313,7 @@ void retrieve_keys(Past *h, int open) {
     score_range(h, 0, w->query_count, 0, far, 1, open);
     for (int r = 0; r < w->query_count; r++) {
         TopScores *top = &w->top_scores[r];
-        if (top->n < open && top->threshold > HIDDEN) {           /* the first threshold was too high */
+        if (top->n < open && top->threshold > HIDDEN) {           /* the sampled threshold is too high */
             top->n = 0, top->threshold = HIDDEN;
             score_range(h, r, r + 1, 0, w->query[r].far, 1, open);
         }

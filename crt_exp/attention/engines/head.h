@@ -1,7 +1,8 @@
 /* One head of attention with positive exponential features, on one thread: memory, vectors and features.
 
-   Logs are in base 2. Maxima are subtracted exactly: for queries the maximum of a row, for keys a running maximum of
-   each feature, `ref`. A sum relative to an older ref is multiplied by exp2(old - new) <= 1.
+   Logs are in base 2. The maximum is subtracted before each exponential. Queries use the maximum of their row. Keys
+   use the running maximum of each feature, `ref`. When `ref` rises, older sums are multiplied by
+   exp2(ref - new_ref) <= 1.
 
    Notation: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and G =
    [g, grad_logsum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, stored as (dv + 1, M); D
@@ -11,9 +12,9 @@
 
 #include "vectors.h"
 
-static const float EMPTY_REF = -1e30f;   /* the reference without keys */
-static const float MAX_SQUARE = 1e29f;  /* bound on squared norms and offsets; beyond it a key would count as absent */
-static const float EMPTY_LOGSUM = 1e30f;  /* log-sum of a row without keys: its features are 0 in the backward pass */
+static const float EMPTY_REF = -1e30f;    /* reference before the first key */
+static const float MAX_SQUARE = 1e29f;    /* bound on squared norms and offsets: a larger key would count as masked */
+static const float EMPTY_LOGSUM = 1e30f;  /* log-sum of a row without keys: the backward pass sets its features to 0 */
 
 typedef struct {
     int64_t B, H, L, S, d, dv, M, segment, threads;
@@ -26,19 +27,19 @@ typedef struct {
 
 typedef struct {
     const Call *c;
-    int64_t b, h, part, parts;              /* part of the head's tokens, if several threads share it */
-    float *partial_sums;                          /* sums of all parts of all heads */
-    int d, dp, dv, dvp, lv, M, Mp, ld;      /* the p-sizes are multiples of PAD */
-    float *w, *w2, *wt;                     /* rows (M, dp) for natural and binary logs; w2 transposed (d, ld) */
-    float *bias;                            /* of queries: twice the bias; -inf for padding features (Mp) */
+    int64_t b, h, part, parts;              /* this thread's part of the tokens; number of parts */
+    float *partial_sums;                          /* of all parts of all heads */
+    int d, dp, dv, dvp, lv, M, Mp, ld;      /* dp, dvp, lv, Mp: rounded up to PAD */
+    float *w, *w2, *wt;                     /* projections (M, dp), natural and binary logs; w2' (d, ld) */
+    float *bias;                            /* (Mp): twice the bias for queries; -inf for padding */
     float *X, *Y, *V, *G, *dx, *dvalues;    /* (CHUNK, dp or lv) */
     float *Yt, *Vt, *A, *dA;                /* (d, CHUNK), (dv + 1, CHUNK), (CHUNK, CHUNK) twice */
     float *Q, *K, *Kt, *D;                  /* (CHUNK, ld); Kt (Mp, CHUNK) */
     float *S, *St, *dS;                     /* (dv + 1, ld), transposed state (Mp, lv), (dv + 1, ld) */
     float *ref, *new_ref, *factor, *offset;   /* (Mp) */
-    float *token_offset, *row_max, *row_sum;                /* (CHUNK) offsets, maxima and sums of tokens */
-    float *dW, *db;                         /* if the map learns: (d, ld) and (Mp) */
-    float *pieces;                          /* pieces of a segment in the causal backward pass */
+    float *token_offset, *row_max, *row_sum;                /* (CHUNK) */
+    float *dW, *db;                         /* (d, ld), (Mp): gradients of learned projections */
+    float *pieces;                          /* of a segment, for the causal backward pass */
     int error;
 } Head;
 
@@ -46,7 +47,7 @@ typedef struct {
     int64_t start, stop;
 } Range;
 
-/* Returns the range of n tokens of this part, in whole chunks. */
+/* Returns this thread's range of n tokens, in whole chunks. */
 static Range part_range(const Head *e, int64_t n) {
     const int64_t chunks = (n + CHUNK - 1) / CHUNK, stop = chunks * (e->part + 1) / e->parts * CHUNK;
     return (Range){chunks * e->part / e->parts * CHUNK, stop < n ? stop : n};
@@ -54,16 +55,16 @@ static Range part_range(const Head *e, int64_t n) {
 
 INLINE float *token_ptr(const Head *e, View t, int64_t token) { return head_ptr(t, e->b, e->h) + token * t.token; }
 
-/* Floats that the backward sweep stores for a piece of `size` tokens: see Piece. */
+/* Number of floats that the causal backward pass stores for a piece of `size` tokens: see Piece. */
 static size_t piece_floats(const Head *e, int size) {
     return ((size_t)(e->dv + 1 + size) * e->ld + 2 * e->Mp + PAD - 1) / PAD * PAD;
 }
 
-/* Allocates scratch memory and packs the directions of head `index` of B x H. Returns 0 if out of memory. */
+/* Allocates scratch memory and loads the projections of head `index` of B x H. Returns 0 if out of memory. */
 static int init_head(Head *e, const Call *c, int64_t index) {
     e->c = c, e->b = index / c->H, e->h = index % c->H, e->error = OK;
     e->d = c->d, e->dp = round_up(c->d), e->dv = c->dv, e->dvp = round_up(c->dv), e->lv = round_up(c->dv + 1);
-    e->M = c->M, e->Mp = round_up(c->M), e->ld = e->Mp + PAD;  /* power-of-two strides would share cache lines */
+    e->M = c->M, e->Mp = round_up(c->M), e->ld = e->Mp + PAD;  /* a power-of-two stride would cause cache conflicts */
     int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
     const int sweeps = c->levels && c->dx.data, learnable = c->dweights.data != NULL;
     const Scratch buffers[] = {
@@ -106,14 +107,14 @@ static void store_tokens(const Head *e, View t, int64_t start, int n, int d, con
 
 static int masked(const Head *e, int64_t key) { return e->c->keep && !e->c->keep[e->b * e->c->S + key]; }
 
-/* Loads X and records whether it is not finite. */
+/* Loads X. Sets `error` if X is not finite. */
 static void load_queries(Head *e, int64_t start, int n) {
     load_tokens(e, e->c->x, start, n, e->d, e->X, e->dp);
     for (int i = 0; i < n; i++)
         if (!(squared_norm(e->X + i * e->dp, e->dp) < MAX_SQUARE)) e->error = NOT_FINITE;
 }
 
-/* Loads Y, V and the offsets -norm_weight |y|^2 in `row`. Masked keys are 0 with offset -inf. */
+/* Loads Y, V and the offsets -norm_weight |y|^2. Masked keys are 0 with offset -inf. */
 static void load_keys(Head *e, int64_t start, int n) {
     load_tokens(e, e->c->y, start, n, e->d, e->Y, e->dp);
     load_tokens(e, e->c->v, start, n, e->dv, e->V, e->lv);
@@ -132,7 +133,7 @@ static void load_keys(Head *e, int64_t start, int n) {
     }
 }
 
-/* G = [g, gradient to the log-sum - g.output]. */
+/* G = [g, gradient of the log-sum - g.output]. */
 static void load_gradients(Head *e, int64_t start, int n) {
     load_tokens(e, e->c->grad, start, n, e->dv, e->G, e->lv);
     for (int i = 0; i < n; i++) {
@@ -147,7 +148,7 @@ static void project(const Head *e, int n, const float *x, float *F) {
     matmul(FULL, n, e->Mp, e->d, x, e->dp, 1, e->wt, e->ld, F, e->ld, 0);
 }
 
-/* fresh = max(ref, logs of the keys K + row). */
+/* new_ref = max(ref, maximum over keys of K + token_offset). */
 static void update_reference(Head *e, int n, const float *ref, float *new_ref) {
     for (int m = 0; m < e->Mp; m += LANES) {
         vec top = AT(ref + m);
@@ -165,25 +166,25 @@ static int rescale_factors(int Mp, const float *from, const float *to, float *fa
     return changed;
 }
 
-/* to = from with columns times factor, (dv + 1, ld). */
+/* Multiplies the columns of a matrix (dv + 1, ld) by `factor`. */
 static void scale_columns(const Head *e, const float *from, const float *factor, float *to) {
     for (int i = 0; i <= e->dv; i++)
         for (int m = 0; m < e->Mp; m += LANES) AT(to + i * e->ld + m) = AT(from + i * e->ld + m) * AT(factor + m);
 }
 
-/* F = exp2(F + row + sign offset), the features of n tokens. */
+/* Features of n tokens: F = exp2(F + token_offset + sign offset). */
 static void exponentiate(const Head *e, int n, float *F, const float *token_offset, const float *offset, float sign) {
     const vec limit = (vec){0} + 127.0f;
     for (int i = 0; i < n; i++) {
         float *f = F + (int64_t)i * e->ld;
         for (int m = 0; m < e->Mp; m += LANES) {
             vec t = AT(f + m) + token_offset[i] + sign * AT(offset + m);
-            AT(f + m) = exp2_vec(minimum(t, limit));  /* t < 84 up to rounding, which grows with the vectors */
+            AT(f + m) = exp2_vec(minimum(t, limit));  /* exact t < 84; rounding grows with the norms */
         }
     }
 }
 
-/* Q = exp2(logs + offset - top), with row maxima in `top` and sum_m Q_m weight_m in `sums` (null: weights 1). */
+/* Features of queries: Q = exp2(logs + offset - row_max), row_sum = sum_m Q_m weight_m (null: weights 1). */
 static void query_features(Head *e, int n, const float *offset, const float *weight) {
     project(e, n, e->X, e->Q);
     for (int i = 0; i < n; i++) {
@@ -203,7 +204,7 @@ static void query_features(Head *e, int n, const float *offset, const float *wei
     }
 }
 
-/* Adds the gradients of directions and bias from n tokens t (n, dp); D is the gradient of their logs. */
+/* Adds the gradients of projections and bias from n tokens t (n, dp). D is the gradient of their log features. */
 static void accumulate_map_gradients(Head *e, int n, const float *t) {
     if (!e->c->dweights.data) return;
     matmul(FULL, e->d, e->Mp, n, t, 1, e->dp, e->D, e->ld, e->dW, e->ld, 1);
@@ -245,7 +246,7 @@ static void write_query_gradients(Head *e, int64_t start, int n) {
     store_tokens(e, e->c->dx, start, n, e->d, e->dx, e->dp);
 }
 
-/* Writes the gradients of keys [start, stop) that act only through the state; dS is its gradient relative to `ref`. */
+/* Writes the gradients of keys [start, stop) from the gradient dS of the state, which is relative to `ref`. */
 static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS, const float *ref) {
     transpose(e->dv, e->M, dS, e->ld, e->St, e->lv);
     for (int64_t t = start; t < stop; t += CHUNK) {
@@ -259,7 +260,7 @@ static void keys_backward(Head *e, int64_t start, int64_t stop, const float *dS,
     }
 }
 
-/* Runs `body` for all parts of all heads on the call's threads. */
+/* Runs `body` for all parts of all heads on the threads of the call. */
 static int for_each_head(const Call *c, int64_t parts, float *partial_sums, void (*body)(Head *e)) {
     int error = OK;
 #pragma omp parallel for schedule(dynamic) num_threads((int)c->threads) reduction(max : error)

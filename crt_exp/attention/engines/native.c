@@ -32,7 +32,7 @@ static void accumulate_state(Head *e, int64_t start, int64_t stop) {
     }
 }
 
-/* Normalizes the state to [U, 1] and puts log z into `fresh`. The first part of a head writes both. */
+/* Normalizes the state to [U, 1] and writes log z to `new_ref`. Part 0 of a head stores both in the output. */
 static void normalize_state(Head *e) {
     float *logs = head_ptr(e->c->logs, e->b, e->h), *to = head_ptr(e->c->states, e->b, e->h), *z = e->S + e->dv * e->ld;
     for (int m = 0; m < e->Mp; m++) e->factor[m] = m < e->M && z[m] > 0 ? 1 / z[m] : 0;
@@ -67,7 +67,7 @@ static void queries_forward(Head *e) {
     }
 }
 
-/* Writes the gradients of queries, and that of the state relative to `ref` into dS. */
+/* Writes the gradients of queries, and adds the gradient of the state, relative to `ref`, to dS. */
 static void queries_backward(Head *e) {
     const Range range = part_range(e, e->c->L);
     const float *logs = head_ptr(e->c->logs, e->b, e->h);
@@ -100,8 +100,8 @@ static void backward_single(Head *e) {
     keys_backward(e, 0, e->c->S, e->dS, e->ref);
 }
 
-/* Variants for threads that share the tokens of a head. Each thread writes its sums, (dv + 2, Mp) with the reference
-   last, to `shared`. Then each adds up the sums of all. */
+/* Several threads per head: each thread writes its partial sum (dv + 2, Mp), with the reference as the last row. After
+   all threads have finished, each thread adds the partial sums of the head. */
 static float *partial_sum(const Head *e, int64_t part) {
     return e->partial_sums + ((e->b * e->c->H + e->h) * e->parts + part) * (e->dv + 2) * e->Mp;
 }
@@ -170,9 +170,9 @@ int bidirectional_backward(const Call *c) {
     return for_each_shared_head(c, backward_single, backward_partial, backward_finish);
 }
 
-/* ---- Causal: query i sees keys up to i + S - L ---- */
+/* ---- Causal: query i attends to keys up to i + S - L ---- */
 
-/* Clears A above the diagonal where triangular products read it. */
+/* Sets A to 0 above the diagonal where matmul with LOWER_A or UPPER_A reads A. */
 static void clear_upper(float *A, int n) {
     for (int i = 0; i < n; i++) {
         int stop = (i / ROWS + 1) * ROWS;
@@ -180,9 +180,9 @@ static void clear_upper(float *A, int n) {
     }
 }
 
-/* Forward pass of n tokens. St (Mp, lv), with z in column dv, is the state relative to ref. Returns 0 and leaves the
-   state unchanged if a denominator is below TINY: a later key of the chunk is so large that terms of an earlier row
-   underflow. A single token cannot fail, because its largest term is at least 1. */
+/* Forward pass of n tokens. The state St (Mp, lv), with z in column dv, is relative to ref. If a denominator is below
+   TINY, returns 0 and leaves the state unchanged: a later key of the chunk makes the terms of an earlier row
+   underflow. A single token always succeeds, because its largest term is at least 1. */
 static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *any_key) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = round_up(n);
@@ -191,7 +191,7 @@ static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *any_ke
     for (int j = n; j < columns; j++) e->token_offset[j] = -INFINITY;
     transpose(n, e->d, e->Y, e->dp, e->Yt, CHUNK);
     matmul(FULL, e->Mp, columns, e->d, e->w2, e->dp, 1, e->Yt, CHUNK, e->Kt, CHUNK, 0);
-    float *z_past = e->dS, *z_new = e->dS + e->Mp;  /* feature sums of earlier keys, and of these keys */
+    float *z_past = e->dS, *z_new = e->dS + e->Mp;  /* sums of features: earlier keys; keys of this chunk */
     for (int m = 0; m < e->Mp; m++) {
         float *k = e->Kt + m * CHUNK;
         vec top = AT(k) + AT(e->token_offset), sum = {0};
@@ -238,7 +238,7 @@ static int forward_tokens(Head *e, int64_t start, int n, float *ref, int *any_ke
 static int64_t segment_count(const Call *c) { return (c->L + c->segment - 1) / c->segment; }
 static int64_t chunk_count(int64_t n) { return (n + CHUNK - 1) / CHUNK; }
 
-/* Stored state (dv + 1, M) before segment i, and its reference. */
+/* State (dv + 1, M) before segment i, and its reference, as the forward pass stores them. */
 static float *saved_state(const Head *e, int64_t i) {
     return head_ptr(e->c->states, e->b, e->h) + i * (e->dv + 1) * e->M;
 }
@@ -264,8 +264,8 @@ static void forward_head(Head *e) {
     }
 }
 
-/* Data of a piece of tokens in the backward sweep: features K (size, ld), the state S before it (dv + 1, ld)
-   relative to `old`, and its own reference `ref`. */
+/* A piece of tokens in the backward pass: features K (size, ld); the state S (dv + 1, ld) before the piece, relative
+   to `ref_before`; the reference `ref` after the piece. */
 typedef struct {
     float *K, *S, *ref_before, *ref;
 } Piece;
@@ -276,8 +276,8 @@ static Piece piece_at(const Head *e, float *memory, int size, int i) {
     return (Piece){K, S, ref_before, ref_before + e->Mp};
 }
 
-/* Writes the gradients of n tokens. Updates dS, the gradient of the state relative to `ref`, from after to before
-   them. */
+/* Writes the gradients of n tokens. On entry dS is the gradient of the state after the tokens, on return of the state
+   before the tokens, relative to `ref`. */
 static void backward_tokens(Head *e, int64_t start, int n, Piece *piece) {
     const int64_t key = start + e->c->S - e->c->L;
     const int columns = round_up(n);
@@ -320,7 +320,7 @@ static void backward_tokens(Head *e, int64_t start, int n, Piece *piece) {
     e->K = scratch;
 }
 
-/* Computes the pieces of `count` tokens from the state S before them, relative to `old`. */
+/* Computes the pieces of `count` tokens from the state S before the tokens, relative to `ref_before`. */
 static void compute_pieces(Head *e, int64_t start, int count, int size, const float *S, const float *ref_before,
                            float *memory) {
     const size_t state = sizeof(float) * (e->dv + 1) * e->ld, references = sizeof(float) * e->Mp;
@@ -347,8 +347,8 @@ static void compute_pieces(Head *e, int64_t start, int count, int size, const fl
     e->K = scratch;
 }
 
-/* Backward sweep over `count` tokens in pieces of `size`; pieces with level 1 go token by token. S and old are the
-   state and reference before them. */
+/* Backward pass of `count` tokens in pieces of `size`, last piece first. A piece with level 1 is processed token by
+   token. S and ref_before are the state and reference before the tokens. */
 static void backward_pieces(Head *e, int64_t start, int count, int size, const uint8_t *levels, const float *S,
                             const float *ref_before, float *memory) {
     compute_pieces(e, start, count, size, S, ref_before, memory);

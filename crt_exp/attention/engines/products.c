@@ -7,8 +7,8 @@
 #include <sys/mman.h>
 #endif
 
-enum { K_BLOCK = 96 };  /* terms that are summed before the next columns */
-enum { HUGE_PAGE = 1 << 21, MAX_ARENA = 1 << 25 };  /* bytes of a huge page, and of memory that a thread keeps */
+enum { K_BLOCK = 96 };  /* block size of the inner dimension */
+enum { HUGE_PAGE = 1 << 21, MAX_ARENA = 1 << 25 };  /* bytes: huge page; largest reused arena */
 
 INLINE void tile(const int rows, const int vectors, int k, const float *a, int64_t ar, int64_t ac, const float *b,
                  int64_t ldb, float *c, int64_t ldc, const int add) {
@@ -120,7 +120,7 @@ typedef struct {
     char pad[56];
 } Arena;
 
-/* NULL before the first arena of this thread. pthread_once makes the key; key 0 may belong to another library. */
+/* NULL before the first arena of this thread. pthread_once creates the key: key 0 may belong to another library. */
 static Arena *thread_arena(void) {
     pthread_once(&arena_once, make_arena_key);
     return pthread_getspecific(arena_key);

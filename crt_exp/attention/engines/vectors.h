@@ -14,7 +14,7 @@
 
 /* Constants that Python reads from this file. */
 #define CHUNK 64           /* tokens of a chunk */
-#define TINY 1e-25f        /* below it, a denominator may lack terms that float32 rounds to 0 */
+#define TINY 1e-25f        /* a smaller denominator may lack terms that underflow in float32 */
 #define NOT_FINITE 1       /* return codes other than 0: queries, keys or values are not finite */
 #define BAD_DIRECTIONS 2   /* projections or parameters are not finite */
 #define NO_MEMORY 3        /* out of memory */
@@ -35,6 +35,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
+/* The LANES floats at an address of any alignment, as a vector. */
 #define AT(p) (*(unaligned_vec *)(p))
 INLINE vec load_vec(const float *p) { return AT(p); }
 #if defined(__clang__)
@@ -50,7 +51,7 @@ typedef struct {
     int64_t batch, head, token;  /* strides; the last dimension has stride 1 */
 } View;
 
-#if defined(__clang__)  /* no __builtin_shuffle; with unrolled loops these are single instructions */
+#if defined(__clang__)  /* without __builtin_shuffle; each unrolled loop becomes one instruction */
 INLINE vec shuffle(vec a, vec b, ivec from) {
     vec c;
     UNROLL for (int e = 0; e < LANES; e++) c[e] = from[e] < LANES ? a[from[e] % LANES] : b[from[e] % LANES];
@@ -116,18 +117,18 @@ INLINE vec exp2_vec(vec t) {
     return (vec)(((uvec)p + ((uvec)shifted << 23)) & (uvec)normal);
 }
 
-/* Part of a product that is computed if one matrix is triangular. */
+/* Entries of c = a b that matmul computes or reads, if one matrix is triangular. */
 typedef enum {
     FULL,
-    LOWER_C,    /* result: columns up to the row number, and some more */
+    LOWER_C,    /* c: at least the columns up to the row number */
     LOWER_A,    /* a: columns up to the row number */
     UPPER_A      /* a: columns from the row number on */
 } Triangle;
 
 #pragma GCC visibility push(hidden)
 
-/* c (m, n) = or += a (m, k) b (k, n), where a has strides (ar, ac). n is rounded up to whole vectors. UP_TO and FROM
-   need k <= 96. */
+/* c (m, n) = or += a (m, k) b (k, n), where a has strides (ar, ac). n is rounded up to whole vectors. LOWER_A and
+   UPPER_A need k <= 96. */
 void matmul(Triangle part, int m, int n, int k, const float *a, int64_t ar, int64_t ac, const float *b, int64_t ldb,
             float *c, int64_t ldc, int add);
 
@@ -135,19 +136,19 @@ void matmul(Triangle part, int m, int n, int k, const float *a, int64_t ar, int6
 void transpose(int m, int n, const float *from, int64_t ldf, float *to, int64_t ldt);
 
 /* Writes rows [start, start + n) of a tensor with d columns, times `factor` and minus `shift` (if not null), to
-   `to`. Columns d to ld are 0, and so are rows that `there` excludes, whose memory may hold any value. */
+   `to`. Columns d to ld are 0. Rows that `mask` excludes are 0, whatever their memory contains. */
 void load_rows(View t, int64_t z, int64_t g, int64_t start, int n, int d, float factor, const float *shift,
                const uint8_t *mask, float *to, int ld);
 
-/* Assigns scratch memory to n pieces. A thread reuses its memory in later calls, because fresh pages cost more than
-   the arithmetic. Contents are undefined. Returns 0 if out of memory. */
+/* Allocates n scratch buffers with undefined contents. Returns 0 if out of memory. A thread reuses its memory in later
+   calls, because new pages cost more time than the arithmetic. */
 typedef struct {
     float **pointer;
     size_t count;
 } Scratch;
 int allocate_scratch(const Scratch *pieces, size_t n);
 
-/* Frees scratch memory that is too large to keep. */
+/* Frees the scratch memory of this thread if it exceeds MAX_ARENA. */
 void trim_scratch(void);
 
 #pragma GCC visibility pop
@@ -155,7 +156,7 @@ void trim_scratch(void);
 INLINE int round_up(int64_t n) { return (int)((n + PAD - 1) / PAD * PAD); }
 INLINE float *head_ptr(View t, int64_t b, int64_t h) { return t.data + b * t.batch + h * t.head; }
 
-/* Treats denormal numbers, which are slow, as 0; returns the previous mode for with_mode. */
+/* Treats denormal numbers as 0, for speed. Returns the previous mode for restore_float_mode. */
 INLINE unsigned flush_denormals(void) {
 #if defined(__SSE__)
     unsigned mode = _mm_getcsr();
