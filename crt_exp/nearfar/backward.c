@@ -143,7 +143,7 @@ static void sums_backward(Head *e) {
     matmul(FULL, e->K, d, d, e->mean_offset, dp, 1, e->rootT, dp, e->offset_rootT, dp, 0);
     matmul(FULL, d, d, d, e->root, dp, 1, e->rootT, dp, e->moments, dp, 0);
     for (int k = 0; k < e->K; k++) {
-        const float *sums = e->sums + k * (d + 2), N = sums[d + 1], over = N > LEAST ? 1 / N : 0;
+        const float *sums = e->sums + k * (d + 2), N = sums[d + 1], over = N > MIN_WEIGHT ? 1 / N : 0;
         const float dspread = e->spread[k] > 0 ? 0.5f * e->dbias[k] / (1 + e->spread[k] / 2) : 0;
         float *to = e->dsums + k * width, *g = dmu + k * dp;
         for (int p = 0; p < dp; p++) {

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from crt_exp.nearfar.choice import (
-    HIDDEN, LEAST, Choice, KeyMetric, Sizes, blocks, from_blocks, moments, one_hot, rows_at, sum_clusters, to_blocks,
+    MASKED, MIN_WEIGHT, Choice, KeyMetric, Sizes, blocks, from_blocks, moments, one_hot, rows_at, sum_clusters,
+    to_blocks,
 )
 from crt_exp.nearfar import native
 
@@ -79,17 +80,18 @@ class Both:
         keys, values = (rows_at(t, choice.heavy) for t in (y, v))
         shared = torch.cat([keys, clusters.mu.squeeze(1)], 1)                             # heavy hitters, then clusters
         logits = _of_all_blocks(q, shared.mT)
-        plain = torch.where(choice.there, 0.0, HIDDEN).to(dtype).unsqueeze(1).expand(-1, far.shape[1], -1)
+        plain = torch.where(choice.there, 0.0, MASKED).to(dtype).unsqueeze(1).expand(-1, far.shape[1], -1)
         N, V = far[..., -1:], far[..., :-1]
-        weight = torch.where(N > LEAST, N.clamp(min=LEAST).log(), HIDDEN).squeeze(-1)
+        weight = torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED).squeeze(-1)
         logits = [logits + torch.cat([plain, clusters.bias + weight], -1).unsqueeze(2)]
         if not self.cross:
             near = torch.ones_like(choice.pool) if keep is None else keep
-            hidden = torch.where(blocks(near.scatter(1, choice.heavy, False), b), 0.0, HIDDEN).to(dtype)
-            logits.append(q @ _windows(blocks(y, b)).mT + _windows(hidden.unsqueeze(-1), HIDDEN).mT)
+            hidden = torch.where(blocks(near.scatter(1, choice.heavy, False), b), 0.0, MASKED).to(dtype)
+            logits.append(q @ _windows(blocks(y, b)).mT + _windows(hidden.unsqueeze(-1), MASKED).mT)
         of_heavy, of_clusters, *of_near = torch.cat(logits, -1).softmax(-1).split(
             [keys.shape[1], K, *(t.shape[-1] for t in logits[1:])], -1)
-        out = _of_all_blocks(of_heavy, values) + of_clusters @ torch.where(N > LEAST, V / N.clamp(min=LEAST), 0.0)
+        means = torch.where(N > MIN_WEIGHT, V / N.clamp(min=MIN_WEIGHT), 0.0)
+        out = _of_all_blocks(of_heavy, values) + of_clusters @ means
         if of_near:
             out = out + of_near[0] @ _windows(blocks(v, b))
         out = from_blocks(out, *x.shape[1:3])
@@ -123,7 +125,7 @@ def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tens
     The first-order term of values is C (x - b). Weights are g (Z, S); mu (Z, K, d).
     """
     v = v * g.unsqueeze(-1)
-    return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=LEAST)[:, None, None]
+    return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=MIN_WEIGHT)[:, None, None]
 
 
 def _of_all_blocks(t: Tensor, shared: Tensor) -> Tensor:

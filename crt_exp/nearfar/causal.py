@@ -3,8 +3,8 @@
 Queries before the position `exact_until` see all earlier keys exactly. Later queries of block t see block t - 1 and
 block t up to themselves exactly. Of the keys up to block t - 2, some are heavy hitters and the others lie in clusters.
 Each query scores the clustered keys in 8 bits (retrieval.py), retrieves those with the largest scores and sees them
-exactly. It retrieves `open` keys; beyond GROWS tokens the number grows with the square root of the position of the last
-renewal.
+exactly. It retrieves `open` keys. Beyond GROWTH_START tokens this number grows with the square root of the position of
+the last renewal.
 Retrieved keys leave their clusters, so that each key counts once. The logits of the remaining keys lie below theirs
 (`cluster_remainder`).
 
@@ -30,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.nearfar.choice import (
-    DRAWN, HIDDEN, MIXED, PART, RENEWED, Clusters, KeyMetric, Sizes, blocks, centres_of, exact_outputs, from_blocks,
-    largest, mean_of, moments, nearest, one_hot, rows_at, scores, sum_clusters, to_blocks, zero_masked,
+    CENTRE_SAMPLES, MASKED, MIN_RENEWAL, RENEWAL_DIVISOR, SAMPLE_FACTOR, Clusters, KeyMetric, Sizes, blocks, centres_of,
+    exact_outputs, from_blocks, largest, mean_of, moments, nearest, one_hot, rows_at, scores, sum_clusters, to_blocks,
+    zero_masked,
 )
 from crt_exp.nearfar import native
 from crt_exp.nearfar.retrieval import cluster_remainder, retrieved_positions
@@ -46,7 +47,7 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     """
     positions = [max(_round_up(sizes.exact_until, sizes.block), 2 * sizes.block)]
     while positions[-1] < length:
-        positions.append(positions[-1] + _round_up(max(RENEWED, positions[-1] // PART), sizes.block))
+        positions.append(positions[-1] + _round_up(max(MIN_RENEWAL, positions[-1] // RENEWAL_DIVISOR), sizes.block))
     return positions
 
 
@@ -57,9 +58,9 @@ def _round_up(tokens: int, block: int) -> int:
 
 def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """Return the sizes for the C engine with at most `keys` keys (more than a block)."""
-    most = {"heavy": sizes.heavy, "clusters": sizes.cells, "open": sizes.opens(keys), "least": sizes.open}
+    most = {"heavy": sizes.heavy, "clusters": sizes.cells, "open": sizes.opens(keys), "open_first": sizes.open}
     return {name: min(number, keys) for name, number in most.items()} | {
-        "block": sizes.block, "until": renewals(sizes, 0)[0]}
+        "block": sizes.block, "first_renewal": renewals(sizes, 0)[0]}
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
@@ -115,7 +116,7 @@ class Epoch(NamedTuple):
     def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: KeyMetric) -> "Epoch":
         """Build the state at position `start` from the keys before its near window.
 
-        y (Z, .., d), keep (Z, ..). Centres come from a sample of DRAWN to 2 DRAWN keys for each cluster.
+        y (Z, .., d), keep (Z, ..). Centres come from a sample of keys: CENTRE_SAMPLES to 2 CENTRE_SAMPLES per cluster.
         """
         far = start - sizes.block
         keep = keep[:, :far]
@@ -123,7 +124,7 @@ class Epoch(NamedTuple):
         score = scores(zero_masked(y[:, :far] - metric.shift, keep), metric.root, 0.0, keep)
         highest, heavy = largest(score, min(sizes.heavy, far))
         member = keep.scatter(1, heavy, False)
-        at = sample(far, DRAWN * sizes.cells, y.device)
+        at = sample(far, CENTRE_SAMPLES * sizes.cells, y.device)
         log_u = torch.where(member[:, at], 0.0, -torch.inf).to(z.dtype)
         centres = centres_of(z[:, at], log_u, min(sizes.cells, len(at)))
         return cls(start, stop, metric, heavy, highest > -torch.inf, centres, member, nearest(z, centres),
@@ -196,7 +197,7 @@ def attend_in_c(x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: nat
 
     Queries are the last ones of keys (Z, S, d). `state` is a decoding state, which is updated.
     """
-    L, S, until = x.shape[2], y.shape[1], given.sizes["until"]
+    L, S, until = x.shape[2], y.shape[1], given.sizes["first_renewal"]
     alone, parts = min(max(0, until - S + L), L), []
     if alone:
         stop = min(until, S)
@@ -287,7 +288,7 @@ def sample(keys: int, wanted: int, device: torch.device) -> Tensor:
     """
     step = max(1, keys // wanted)
     run = torch.arange(keys // step, device=device)
-    return run * step + run * MIXED % step
+    return run * step + run * SAMPLE_FACTOR % step
 
 
 def chunked_outputs(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor) -> Tensor:
@@ -331,14 +332,14 @@ def retrieved_outputs(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, po
     near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
     held = near.clamp(max=seen.y.shape[1] - 1)
     visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, held].unsqueeze(2)  # (Z, m, r, 2 b)
-    logits = [(q @ seen.y[:, held].mT).masked_fill(~visible, HIDDEN)]
+    logits = [(q @ seen.y[:, held].mT).masked_fill(~visible, MASKED)]
     values = [seen.v[:, held]]
     if epoch.heavy.shape[1]:
         heavy = rows_at(seen.y, epoch.heavy).unsqueeze(1)
-        logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], HIDDEN))
+        logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], MASKED))
         values.append(rows_at(seen.v, epoch.heavy).unsqueeze(1))
     there, positions = positions >= 0, positions.clamp(min=0)
-    exact = (rows_at(seen.y, positions) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, HIDDEN)  # (Z, m, r, o)
+    exact = (rows_at(seen.y, positions) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, MASKED)  # (Z, m, r, o)
     cluster = seen.cluster.gather(1, positions.flatten(1)).view(positions.shape)
     with torch.no_grad():    # assumes that a cluster is shaped like all keys
         variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * clusters.spread.unsqueeze(-2)

@@ -143,7 +143,7 @@ static void piece_backward(Backward *e, const int32_t *cluster, int64_t t, int64
         memcpy(e->G + r * lv, grad, sizeof(float) * dv);
         e->grad_out[r] = dot(grad, head_ptr(c->out, h->z, g) + (j - first) * c->out.token, dv);
         e->top[r] = c->logsum[at];
-        h->work.count[r] = decode_gaps(c->gaps + h->z * c->bytes + c->gaps_at[at], positions + r * c->open);
+        h->work.count[r] = decode_gaps(c->gaps + h->z * c->gap_capacity + c->gap_offset[at], positions + r * c->open);
     }
     transpose(ld, d, e->Q, dp, e->Qt, ld);
     for (int p = 0; p < d * ld; p += LANES) AT(e->Qt + p) *= LOG2E;
@@ -156,7 +156,7 @@ static void piece_backward(Backward *e, const int32_t *cluster, int64_t t, int64
     for (int j = 0; j < near; j++)
         for (int r = 0; r < R; r++) {
             const int64_t position = start + (i + r) % tokens;
-            if (from + j > position || !unmasked(h, from + j)) A[j * ld + r] = HIDDEN;
+            if (from + j > position || !unmasked(h, from + j)) A[j * ld + r] = MASKED;
         }
     const vec limit = (vec){0} + 126.0f;
     recompute_retrieved(e, cluster, positions, R, ld, shared + n * ld);

@@ -64,7 +64,7 @@ void remove_retrieved(Past *h, int r, int ld, const int32_t *positions, const fl
 
 void remainder_weights(const Past *h, const float *top, int ld, float *logits) {
     const Work *w = &h->work;
-    const vec least = (vec){0} + SHARPEST, none = {0};
+    const vec least = (vec){0} + MIN_SD, none = {0};
     for (int k = 0; k < h->K; k++) {
         const float tau = sqrtf(h->tau[k]);
         for (int r = 0; r < ld; r += LANES) {
@@ -230,10 +230,10 @@ static void attend_piece(Past *h, int R) {
     for (int r = 1; r < R; r++) first = min64(first, query[r].j);
     for (int64_t j = h->near; j < h->stop; j++)
         for (int r = 0; r < R && (j > first || !unmasked(h, j)); r++)
-            if (j > query[r].j || !unmasked(h, j)) w->A[(j - h->near) * ld + r] = HIDDEN;
+            if (j > query[r].j || !unmasked(h, j)) w->A[(j - h->near) * ld + r] = MASKED;
     for (int j = 0; j < ld; j += LANES) {
         vec top = {0};
-        top += HIDDEN;
+        top += MASKED;
         for (int i = 0; i < near; i++) top = maximum(top, AT(w->A + i * ld + j));
         for (int i = 0; i < M; i++) top = maximum(top, AT(shared + i * ld + j) + h->mass_exponent[i]);
         AT(max_logit + j) = top;
@@ -315,8 +315,9 @@ static void write_outputs(Past *h) {
         set_scaled(output_ptr(h, query), scale, w->O + r * h->lv, c->dv);
         c->logsum[number] = w->top[r] + log2f(w->scale[r]);
         if (!c->gaps) continue;
-        c->gaps_at[number] = h->gap_bytes;
-        h->gap_bytes += encode_gaps(c->gaps + h->z * c->bytes + h->gap_bytes, w->positions + r * c->open, w->count[r]);
+        c->gap_offset[number] = h->gap_bytes;
+        h->gap_bytes += encode_gaps(c->gaps + h->z * c->gap_capacity + h->gap_bytes, w->positions + r * c->open,
+                                    w->count[r]);
     }
 }
 

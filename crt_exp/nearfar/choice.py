@@ -21,11 +21,13 @@ from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.engines import numbers
 
 _NUMBERS = numbers(Path(__file__).with_name("near_far.h"))        # shared with the C sources
-PICKS, RENEWED, PART, GROWS, DRAWN, MIXED, TURNED, SIGNS, WIDEST = (
+CENTRE_BATCH, CENTRE_SAMPLES, SAMPLE_FACTOR, MIN_RENEWAL, RENEWAL_DIVISOR = (
     int(_NUMBERS[name])
-    for name in ("PICKS", "RENEWED", "PART", "GROWS", "DRAWN", "MIXED", "TURNED", "SIGNS", "WIDEST"))
-RIDGE, LEAST, HIDDEN, AWAY, SAME, SHARPEST = (
-    float(_NUMBERS[name]) for name in ("RIDGE", "LEAST", "HIDDEN", "AWAY", "SAME", "SHARPEST"))
+    for name in ("CENTRE_BATCH", "CENTRE_SAMPLES", "SAMPLE_FACTOR", "MIN_RENEWAL", "RENEWAL_DIVISOR"))
+GROWTH_START, QUANTIZED_PAD, SIGN_FACTOR, MAX_GAP = (
+    int(_NUMBERS[name]) for name in ("GROWTH_START", "QUANTIZED_PAD", "SIGN_FACTOR", "MAX_GAP"))
+RIDGE, MIN_WEIGHT, MASKED, EMPTY_CENTRE, EQUAL_TOLERANCE, MIN_SD = (
+    float(_NUMBERS[name]) for name in ("RIDGE", "MIN_WEIGHT", "MASKED", "EMPTY_CENTRE", "EQUAL_TOLERANCE", "MIN_SD"))
 
 
 class Sizes(NamedTuple):
@@ -51,7 +53,7 @@ class Sizes(NamedTuple):
         The error of a fixed number grows with the past. Growth with the square root of the position compensates at a
         moderate cost.
         """
-        return math.isqrt(self.open**2 * max(position, GROWS) // GROWS)
+        return math.isqrt(self.open**2 * max(position, GROWTH_START) // GROWTH_START)
 
 
 class KeyMetric(NamedTuple):
@@ -145,27 +147,27 @@ def centres_of(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
 
     Vectors have the weights e^log_u (Z, S); -inf excludes a vector. Let D_j be the squared distance to the nearest
     centre, at first to the mean.
-    Repeatedly the PICKS vectors with the largest u_j D_j become centres, only one of equal vectors. One step of Lloyd's
-    algorithm follows.
-    If there are fewer different vectors than clusters, the last centres are AWAY.
+    Repeatedly the CENTRE_BATCH vectors with the largest u_j D_j become centres, only one of equal vectors. One step of
+    Lloyd's algorithm follows.
+    If there are fewer different vectors than clusters, the last centres are EMPTY_CENTRE.
     """
     u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
     squares = _squares(z)
-    mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=LEAST)
-    D, picked = _to_nearest(z, squares, mean).clamp(min=LEAST), []     # a key equal to the mean comes last
+    mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=MIN_WEIGHT)
+    D, picked = _to_nearest(z, squares, mean).clamp(min=MIN_WEIGHT), []     # a key equal to the mean comes last
     log_u = log_u.masked_fill(_seen_before(z, squares, log_u > -torch.inf), -torch.inf)
-    while (left := clusters - PICKS * len(picked)) > 0:
-        values, chosen = largest(log_u + D.log(), min(PICKS, left))                             # (Z, PICKS)
+    while (left := clusters - CENTRE_BATCH * len(picked)) > 0:
+        values, chosen = largest(log_u + D.log(), min(CENTRE_BATCH, left))  # (Z, CENTRE_BATCH)
         new = values > -torch.inf                   # False if there are fewer different keys than clusters
         here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
-        picked.append(here.masked_fill(~new.unsqueeze(-1), AWAY))
+        picked.append(here.masked_fill(~new.unsqueeze(-1), EMPTY_CENTRE))
         if len(picked) == 1:
             picked[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
         D = torch.minimum(D, _to_nearest(z, squares, picked[-1])).scatter(1, chosen, 0.0)
     centres = torch.cat(picked, 1)
     members = u * one_hot(nearest(z, centres), clusters, u.dtype)
     N = members.sum(1).unsqueeze(-1)
-    return torch.where(N > LEAST, members.mT @ z / N.clamp(min=LEAST), centres)
+    return torch.where(N > MIN_WEIGHT, members.mT @ z / N.clamp(min=MIN_WEIGHT), centres)
 
 
 def _squares(z: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
     """
     offsets = centres.square().sum(-1).unsqueeze(-2)
     near = torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares)
-    return torch.where(near > SAME * squares, near, 0.0)
+    return torch.where(near > EQUAL_TOLERANCE * squares, near, 0.0)
 
 
 def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
@@ -198,7 +200,7 @@ def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
     along = z.gather(1, order.unsqueeze(-1).expand_as(z))
     apart = (along[:, 1:] - along[:, :-1]).square().sum(-1)
     same = torch.zeros_like(squares, dtype=torch.bool)
-    same[:, 1:] = apart <= SAME * squares.gather(1, order[:, 1:])
+    same[:, 1:] = apart <= EQUAL_TOLERANCE * squares.gather(1, order[:, 1:])
     return torch.zeros_like(same).scatter(1, order, same)
 
 
@@ -254,10 +256,10 @@ def sum_clusters(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor
     order.
     """
     N = sums[..., -1]
-    mean = sums[..., :-1] / N.clamp(min=LEAST).unsqueeze(-1)
+    mean = sums[..., :-1] / N.clamp(min=MIN_WEIGHT).unsqueeze(-1)
     mu = mean[..., :-1]
     off = (mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)).square().sum(-1)
-    spread = torch.where(N > LEAST, (mean[..., -1] - off).clamp(min=0), 0.0)
+    spread = torch.where(N > MIN_WEIGHT, (mean[..., -1] - off).clamp(min=0), 0.0)
     bias = level.unsqueeze(1) - (mu * metric.tilt.unsqueeze(1)).sum(-1)
     return Clusters(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
 
@@ -324,5 +326,5 @@ def exact_outputs(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: f
     seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
     seen = seen.tril(y.shape[1] - x.shape[2]) if causal else seen
     seen = seen if mask is None else seen & mask[:, None, None]
-    logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, HIDDEN)
+    logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, MASKED)
     return torch.where(seen.any(-1, keepdim=True), logits.softmax(-1) @ v.unsqueeze(1), 0.0)

@@ -10,16 +10,17 @@ typedef struct {
     int d, dp, K, n;
     const uint8_t *keep;              /* (S), or null */
     float *X, *Xt, *root;             /* (CHUNK, dp), (dp, CHUNK): vectors of a chunk; (d, dp) */
-    float *Z, *dots;                  /* (chunks, dp, CHUNK), (K or PICKS, CHUNK) */
+    float *Z, *dots;                  /* (chunks, dp, CHUNK), (K or CENTRE_BATCH, CHUNK) */
     float *moments, *sums, *centres;  /* (d, dp), (K, dp), (K, dp) */
-    float *root_double;                      /* (d, d), of doubles */
-    float *centre_square, *mass;             /* (K) */
-    float *w, *square, *log_u, *u, *D, *score;  /* (chunks CHUNK): 0 or -inf beyond the last key */
+    float *root_double;               /* (d, d), of doubles */
+    float *centre_square, *mass;      /* (K) */
+    float *w, *square, *log_u, *u;    /* (chunks CHUNK): 0, or -inf for log_u, beyond the last key */
+    float *D, *score;                 /* (chunks CHUNK): squared distance to the nearest centre; |z|^2 / 2 + w */
     int error;
 } Selection;
 
 static int init_selection(Selection *e, const NearFar *c, int64_t z) {
-    const size_t d = c->d, dp = round_up(c->d), K = c->clusters, most = K > PICKS ? K : PICKS;
+    const size_t d = c->d, dp = round_up(c->d), K = c->clusters, most = K > CENTRE_BATCH ? K : CENTRE_BATCH;
     *e = (Selection){.c = c, .z = z, .chunks = (c->S + CHUNK - 1) / CHUNK, .d = d, .dp = dp, .K = K, .n = c->heavy};
     e->keep = c->keep ? c->keep + z * c->S : NULL;
     const size_t tokens = e->chunks * CHUNK;
@@ -160,7 +161,7 @@ static void set_first_centre(Selection *e) {
         for (int p = 0; p < e->d; p++) sums[p] += u * AT(Z + p * CHUNK);
     }
     const float mass = reduce_sum(all);
-    for (int p = 0; p < e->d; p++) e->centres[p] = reduce_sum(sums[p]) / (mass > LEAST ? mass : LEAST);
+    for (int p = 0; p < e->d; p++) e->centres[p] = reduce_sum(sums[p]) / (mass > MIN_WEIGHT ? mass : MIN_WEIGHT);
 }
 
 /* Computes |c|^2 of centres [first, first + m). */
@@ -174,8 +175,8 @@ static void compute_centre_squares(Selection *e, int first, int m) {
 
 typedef struct {
     int count;
-    float value[PICKS];
-    int64_t key[PICKS];
+    float value[CENTRE_BATCH];
+    int64_t key[CENTRE_BATCH];
 } Farthest;
 
 /* Returns whether two keys are equal. */
@@ -183,7 +184,7 @@ static int same_key(const Selection *e, int64_t i, int64_t j) {
     const float *a = e->Z + i / CHUNK * CHUNK * e->dp + i % CHUNK, *b = e->Z + j / CHUNK * CHUNK * e->dp + j % CHUNK;
     float distance = 0;
     for (int p = 0; p < e->d; p++) distance += (a[p * CHUNK] - b[p * CHUNK]) * (a[p * CHUNK] - b[p * CHUNK]);
-    return distance <= SAME * e->square[j];
+    return distance <= EQUAL_TOLERANCE * e->square[j];
 }
 
 /* Inserts a key into the list `best`, unless the list contains an equal key. */
@@ -212,8 +213,8 @@ static Farthest farthest_keys(Selection *e, int first, int m, int begin, int lim
             for (int k = 1; k < m; k++)
                 near = minimum(near, e->centre_square[first + k] - 2.0f * AT(e->dots + k * CHUNK + j));
             /* a key equal to the mean ranks last */
-            const vec square = AT(e->square + t + j), none = zero + (begin ? LEAST : 0);
-            near = blend(near + square > SAME * square, near + square, none);
+            const vec square = AT(e->square + t + j), none = zero + (begin ? MIN_WEIGHT : 0);
+            near = blend(near + square > EQUAL_TOLERANCE * square, near + square, none);
             vec D = AT(e->D + t + j) = begin ? near : minimum(near, AT(e->D + t + j));
             vec value = AT(e->log_u + t + j) + log2_vec(D);
             if (best.count == limit && !(reduce_max(value) > best.value[limit - 1])) continue;
@@ -226,12 +227,12 @@ static Farthest farthest_keys(Selection *e, int first, int m, int begin, int lim
 static void select_centres(Selection *e) {
     set_first_centre(e);
     for (int count = 0, first = 0, m = 1; count < e->K;) {
-        const int limit = e->K - count < PICKS ? e->K - count : PICKS;
+        const int limit = e->K - count < CENTRE_BATCH ? e->K - count : CENTRE_BATCH;
         Farthest best = farthest_keys(e, first, m, count == 0, limit);
         for (int i = 0; i < limit; i++) {  /* fewer different keys than clusters: no key */
             float *centre = e->centres + (count + i) * e->dp;
             if (i >= best.count) {
-                for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = AWAY;  /* the first centre is the mean */
+                for (int p = 0; p < e->d && count + i > 0; p++) centre[p] = EMPTY_CENTRE;  /* centre 0 is the mean */
                 continue;
             }
             const int64_t j = best.key[i];
@@ -286,7 +287,7 @@ static void lloyd_step(Selection *e) {
         e->mass[cluster[j]] += u;
     }
     for (int k = 0; k < e->K; k++) {
-        if (!(e->mass[k] > LEAST)) continue;
+        if (!(e->mass[k] > MIN_WEIGHT)) continue;
         for (int p = 0; p < e->d; p++) e->sums[k * e->dp + p] /= e->mass[k];
         matmul(FULL, 1, e->d, e->d, e->sums + k * e->dp, e->dp, 1, e->root, e->dp, e->centres + k * e->dp, e->dp, 0);
     }

@@ -99,8 +99,8 @@ static void load_block_states(Head *e, int64_t t) {
     const float *after = e->c->cross ? e->state_total : e->state_after + t % e->T * state;
     for (int i = 0; i < state; i += LANES) AT(to + i) = AT(e->state_before + i) + AT(after + i);
     for (int k = e->n; k < e->M; k++, to += e->lv) {
-        e->mass[k] = to[e->dv] > LEAST ? to[e->dv] : 0;
-        e->mass_exponent[k] = to[e->dv] > LEAST ? (float)ilogbf(to[e->dv]) + 1 : HIDDEN;
+        e->mass[k] = to[e->dv] > MIN_WEIGHT ? to[e->dv] : 0;
+        e->mass_exponent[k] = to[e->dv] > MIN_WEIGHT ? (float)ilogbf(to[e->dv]) + 1 : MASKED;
     }
 }
 
@@ -137,7 +137,7 @@ static void compute_weights(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float highest = -INFINITY;
     for (int k = 0; k < e->K; k++) {
-        e->weight[k] = e->sums[k * (e->d + 2) + e->d + 1] > LEAST ? level[k] : -INFINITY;
+        e->weight[k] = e->sums[k * (e->d + 2) + e->d + 1] > MIN_WEIGHT ? level[k] : -INFINITY;
         highest = fmaxf(highest, e->weight[k]);
     }
     for (int k = 0; k < e->K; k++) e->weight[k] = e->weight[k] > -INFINITY ? expf(e->weight[k] - highest) : 0;
@@ -178,7 +178,7 @@ void compute_cluster_keys(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float *mu = e->keys + e->n * e->dp, *spread = e->c->spread + e->z * e->K;
     for (int k = 0; k < e->K; k++) {
-        const float *sums = e->sums + k * (e->d + 2), over = sums[e->d + 1] > LEAST ? 1 / sums[e->d + 1] : 0;
+        const float *sums = e->sums + k * (e->d + 2), over = sums[e->d + 1] > MIN_WEIGHT ? 1 / sums[e->d + 1] : 0;
         for (int p = 0; p < e->dp; p++) mu[k * e->dp + p] = p < e->d ? sums[p] * over : 0;
     }
     matmul(FULL, e->K, e->d, e->d, mu, e->dp, 1, e->root, e->dp, e->mean_offset, e->dp, 0);
@@ -186,7 +186,7 @@ void compute_cluster_keys(Head *e) {
         const float *sums = e->sums + k * (e->d + 2), N = sums[e->d + 1];
         float *off = e->mean_offset + k * e->dp;
         for (int p = 0; p < e->dp; p++) off[p] = p < e->d ? off[p] - e->centres[k * e->dp + p] : 0;
-        float tau = N > LEAST ? sums[e->d] / N - dot(off, off, e->dp) : 0;
+        float tau = N > MIN_WEIGHT ? sums[e->d] / N - dot(off, off, e->dp) : 0;
         spread[k] = e->spread[k] = tau > 0 ? tau : 0;
         e->bias[e->n + k] = (level[k] - dot(mu + k * e->dp, e->tilt, e->dp) + log1pf(e->spread[k] / 2)) * LOG2E;
     }
@@ -201,7 +201,7 @@ float weighted_value_sums(Head *e) {
             e->work[k * e->lv + p] = p < e->dv ? e->weight[k] * e->state_total[k * e->lv + p] : 0;
         mass += e->weight[k] * e->sums[k * (e->d + 2) + e->d + 1];
     }
-    return mass > LEAST ? (float)mass : LEAST;
+    return mass > MIN_WEIGHT ? (float)mass : MIN_WEIGHT;
 }
 
 void load_slope(Head *e) {
@@ -245,7 +245,7 @@ static void load_block(Head *e, int64_t s) {
     memset(e->V + (row + n) * e->lv, 0, sizeof(float) * (e->b - n) * e->lv);
     for (int i = 0; i < e->b; i++) {
         e->V[(row + i) * e->lv + e->dv] = 1;
-        e->mask_bias[row + i] = i < n && e->pool[start + i] ? 0 : HIDDEN;
+        e->mask_bias[row + i] = i < n && e->pool[start + i] ? 0 : MASKED;
     }
 }
 
@@ -298,7 +298,7 @@ static void attend_queries(Head *e, const Block *at, int i, int R) {
     load_queries(e, at, i, R);
     for (int j = 0; j < ld; j += LANES) {        /* no exponential term exceeds e^top */
         const float *A = e->A + j;
-        vec top = (vec){0} + HIDDEN;
+        vec top = (vec){0} + MASKED;
         for (int k = 0; k < at->near; k++, A += ld) top = maximum(top, AT(A) + e->mask_bias[k]);
         for (int k = 0; k < e->M; k++, A += ld) top = maximum(top, AT(A) + (e->bias[k] + e->mass_exponent[k]));
         AT(e->top + j) = top;
@@ -317,7 +317,7 @@ static void attend_queries(Head *e, const Block *at, int i, int R) {
         const int64_t number = query_index(e, r);
         for (int p = 0; p < dv; p++) out[p] = e->O[r * lv + p] * e->scale[r];
         if (e->c->first_order) add_scaled(out, e->cluster_share[r], e->P + r * lv, dv);
-        e->c->logsum[number] = e->scale[r] > 0 ? e->top[r] - log2f(e->scale[r]) : HIDDEN;
+        e->c->logsum[number] = e->scale[r] > 0 ? e->top[r] - log2f(e->scale[r]) : MASKED;
     }
 }
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
 from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
-from crt_exp.nearfar.choice import WIDEST, Choice, KeyMetric, Sizes
+from crt_exp.nearfar.choice import MAX_GAP, Choice, KeyMetric, Sizes
 
 FEW = 16       # queries of a step that one thread computes: about 50 us each
 THREADS = 4    # for each head, which one thread computes: PyTorch uses more threads better
-SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "clusters", "first_order", "cross", "open", "least", "until",
-         "room", "bytes", "threads")
+SIZES = ("Z", "G", "L", "S", "d", "dv", "block", "heavy", "clusters", "first_order", "cross", "open", "open_first",
+         "first_renewal", "capacity", "gap_capacity", "threads")
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
 PLAIN = ("keep", "shift", "tilt", "root", "centres", "positions", "cluster", "there", "pool", "u", "square",
-         "level", "sums", "spread", "slope", "logsum", "gaps", "gaps_at", "kept")
+         "level", "sums", "spread", "slope", "logsum", "gaps", "gap_offset", "decoding_state")
 
 
 class Call(ctypes.Structure):
@@ -36,8 +36,7 @@ class Given(NamedTuple):
     """Inputs of a causal call, in addition to the vectors.
 
     keep: (Z, S) or None. shift, root: the metric. factor: factor of queries and keys.
-    sizes: block, heavy, clusters, open (of the last queries), least (of the first queries) and until, the first
-    renewal.
+    sizes: block, heavy, clusters, open (of the last queries), open_first (of the first queries) and first_renewal.
     """
 
     keep: Tensor | None
@@ -106,7 +105,7 @@ def causal(x: Tensor, y: Tensor, v: Tensor, given: Given, state: State | None = 
     """
     plain, numbers = causal_memory(x, y, v, given)
     if state is not None:
-        plain["kept"], numbers["room"] = state.kept, state.room
+        plain["decoding_state"], numbers["capacity"] = state.kept, state.room
         if plain["logsum"].numel() <= FEW:     # threads would wait for each other and for busy cores
             numbers["threads"] = 1
     return _InC.apply("near_far_causal", plain, numbers, x, y, v)
@@ -116,7 +115,7 @@ def new_state(y: Tensor, dv: int, options: dict[str, int], room: int) -> State:
     """Return the empty decoding state for keys y (Z, S, d)."""
     size = native.library().near_far_causal_size
     size.restype = ctypes.c_int64
-    kept = y.new_empty(len(y), size(ctypes.byref(Call(d=y.shape[-1], dv=dv, room=room, **options))))
+    kept = y.new_empty(len(y), size(ctypes.byref(Call(d=y.shape[-1], dv=dv, capacity=room, **options))))
     kept[:, :2] = 0
     return State(room, kept)
 
@@ -124,17 +123,17 @@ def new_state(y: Tensor, dv: int, options: dict[str, int], room: int) -> State:
 def causal_memory(x: Tensor, y: Tensor, v: Tensor, given: Given) -> tuple[dict[str, Tensor | None], dict[str, float]]:
     """Return the tensors and numbers of a causal call.
 
-    If gradients may be needed, `gaps` (Z, bytes) stores the distances between retrieved keys (encode_gaps in near_far.h),
-    and `gaps_at` (Z, G, L) where those of a query begin. The allocation is for the worst case; the system provides only
-    pages that are written.
+    If gradients may be needed, `gaps` (Z, gap_capacity) stores the distances between retrieved keys (encode_gaps in
+    near_far.h), and `gap_offset` (Z, G, L) the offset of the first distance of each query. The allocation is for the
+    worst case; the system provides only pages that are written.
     """
     (Z, G, L, _), S = x.shape, y.shape[1]
-    numbers = {"room": S, "factor": given.factor} | given.sizes | {"open": min(given.sizes["open"], S)}
+    numbers = {"capacity": S, "factor": given.factor} | given.sizes | {"open": min(given.sizes["open"], S)}
     plain = {"keep": given.keep, "shift": given.shift, "root": given.root, "logsum": y.new_empty(Z, G, L)}
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v)):
-        numbers["bytes"] = G * L * (numbers["open"] + S // (WIDEST - 1) + 2)
-        plain["gaps"] = torch.empty(Z, numbers["bytes"], dtype=torch.uint8, device="cpu")
-        plain["gaps_at"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")
+        numbers["gap_capacity"] = G * L * (numbers["open"] + S // (MAX_GAP - 1) + 2)
+        plain["gaps"] = torch.empty(Z, numbers["gap_capacity"], dtype=torch.uint8, device="cpu")
+        plain["gap_offset"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")
     return plain, numbers
 
 

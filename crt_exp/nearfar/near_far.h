@@ -14,28 +14,28 @@
 #endif
 
 /* Constants that choice.py reads from this file. */
-#define DRAWN 16        /* keys sampled for each cluster's centre, up to twice as many */
-#define MIXED 40507     /* multiplier that varies the sampled position */
-#define AWAY 1e15f      /* coordinate of centres without keys */
-#define RENEWED 128     /* minimal number of tokens between renewals */
-#define PART 2          /* otherwise the sequence so far divided by this */
-#define GROWS 2304      /* tokens beyond which the retrieved keys grow with the root of the renewal's position */
-#define PICKS 8         /* centres chosen at a time */
-#define RIDGE 1e-4      /* ridge on the second moments of queries relative to their mean square; exceeds float32
-                           rounding for queries in few directions */
-#define SAME 1e-6f      /* vectors are equal if their squared distance is below this part of the squared length */
-#define SHARPEST 1e-6f  /* minimal standard deviation of the logits of a cluster, nats */
-#define LEAST 1e-30f    /* smaller weights count as 0 */
-#define HIDDEN (-1e30f) /* logit of a missing key */
-#define WIDEST 255      /* gaps of at least this size take another byte */
-#define TURNED 16       /* columns of 8-bit vectors are padded to a multiple of this */
-#define SIGNS 2654435769 /* its multiples define the random signs of the rotation */
+#define CENTRE_SAMPLES 16       /* minimal number of sampled keys per centre; the maximum is twice this */
+#define SAMPLE_FACTOR 40507     /* varies the position of a sampled key within its interval */
+#define EMPTY_CENTRE 1e15f      /* coordinates of centres without keys */
+#define MIN_RENEWAL 128         /* tokens between renewals: at least this, */
+#define RENEWAL_DIVISOR 2       /* and at least the current position divided by this */
+#define GROWTH_START 2304       /* beyond this position, the number of retrieved keys grows with its square root */
+#define CENTRE_BATCH 8          /* initial centres selected per step */
+#define RIDGE 1e-4              /* ridge of the second moments of queries, relative to their mean square; exceeds
+                                   float32 rounding if queries span few dimensions */
+#define EQUAL_TOLERANCE 1e-6f   /* vectors count as equal below this squared distance, relative to the squared norm */
+#define MIN_SD 1e-6f            /* minimal standard deviation of the logits of a cluster, in nats */
+#define MIN_WEIGHT 1e-30f       /* smaller weights count as 0 */
+#define MASKED (-1e30f)         /* logit of a masked key */
+#define MAX_GAP 255             /* longer gaps take several bytes, see encode_gaps */
+#define QUANTIZED_PAD 16        /* quantized vectors are padded to a multiple of this */
+#define SIGN_FACTOR 2654435769  /* the random signs of the rotation are the highest bits of its multiples */
 
 /* A call of the library: bidirectional, cross or causal. The fields are those of `Call` in native.py. */
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, clusters, first_order, cross;
-    int64_t open, least, until;       /* causal: keys that the last and the first queries retrieve; first renewal */
-    int64_t room, bytes;              /* causal: tokens that the state can hold; bytes of gaps per head */
+    int64_t open, open_first, first_renewal;  /* causal: keys that the last and the first queries retrieve; position */
+    int64_t capacity, gap_capacity;   /* causal: tokens that the state can hold; bytes of gaps per head */
     int64_t threads;
     double factor;                    /* of queries and keys */
     View x, y, v, out;                /* batch: key head; head: its query heads. Causal: the last L queries */
@@ -49,9 +49,9 @@ typedef struct {
     float *level, *sums, *spread;     /* (Z, K), (Z, K, d + 2), (Z, K) */
     float *slope;                     /* (Z, dv, d) */
     float *logsum;                    /* (Z, G, L): base 2 */
-    uint8_t *gaps;                    /* (Z, bytes): positions of retrieved keys, see encode_gaps; or null */
-    int64_t *gaps_at;                 /* (Z, G, L): offset of the first gap of a query */
-    float *kept;                      /* (Z, near_far_causal_size): decoding state, or null */
+    uint8_t *gaps;                    /* (Z, gap_capacity): positions of retrieved keys, see encode_gaps; or null */
+    int64_t *gap_offset;              /* (Z, G, L): offset of the first gap of a query */
+    float *decoding_state;            /* (Z, near_far_causal_size): decoding state, or null */
 } NearFar;
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -189,7 +189,8 @@ enum { CACHE_FLOATS = 1 << 17 };                           /* floats of retrieve
 /* Returns the number of keys that a query retrieves after a renewal at this position, at most `open`. C version of
    `Sizes.opens` of choice.py. */
 INLINE int64_t retrieval_count(const NearFar *c, int64_t position) {
-    const int64_t square = c->least * c->least * (position > GROWS ? position : GROWS) / GROWS;
+    const int64_t growth = position > GROWTH_START ? position : GROWTH_START;
+    const int64_t square = c->open_first * c->open_first * growth / GROWTH_START;
     int64_t root = (int64_t)sqrt((double)square);
     while (root * root > square) root--;
     while ((root + 1) * (root + 1) <= square) root++;
@@ -253,10 +254,10 @@ typedef struct {
     float *tau;                              /* (K): variance of z in a cluster, summed over dimensions */
     float *root, *shift;                     /* (d, dp), (dp) */
     float *centres, *centre_square;          /* (K, dp): in z; (K): |c|^2 */
-    float *sample, *sample_weight;           /* (2 DRAWN K, d), (2 DRAWN K): sample of keys, for centres */
+    float *sample, *sample_weight;           /* (2 CENTRE_SAMPLES K, d); 1, or 0 for excluded keys */
     float *X, *centred, *Xt, *dots;          /* (CHUNK, dp): z; y - shift; (dp, CHUNK); (K, CHUNK) */
     float *zero_tilt;                        /* (dp): zeros */
-    int64_t *sample_cluster;                 /* (2 DRAWN K) */
+    int64_t *sample_cluster;                 /* (2 CENTRE_SAMPLES K) */
 } Past;
 
 typedef struct {
@@ -326,15 +327,15 @@ INLINE int retrieved_size(const Past *h) { return round_up(h->open) + PAD; }
 INLINE int unmasked(const Past *h, int64_t j) { return !h->keep || h->keep[j]; }
 INLINE const float *key_row(const Past *h, int64_t j) { return h->Y + j * h->dp; }
 
-/* Ascending positions encoded as gaps, the differences between them. Each byte WIDEST adds WIDEST - 1 to the next gap.
-   The last byte is 0. n of S keys take at most n + S / (WIDEST - 1) + 1 bytes. encode_gaps returns the number of bytes,
-   decode_gaps the number of keys. */
+/* Ascending positions encoded as gaps, the differences between them. Each byte MAX_GAP adds MAX_GAP - 1 to the
+   next gap. The last byte is 0. n of S keys take at most n + S / (MAX_GAP - 1) + 1 bytes. encode_gaps returns the
+   number of bytes, decode_gaps the number of keys. */
 
 INLINE int64_t encode_gaps(uint8_t *to, const int32_t *positions, int n) {
     const uint8_t *start = to;
     for (int32_t i = 0, last = -1; i < n; last = positions[i++]) {
         int32_t gap = positions[i] - last;
-        for (; gap >= WIDEST; gap -= WIDEST - 1) *to++ = WIDEST;
+        for (; gap >= MAX_GAP; gap -= MAX_GAP - 1) *to++ = MAX_GAP;
         *to++ = (uint8_t)gap;
     }
     *to++ = 0;
@@ -344,14 +345,14 @@ INLINE int64_t encode_gaps(uint8_t *to, const int32_t *positions, int n) {
 INLINE int decode_gaps(const uint8_t *from, int32_t *positions) {
     int32_t n = 0, last = -1;
     for (; *from; from++) {
-        last += *from - (*from == WIDEST);
-        if (*from != WIDEST) positions[n++] = last;
+        last += *from - (*from == MAX_GAP);
+        if (*from != MAX_GAP) positions[n++] = last;
     }
     return n;
 }
 
 /* Returns the position of the renewal after the one at `position`. */
 INLINE int64_t next_renewal(int64_t position, int64_t b) {
-    const int64_t more = position / PART > RENEWED ? position / PART : RENEWED;
+    const int64_t more = position / RENEWAL_DIVISOR > MIN_RENEWAL ? position / RENEWAL_DIVISOR : MIN_RENEWAL;
     return position + (more + b - 1) / b * b;
 }

@@ -22,7 +22,7 @@ size_t assign_buffers(const Buffer *buffers, size_t number, float *at) {
 
 /* Assigns `memory`, unless null, to the decoding state. Returns the number of floats. */
 static size_t assign_state(Past *h, const NearFar *c, float *memory) {
-    const size_t d = c->d, dp = round_up(d), lv = round_up(c->dv), S = c->room;
+    const size_t d = c->d, dp = round_up(d), lv = round_up(c->dv), S = c->capacity;
     const size_t n = c->heavy, K = c->clusters, M = n + K;
     const size_t panels = (S + c->block) / PANEL + PANEL_GROUP / PANEL, steps = panels * PANEL;
     const Buffer buffers[] = {
@@ -35,9 +35,9 @@ static size_t assign_state(Past *h, const NearFar *c, float *memory) {
 }
 
 static size_t assign_scratch(Past *h, const NearFar *c, float *memory) {
-    const size_t d = c->d, dp = round_up(d), lv = round_up(c->dv), S = c->kept ? 0 : c->S;
+    const size_t d = c->d, dp = round_up(d), lv = round_up(c->dv), S = c->decoding_state ? 0 : c->S;
     const size_t K = c->clusters, M = c->heavy + K;
-    const size_t number = 2 * DRAWN * K, open = c->open, scores_size = top_scores_size(open);
+    const size_t number = 2 * CENTRE_SAMPLES * K, open = c->open, scores_size = top_scores_size(open);
     const size_t ahead = min64(PREFETCH, c->G * c->L) + PAD;
     Work *w = &h->work;
     const Buffer buffers[] = {
@@ -63,7 +63,7 @@ int64_t near_far_causal_size(const NearFar *c) { return assign_state(&(Past){0},
 /* Allocates memory for one head at a time, or returns null. Huge pages make scattered reads and first use faster. */
 static float *allocate_past(const NearFar *c) {
     Past h = {0};
-    const size_t size = c->kept ? 0 : assign_state(&h, c, NULL), page = 1 << 21;
+    const size_t size = c->decoding_state ? 0 : assign_state(&h, c, NULL), page = 1 << 21;
     const size_t bytes = sizeof(float) * (assign_scratch(&h, c, NULL) + size), align = bytes > page ? page : 64;
     float *memory = aligned_alloc(align, (bytes + align - 1) / align * align);
 #if defined(MADV_HUGEPAGE)
@@ -76,8 +76,8 @@ void init_past(Past *h, const NearFar *c, int64_t z, float *memory) {
     *h = (Past){.c = c, .z = z, .d = c->d, .dp = round_up(c->d), .dv = c->dv, .lv = round_up(c->dv), .n = c->heavy,
                 .K = c->clusters, .open = c->open, .keep = c->keep ? c->keep + z * c->S : NULL};
     const size_t size = assign_state(h, c, NULL), scratch = assign_scratch(h, c, memory);
-    assign_state(h, c, c->kept ? c->kept + z * size : memory + scratch);
-    if (c->kept) h->Y = head_ptr(c->y, z, 0), h->V = head_ptr(c->v, z, 0);
+    assign_state(h, c, c->decoding_state ? c->decoding_state + z * size : memory + scratch);
+    if (c->decoding_state) h->Y = head_ptr(c->y, z, 0), h->V = head_ptr(c->v, z, 0);
     else h->counters[0] = 0;
     h->t = h->counters[0];
     if (h->t) h->renewal = h->counters[1], h->K = (int)h->counters[2], h->packed = h->counters[3];
@@ -91,11 +91,11 @@ void save_past(Past *h) {
 static void load_past(Past *h) {
     const NearFar *c = h->c;
     const int d = h->d, dp = h->dp;
-    if (!c->kept) {
+    if (!c->decoding_state) {
         load_rows(c->y, h->z, 0, 0, c->S, d, c->factor, NULL, h->keep, h->Y, dp);
         load_rows(c->v, h->z, 0, 0, c->S, c->dv, 1, NULL, h->keep, h->V, h->lv);
     }
-    for (int64_t j = 0; j < c->room; j++) h->cluster[j] = -1;
+    for (int64_t j = 0; j < c->capacity; j++) h->cluster[j] = -1;
     memset(h->shift, 0, sizeof(float) * dp);
     memcpy(h->shift, c->shift + h->z * d, sizeof(float) * d);
     memset(h->root, 0, sizeof(float) * d * dp);
@@ -175,7 +175,7 @@ void load_heavy(const Past *h, const int32_t *heavy, float *keys, float *values,
     }
 }
 
-/* Chooses the heavy hitters among the keys before the window: those with the largest |z|^2. */
+/* Selects the keys before the window with the largest |z|^2 as heavy hitters. */
 static void select_past_heavy_hitters(Past *h, int64_t far) {
     const int n = h->n;
     int32_t *heavy = h->heavy;
@@ -189,20 +189,20 @@ static void select_past_heavy_hitters(Past *h, int64_t far) {
     for (int64_t j = 0; j < far; j++) h->cluster[j] = -1;
     for (int i = 0; i < count; i++) h->cluster[heavy[i]] = -2;
     for (int i = count; i < n; i++) heavy[i] = -1;
-    for (int i = 0; i < n; i++) h->mass_exponent[i] = i < count ? 0 : HIDDEN;
+    for (int i = 0; i < n; i++) h->mass_exponent[i] = i < count ? 0 : MASKED;
     load_heavy(h, heavy, h->shared, h->values, h->mass);
 }
 
 /* Selects heavy hitters and clusters from the keys before the window of block t. Returns 0 if out of memory. */
 static int renew_clusters(Past *h, int64_t t) {
     const NearFar *c = h->c;
-    const int64_t far = (t - 1) * c->block, many = DRAWN * c->clusters, step = far > many ? far / many : 1;
+    const int64_t far = (t - 1) * c->block, many = CENTRE_SAMPLES * c->clusters, step = far > many ? far / many : 1;
     const int64_t number = far / step;
     const int d = h->d, dp = h->dp, n = h->n;
     pack_keys(h, far);
     select_past_heavy_hitters(h, far);
     for (int64_t i = 0; i < number; i++) {
-        const int64_t j = i * step + i * MIXED % step;
+        const int64_t j = i * step + i * SAMPLE_FACTOR % step;
         h->sample_weight[i] = h->cluster[j] != -2 && unmasked(h, j);
         set_scaled(h->sample + i * d, h->sample_weight[i], key_row(h, j), d);
     }
@@ -233,7 +233,7 @@ void summarize_clusters(Past *h) {
         set_scaled(h->shared + (n + k) * dp, scale, h->ysum + k * dp, dp);
         const float tau = scale * (h->squares[k] - scale * squared_norm(h->zsum + k * dp, dp));
         h->tau[k] = tau > 0 ? tau : 0;
-        h->mass_exponent[n + k] = N > 0 ? (float)ilogbf(N) + 1 : HIDDEN;
+        h->mass_exponent[n + k] = N > 0 ? (float)ilogbf(N) + 1 : MASKED;
     }
 }
 
@@ -244,7 +244,8 @@ int advance(Past *h, int64_t t) {
     const int64_t b = c->block;
     if (!h->t) {
         load_past(h);
-        for (h->renewal = c->until; next_renewal(h->renewal, b) <= t * b;) h->renewal = next_renewal(h->renewal, b);
+        for (h->renewal = c->first_renewal; next_renewal(h->renewal, b) <= t * b;)
+            h->renewal = next_renewal(h->renewal, b);
         h->t = h->renewal / b;
         for (int64_t s = 0; s < h->t - 1; s++) transform_block(h, s, 0);
         if (!renew_clusters(h, h->t)) return 0;

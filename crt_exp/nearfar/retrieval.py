@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.nearfar.choice import HIDDEN, LEAST, SHARPEST, SIGNS, TURNED, largest
+from crt_exp.nearfar.choice import MASKED, MIN_SD, MIN_WEIGHT, QUANTIZED_PAD, SIGN_FACTOR, largest
 
 WHOLE = 127            # largest integer
 EXACT = 2**24          # float32 represents all integers up to this
@@ -22,7 +22,7 @@ EXACT = 2**24          # float32 represents all integers up to this
 class Integers(NamedTuple):
     """Vectors as integers times a step."""
 
-    numbers: Tensor   # (..., d'), integers; d' = d rounded up to a multiple of TURNED
+    numbers: Tensor   # (..., d'), integers; d' = d rounded up to a multiple of QUANTIZED_PAD
     step: Tensor      # (...), of the rotated vectors; 0 for zero vectors
 
     @classmethod
@@ -34,7 +34,7 @@ class Integers(NamedTuple):
         """
         t = rotate(t.float())
         most = t.abs().amax(-1, keepdim=True)
-        there = most > LEAST
+        there = most > MIN_WEIGHT
         end = torch.full_like(most, WHOLE)  # a tensor: division by a Python number rounds twice, through a reciprocal
         double = torch.where(there, 2 * end / torch.where(there, most, 1.0), 0.0)
         cut = (t * double).trunc()
@@ -48,7 +48,7 @@ def rotate(t: Tensor) -> Tensor:
     Vectors are padded with zeros to d'. The matrices act on runs of 2^i columns, the largest power that divides d'.
     They are not normalized: lengths grow by sqrt(2^i).
     """
-    t = F.pad(t, (0, -t.shape[-1] % TURNED))
+    t = F.pad(t, (0, -t.shape[-1] % QUANTIZED_PAD))
     d = t.shape[-1]
     run = d & -d
     t = (t * signs(d, t.device)).unflatten(-1, (-1, run))
@@ -63,9 +63,9 @@ def rotate(t: Tensor) -> Tensor:
 def signs(d: int, device: torch.device) -> Tensor:
     """Return (d,) signs -1 and 1.
 
-    They are the highest bits of multiples of SIGNS modulo 2^32.
+    They are the highest bits of multiples of SIGN_FACTOR modulo 2^32.
     """
-    high = torch.arange(1, d + 1, device=device) * SIGNS >> 31
+    high = torch.arange(1, d + 1, device=device) * SIGN_FACTOR >> 31
     return 1.0 - 2.0 * (high & 1)
 
 
@@ -87,8 +87,8 @@ def retrieved_positions(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tens
     Each query (Z, ..., d) retrieves the `open` keys of y (Z, S, d) with the largest 8-bit scores among `member` (Z,
     ..., S); of equal scores the first.
     """
-    highest, positions = largest(eight_bit_scores(q, y).masked_fill(~member, HIDDEN), min(open, y.shape[1]))
-    return torch.where(highest > HIDDEN, positions, -1)
+    highest, positions = largest(eight_bit_scores(q, y).masked_fill(~member, MASKED), min(open, y.shape[1]))
+    return torch.where(highest > MASKED, positions, -1)
 
 
 # ---- rest of the clusters
@@ -102,7 +102,7 @@ def log_mean_below_threshold(mu: Tensor, sd: Tensor, threshold: Tensor) -> Tenso
     With t = (bar - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). For negative arguments of Phi the
     squares, which would cancel, are removed: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
     """
-    sd = sd.clamp(min=SHARPEST)
+    sd = sd.clamp(min=MIN_SD)
     t = (threshold - mu) / sd
     whole = torch.where(t >= sd, mu + sd.square() / 2, torch.where(t > 0, threshold - t.square() / 2, threshold))
     return whole + _log_phi(t - sd) - _log_phi(t)

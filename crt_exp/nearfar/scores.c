@@ -59,7 +59,7 @@ static void rotate(const float *from, int dp, float *x) {
     const int period = dp & -dp;
     const ivec lane = lane_numbers();
     for (int p = 0; p < dp; p += LANES) {
-        vec here = (vec)((uvec)AT(from + p) ^ ((uvec)(lane + p + 1) * (uint32_t)SIGNS & 0x80000000u));
+        vec here = (vec)((uvec)AT(from + p) ^ ((uvec)(lane + p + 1) * (uint32_t)SIGN_FACTOR & 0x80000000u));
         UNROLL for (int half = 1; half < LANES; half *= 2)
             here = shuffle(here, here, lane ^ half) + blend((lane & half) != 0, -here, here);
         AT(x + p) = here;
@@ -79,12 +79,12 @@ float quantize(const float *from, int dp, int8_t *to) {
     rotate(from, dp, rotated);
     vec max_vec = {0};
     for (int p = 0; p < dp; p += LANES) max_vec = maximum(max_vec, maximum(AT(rotated + p), -AT(rotated + p)));
-    const float max_abs = reduce_max(max_vec), scale = max_abs > LEAST ? 254 / max_abs : 0;
+    const float max_abs = reduce_max(max_vec), scale = max_abs > MIN_WEIGHT ? 254 / max_abs : 0;
     for (int p = 0; p < dp; p++) {
         const int cut = (int)(rotated[p] * scale);
         to[p] = (int8_t)((cut + (cut > 0) - (cut < 0)) / 2);
     }
-    return max_abs > LEAST ? max_abs / 127 : 0;
+    return max_abs > MIN_WEIGHT ? max_abs / 127 : 0;
 }
 
 typedef uint32_t unaligned_uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -308,13 +308,13 @@ void retrieve_keys(Past *h, int open) {
     Work *w = &h->work;
     const int64_t far = w->query[w->query_count - 1].far;
     pack_keys(h, far);
-    for (int r = 0; r < w->query_count; r++) w->top_scores[r].threshold = HIDDEN, w->top_scores[r].n = 0;
+    for (int r = 0; r < w->query_count; r++) w->top_scores[r].threshold = MASKED, w->top_scores[r].n = 0;
     if (w->query[0].far >= SAMPLE_STRIDE * open) sample_thresholds(h, open);
     score_range(h, 0, w->query_count, 0, far, 1, open);
     for (int r = 0; r < w->query_count; r++) {
         TopScores *top = &w->top_scores[r];
-        if (top->n < open && top->threshold > HIDDEN) {           /* the sampled threshold is too high */
-            top->n = 0, top->threshold = HIDDEN;
+        if (top->n < open && top->threshold > MASKED) {           /* the sampled threshold is too high */
+            top->n = 0, top->threshold = MASKED;
             score_range(h, r, r + 1, 0, w->query[r].far, 1, open);
         }
         if (top->n > open) prune(top, find_threshold(top->value, top->n, open, open), open);

@@ -5,7 +5,7 @@ from itertools import product
 import torch
 
 from crt_exp.nearfar import native
-from crt_exp.nearfar.choice import WIDEST
+from crt_exp.nearfar.choice import MAX_GAP
 from crt_exp.nearfar.retrieval import retrieved_positions
 from crt_exp.nearfar.causal import Causal, options_of, renewals, unmasked_keys
 
@@ -52,9 +52,9 @@ def read_in_c(x, y, v, given):
     native._InC.apply("near_far_causal", plain, numbers, x.detach(), y, v)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):
-        gaps = plain["gaps"][z, plain["gaps_at"][z, g, i]:].numpy()
+        gaps = plain["gaps"][z, plain["gap_offset"][z, g, i]:].numpy()
         gaps = gaps[:(gaps == 0).argmax()].astype(int)
-        ends = gaps < WIDEST
+        ends = gaps < MAX_GAP
         own = (gaps - ~ends).cumsum()[ends] - 1
         places[z, g, i, :len(own)] = torch.from_numpy(own)
     return places

@@ -83,7 +83,7 @@ def test_each_key_is_in_one_set(causal):
         x, y, v, keep = tensors(B=2, L=L, seed=L)
         keep, x, sizes = keep if L % 2 else None, torch.zeros_like(x), Sizes(1 + block // 4, heavy // 3, cells, open=3)
         out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep)
-        close = {"rtol": 0, "atol": 1e-6} if causal else {}             # logits of cells deviate by SHARPEST at least
+        close = {"rtol": 0, "atol": 1e-6} if causal else {}             # logits of cells deviate by MIN_SD at least
         torch.testing.assert_close(out, uniform_attention(x, y, v, causal=causal, key_mask=keep), **close)
 
 

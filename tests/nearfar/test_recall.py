@@ -9,7 +9,7 @@ from scipy.special import log_ndtr
 
 from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.nearfar import causal as recall, decoding as past, native, near_far_attention, retrieval
-from crt_exp.nearfar.choice import DRAWN, RIDGE, Sizes
+from crt_exp.nearfar.choice import CENTRE_SAMPLES, RIDGE, Sizes
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.nearfar.decoding import RecallState
 
@@ -129,7 +129,7 @@ def test_outputs_depend_on_places_and_past_alone():
 @pytest.mark.parametrize("more", [100, 10**6])
 def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
     """Also where more keys are read than `open`, from `more` tokens on."""
-    monkeypatch.setattr("crt_exp.nearfar.choice.GROWS", more)
+    monkeypatch.setattr("crt_exp.nearfar.choice.GROWTH_START", more)
     x, y, v = drawn(H=4, kv_heads=2)
     keep = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.8
     keep[0, :23], keep[1, :2], keep[:, 30] = False, False, True
@@ -289,9 +289,9 @@ def test_one_key_of_many_is_found():
 def test_centres_are_of_keys_from_everywhere():
     """However many there are, and whatever small period they have."""
     for keys in (5, 63, 64, 200, 1024, 4096, 5000):
-        places = recall.sample(keys, DRAWN * 4, torch.device("cpu"))
-        assert len(places.unique()) == len(places) >= min(keys, DRAWN * 4)
-        assert places.min() >= 0 and places.max() < keys and len(places) < 2 * DRAWN * 4
+        places = recall.sample(keys, CENTRE_SAMPLES * 4, torch.device("cpu"))
+        assert len(places.unique()) == len(places) >= min(keys, CENTRE_SAMPLES * 4)
+        assert places.min() >= 0 and places.max() < keys and len(places) < 2 * CENTRE_SAMPLES * 4
         if len(places) > 3:
             assert all(len((places % period).unique()) > 1 for period in (2, 3, 4))
 

@@ -28,7 +28,7 @@ typedef struct {
 typedef struct {
     const Call *c;
     int64_t b, h, part, parts;              /* this thread's part of the tokens; number of parts */
-    float *partial_sums;                          /* of all parts of all heads */
+    float *partial_sums;                    /* of all parts of all heads */
     int d, dp, dv, dvp, lv, M, Mp, ld;      /* dp, dvp, lv, Mp: rounded up to PAD */
     float *w, *w2, *wt;                     /* projections (M, dp), natural and binary logs; w2' (d, ld) */
     float *bias;                            /* (Mp): twice the bias for queries; -inf for padding */
@@ -37,7 +37,7 @@ typedef struct {
     float *Q, *K, *Kt, *D;                  /* (CHUNK, ld); Kt (Mp, CHUNK) */
     float *S, *St, *dS;                     /* (dv + 1, ld), transposed state (Mp, lv), (dv + 1, ld) */
     float *ref, *new_ref, *factor, *offset;   /* (Mp) */
-    float *token_offset, *row_max, *row_sum;                /* (CHUNK) */
+    float *token_offset, *row_max, *row_sum;  /* (CHUNK) */
     float *dW, *db;                         /* (d, ld), (Mp): gradients of learned projections */
     float *pieces;                          /* of a segment, for the causal backward pass */
     int error;
