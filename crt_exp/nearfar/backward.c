@@ -143,15 +143,15 @@ static void sums_backward(Head *e) {
     matmul(FULL, e->K, d, d, e->mean_offset, dp, 1, e->rootT, dp, e->offset_rootT, dp, 0);
     matmul(FULL, d, d, d, e->root, dp, 1, e->rootT, dp, e->moments, dp, 0);
     for (int k = 0; k < e->K; k++) {
-        const float *sums = e->sums + k * (d + 2), N = sums[d + 1], over = N > MIN_WEIGHT ? 1 / N : 0;
+        const float *sums = e->sums + k * (d + 2), N = sums[d + 1], inverse = N > MIN_WEIGHT ? 1 / N : 0;
         const float dspread = e->spread[k] > 0 ? 0.5f * e->dbias[k] / (1 + e->spread[k] / 2) : 0;
         float *to = e->dsums + k * width, *g = dmu + k * dp;
         for (int p = 0; p < dp; p++) {
             g[p] = p < d ? g[p] - e->dbias[k] * e->tilt[p] - 2 * dspread * e->offset_rootT[k * dp + p] : 0;
-            to[p] = g[p] * over;
+            to[p] = g[p] * inverse;
         }
-        to[dp] = dspread * over;
-        to[dp + 1] = -(dot(to, mu + k * dp, dp) + to[dp] * sums[d] * over);
+        to[dp] = dspread * inverse;
+        to[dp + 1] = -(dot(to, mu + k * dp, dp) + to[dp] * sums[d] * inverse);
     }
 }
 

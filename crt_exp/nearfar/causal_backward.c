@@ -259,13 +259,13 @@ static void write_gradients(const Backward *e) {
 /* Returns 0 if out of memory. free_backward frees the memory in both cases. */
 static int init_backward(Backward *e, const NearFar *c, int64_t z, float *memory) {
     const size_t d = c->d, dp = round_up(d), lv = round_up(c->dv), S = c->S, K = c->clusters, M = c->heavy + K;
-    const size_t wide = (2 * c->block + M) * PIECE;
+    const size_t weights = (2 * c->block + M) * PIECE;
     *e = (Backward){.first = (c->S - c->L) / c->block};
     e->count = (c->S - 1) / c->block - e->first + 1;
     init_past(&e->h, c, z, memory);
     const Buffer buffers[] = {
         {&e->tau, e->count * K}, {&e->dY, S * dp}, {&e->dV, S * lv}, {&e->dsum, K * dp}, {&e->dvalue_sum, K * lv},
-        {&e->dmu, M * dp}, {&e->dvalues, M * lv}, {&e->A, wide}, {&e->B, wide}, {&e->Q, PIECE * dp},
+        {&e->dmu, M * dp}, {&e->dvalues, M * lv}, {&e->A, weights}, {&e->B, weights}, {&e->Q, PIECE * dp},
         {&e->Qt, d * PIECE}, {&e->G, PIECE * lv}, {&e->Gt, lv * PIECE}, {&e->O, PIECE * dp}};
     const size_t number = sizeof buffers / sizeof *buffers;
     e->memory = allocate(sizeof(float) * assign_buffers(buffers, number, NULL));

@@ -20,16 +20,16 @@ typedef struct {
 } Selection;
 
 static int init_selection(Selection *e, const NearFar *c, int64_t z) {
-    const size_t d = c->d, dp = round_up(c->d), K = c->clusters, most = K > CENTRE_BATCH ? K : CENTRE_BATCH;
+    const size_t d = c->d, dp = round_up(c->d), K = c->clusters, rows = K > CENTRE_BATCH ? K : CENTRE_BATCH;
     *e = (Selection){.c = c, .z = z, .chunks = (c->S + CHUNK - 1) / CHUNK, .d = d, .dp = dp, .K = K, .n = c->heavy};
     e->keep = c->keep ? c->keep + z * c->S : NULL;
     const size_t tokens = e->chunks * CHUNK;
-    const Scratch pieces[] = {
-        {&e->X, CHUNK * dp}, {&e->Xt, CHUNK * dp}, {&e->root, d * dp}, {&e->Z, dp * tokens}, {&e->dots, most * CHUNK},
-        {&e->moments, d * dp}, {&e->root_double, 2 * d * d}, {&e->sums, K * dp}, {&e->centres, most * dp},
-        {&e->centre_square, most}, {&e->mass, K}, {&e->w, tokens}, {&e->square, tokens}, {&e->log_u, tokens},
+    const Scratch buffers[] = {
+        {&e->X, CHUNK * dp}, {&e->Xt, CHUNK * dp}, {&e->root, d * dp}, {&e->Z, dp * tokens}, {&e->dots, rows * CHUNK},
+        {&e->moments, d * dp}, {&e->root_double, 2 * d * d}, {&e->sums, K * dp}, {&e->centres, rows * dp},
+        {&e->centre_square, rows}, {&e->mass, K}, {&e->w, tokens}, {&e->square, tokens}, {&e->log_u, tokens},
         {&e->u, tokens}, {&e->D, tokens}, {&e->score, tokens}};
-    return allocate_scratch(pieces, sizeof pieces / sizeof *pieces);
+    return allocate_scratch(buffers, sizeof buffers / sizeof *buffers);
 }
 
 INLINE int chunk_tokens(const Selection *e, int64_t t) { return e->c->S - t < CHUNK ? e->c->S - t : CHUNK; }

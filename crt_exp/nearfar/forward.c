@@ -16,28 +16,30 @@ static int init_head(Head *e, const NearFar *c, int64_t z, int backward) {
     e->pool = c->pool + z * c->S, e->cluster = c->cluster + z * c->S, e->shift = c->shift + z * c->d;
     e->u = c->u + z * c->S, e->square = c->square + z * c->S;
     e->sums = c->sums + z * c->clusters * (c->d + 2);
-    const size_t d = e->d, dp = e->dp, dv = e->dv, lv = e->lv, K = e->K, M = e->M, most = e->max_queries,
-                 state = K * lv, wide = lv > dp ? lv : dp, near = c->cross ? 0 : 3 * e->b, seen = near + M,
-                 back = backward, slope = c->first_order;
-    const Scratch pieces[] = {
+    const size_t d = e->d, dp = e->dp, dv = e->dv, lv = e->lv, K = e->K, M = e->M, queries = e->max_queries,
+                 state = K * lv, width = lv > dp ? lv : dp, near = c->cross ? 0 : 3 * e->b, key_rows = near + M,
+                 grad = backward, slope = c->first_order;
+    const Scratch buffers[] = {
         {&e->tilt, dp}, {&e->root, d * dp}, {&e->rootT, d * dp}, {&e->centres, K * dp}, {&e->mean_offset, K * dp},
         {&e->spread, K}, {&e->keys, M * dp}, {&e->values, M * lv}, {&e->bias, M}, {&e->mass_exponent, M}, {&e->mass, M},
         {&e->state_total, state}, {&e->state_before, state}, {&e->state_after, e->T * state},
         {&e->checkpoints, e->segments * state},
-        {&e->y, CHUNK * dp}, {&e->residual, CHUNK * dp}, {&e->work, (K > CHUNK ? K : CHUNK) * wide},
+        {&e->y, CHUNK * dp}, {&e->residual, CHUNK * dp}, {&e->work, (K > CHUNK ? K : CHUNK) * width},
         {&e->slope, slope * dv * dp}, {&e->slopeT, slope * d * lv}, {&e->weight, K}, {&e->double_sums, 2 * K * (d + 2)},
-        {&e->Y, near * dp}, {&e->V, near * lv}, {&e->mask_bias, near}, {&e->A, seen * most},
-        {&e->Q, most * dp}, {&e->X, most * dp}, {&e->Qt, d * most}, {&e->O, most * wide}, {&e->P, most * wide},
-        {&e->top, most}, {&e->scale, most}, {&e->cluster_share, most},
-        {&e->B, back * seen * most}, {&e->G, back * most * lv}, {&e->Gt, back * lv * most}, {&e->Gs, back * most * lv},
-        {&e->dY, back * near * dp}, {&e->dV, back * near * lv}, {&e->dkeys, back * M * dp},
-        {&e->dvalues, back * e->n * lv}, {&e->dstates, back * e->T * state},
-        {&e->dsegments, back * e->segments * state}, {&e->dbefore, back * state}, {&e->dafter, back * state},
-        {&e->dlog_weight, back * c->S}, {&e->dbias, back * K}, {&e->dsums, back * K * (dp + PAD)},
-        {&e->offset_rootT, back * K * dp},
-        {&e->moments, back * d * dp}, {&e->dslope, back * slope * dv * dp}, {&e->dslopeT, back * slope * d * lv},
-        {&e->dy_chunk, back * CHUNK * dp}, {&e->dv_chunk, back * CHUNK * lv}};
-    if (!allocate_scratch(pieces, sizeof pieces / sizeof *pieces)) return 0;
+        {&e->Y, near * dp}, {&e->V, near * lv}, {&e->mask_bias, near}, {&e->A, key_rows * queries},
+        {&e->Q, queries * dp}, {&e->X, queries * dp}, {&e->Qt, d * queries}, {&e->O, queries * width},
+        {&e->P, queries * width},
+        {&e->top, queries}, {&e->scale, queries}, {&e->cluster_share, queries},
+        {&e->B, grad * key_rows * queries}, {&e->G, grad * queries * lv}, {&e->Gt, grad * lv * queries},
+        {&e->Gs, grad * queries * lv},
+        {&e->dY, grad * near * dp}, {&e->dV, grad * near * lv}, {&e->dkeys, grad * M * dp},
+        {&e->dvalues, grad * e->n * lv}, {&e->dstates, grad * e->T * state},
+        {&e->dsegments, grad * e->segments * state}, {&e->dbefore, grad * state}, {&e->dafter, grad * state},
+        {&e->dlog_weight, grad * c->S}, {&e->dbias, grad * K}, {&e->dsums, grad * K * (dp + PAD)},
+        {&e->offset_rootT, grad * K * dp},
+        {&e->moments, grad * d * dp}, {&e->dslope, grad * slope * dv * dp}, {&e->dslopeT, grad * slope * d * lv},
+        {&e->dy_chunk, grad * CHUNK * dp}, {&e->dv_chunk, grad * CHUNK * lv}};
+    if (!allocate_scratch(buffers, sizeof buffers / sizeof *buffers)) return 0;
     load_rows((View){c->tilt + z * d, 0, 0, d}, 0, 0, 0, 1, d, 1, NULL, NULL, e->tilt, dp);
     load_rows((View){c->root + z * d * d, 0, 0, d}, 0, 0, 0, d, d, 1, NULL, NULL, e->root, dp);
     load_rows((View){c->centres + z * K * d, 0, 0, d}, 0, 0, 0, K, d, 1, NULL, NULL, e->centres, dp);
@@ -178,8 +180,8 @@ void compute_cluster_keys(Head *e) {
     const float *level = e->c->level + e->z * e->K;
     float *mu = e->keys + e->n * e->dp, *spread = e->c->spread + e->z * e->K;
     for (int k = 0; k < e->K; k++) {
-        const float *sums = e->sums + k * (e->d + 2), over = sums[e->d + 1] > MIN_WEIGHT ? 1 / sums[e->d + 1] : 0;
-        for (int p = 0; p < e->dp; p++) mu[k * e->dp + p] = p < e->d ? sums[p] * over : 0;
+        const float *sums = e->sums + k * (e->d + 2), inverse = sums[e->d + 1] > MIN_WEIGHT ? 1 / sums[e->d + 1] : 0;
+        for (int p = 0; p < e->dp; p++) mu[k * e->dp + p] = p < e->d ? sums[p] * inverse : 0;
     }
     matmul(FULL, e->K, e->d, e->d, mu, e->dp, 1, e->root, e->dp, e->mean_offset, e->dp, 0);
     for (int k = 0; k < e->K; k++) {
@@ -276,14 +278,14 @@ void load_queries(Head *e, const Block *at, int i, int R) {
 }
 
 void exponentiate(Head *e, const Block *at, int ld) {
-    const vec most = (vec){0} + 126.0f;
+    const vec limit = (vec){0} + 126.0f;
     for (int j = 0; j < ld; j += LANES) {
         float *A = e->A + j;
         vec sum = {0}, far = {0}, top = AT(e->top + j);
         for (int i = 0; i < at->near; i++, A += ld)
-            sum += AT(A) = exp2_vec(minimum(AT(A) + e->mask_bias[i] - top, most));
+            sum += AT(A) = exp2_vec(minimum(AT(A) + e->mask_bias[i] - top, limit));
         for (int i = 0; i < e->M; i++, A += ld) {
-            vec weight = AT(A) = e->mass[i] > 0 ? exp2_vec(minimum(AT(A) + e->bias[i] - top, most)) : (vec){0};
+            vec weight = AT(A) = e->mass[i] > 0 ? exp2_vec(minimum(AT(A) + e->bias[i] - top, limit)) : (vec){0};
             if (i < e->n) sum += weight;
             else far += e->mass[i] * weight;
         }

@@ -81,8 +81,8 @@ float quantize(const float *from, int dp, int8_t *to) {
     for (int p = 0; p < dp; p += LANES) max_vec = maximum(max_vec, maximum(AT(rotated + p), -AT(rotated + p)));
     const float max_abs = reduce_max(max_vec), scale = max_abs > MIN_WEIGHT ? 254 / max_abs : 0;
     for (int p = 0; p < dp; p++) {
-        const int cut = (int)(rotated[p] * scale);
-        to[p] = (int8_t)((cut + (cut > 0) - (cut < 0)) / 2);
+        const int doubled = (int)(rotated[p] * scale);
+        to[p] = (int8_t)((doubled + (doubled > 0) - (doubled < 0)) / 2);
     }
     return max_abs > MIN_WEIGHT ? max_abs / 127 : 0;
 }
@@ -185,17 +185,17 @@ static float estimate_threshold(const float *value, int n, int k, float *min, fl
     return mean + sqrtf(variance > 0 ? variance : 0) * (share < 0.5f ? quantile : -quantile);
 }
 
-/* Returns a threshold that at least k and at most `most` of n > k finite numbers exceed. If ties prevent that, returns
+/* Returns a threshold that at least k and at most `limit` of n > k finite numbers exceed. If ties prevent that, returns
    the number that is the k-th largest. */
-static float find_threshold(const float *value, int n, int k, int most) {
+static float find_threshold(const float *value, int n, int k, int limit) {
     float low, high, threshold = estimate_threshold(value, n, k, &low, &high);
     low = slightly_below(low);
     for (int step = 0, count_low = n, count_high = 0;; step++) {
         if (!(threshold > low && threshold < high)) threshold = low + (high - low) / 2;
         if (!(threshold > low && threshold < high)) return high;
         const int count = count_above(value, n, threshold);
-        if (count >= k && count <= most) return threshold;
-        if (count > most) low = threshold, count_low = count;
+        if (count >= k && count <= limit) return threshold;
+        if (count > limit) low = threshold, count_low = count;
         else high = threshold, count_high = count;
         const float fraction = step % 3 == 2 ? 0.5f : (k + 0.5f - count_high) / (count_low - count_high + 1);
         threshold = high - (high - low) * fraction;

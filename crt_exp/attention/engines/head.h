@@ -66,7 +66,7 @@ static int init_head(Head *e, const Call *c, int64_t index) {
     e->d = c->d, e->dp = round_up(c->d), e->dv = c->dv, e->dvp = round_up(c->dv), e->lv = round_up(c->dv + 1);
     e->M = c->M, e->Mp = round_up(c->M), e->ld = e->Mp + PAD;  /* a power-of-two stride would cause cache conflicts */
     int dp = e->dp, ld = e->ld, lv = e->lv, Mp = e->Mp;
-    const int sweeps = c->levels && c->dx.data, learnable = c->dweights.data != NULL;
+    const int needs_pieces = c->levels && c->dx.data, learnable = c->dweights.data != NULL;
     const Scratch buffers[] = {
         {&e->w, (size_t)Mp * dp}, {&e->w2, (size_t)Mp * dp}, {&e->wt, (size_t)e->d * ld}, {&e->bias, Mp},
         {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp}, {&e->V, CHUNK * lv}, {&e->G, CHUNK * lv}, {&e->dx, CHUNK * dp},
@@ -76,7 +76,7 @@ static int init_head(Head *e, const Call *c, int64_t index) {
         {&e->dS, (size_t)(e->dv + 1) * ld}, {&e->ref, Mp}, {&e->new_ref, Mp}, {&e->factor, Mp}, {&e->offset, Mp},
         {&e->token_offset, CHUNK}, {&e->row_max, CHUNK}, {&e->row_sum, CHUNK},
         {&e->dW, learnable ? (size_t)e->d * ld : 0}, {&e->db, learnable ? Mp : 0},
-        {&e->pieces, sweeps ? piece_floats(e, CHUNK) * (c->segment / CHUNK) : 0}};
+        {&e->pieces, needs_pieces ? piece_floats(e, CHUNK) * (c->segment / CHUNK) : 0}};
     if (!allocate_scratch(buffers, sizeof buffers / sizeof *buffers)) return 0;
     float scale = *head_ptr(c->scale, e->b, e->h), *bias = head_ptr(c->bias, e->b, e->h);
     const Scratch zeros[] = {{&e->wt, e->d * ld}, {&e->w, Mp * dp}, {&e->X, CHUNK * dp}, {&e->Y, CHUNK * dp},

@@ -143,14 +143,14 @@ static float *reserve_arena(size_t count) {
 
 static size_t padded_size(size_t count) { return (count + PAD - 1) / PAD * PAD + PAD; }
 
-int allocate_scratch(const Scratch *pieces, size_t n) {
+int allocate_scratch(const Scratch *buffers, size_t n) {
     size_t count = 0;
-    for (size_t i = 0; i < n; i++) count += padded_size(pieces[i].count);
+    for (size_t i = 0; i < n; i++) count += padded_size(buffers[i].count);
     float *memory = reserve_arena(count);
     if (!memory) return 0;
     for (size_t i = 0; i < n; i++) {
-        *pieces[i].pointer = memory;
-        memory += padded_size(pieces[i].count);
+        *buffers[i].pointer = memory;
+        memory += padded_size(buffers[i].count);
     }
     return 1;
 }

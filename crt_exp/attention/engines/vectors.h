@@ -146,7 +146,7 @@ typedef struct {
     float **pointer;
     size_t count;
 } Scratch;
-int allocate_scratch(const Scratch *pieces, size_t n);
+int allocate_scratch(const Scratch *buffers, size_t n);
 
 /* Frees the scratch memory of this thread if it exceeds MAX_ARENA. */
 void trim_scratch(void);
