@@ -47,8 +47,9 @@ def sweeps(angles: str, tables: str, pairs: int, flops: str):
 page = Page(
     "hrf_kernels",
     title="HRF Figures 2, 5 and 6, Tables 1 and 3, Appendix L: errors of hybrid random features",
-    finding="At equal projections, the angular hybrid has 0.29 times the largest error of trigonometric features. "
-            "At equal FLOPs of attention and length 1, the MSE of the hybrid is 3.8 times as large.",
+    finding="At 16 projections, the angular hybrid has 0.29 [0.26, 0.32] times the largest error of trigonometric "
+            "features (95% CI, n = 40 groups). At equal FLOPs of attention and length 1, the MSE of the hybrid is "
+            "3.0 [2.8, 3.3] times as large (n = 60).",
     small=sweeps("task.lengths=[1.0,1.5,2.0] task.groups=40 task.draws=200",
                  "task.pairs=300 task.groups=40 task.draws=20", 1000, "task.draws=20 task.groups=60"),
     full=sweeps("task.lengths=[0.5,0.75,1.0,1.25,1.5,1.75,2.0] task.groups=10 task.draws=1000",
