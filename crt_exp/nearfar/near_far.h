@@ -216,7 +216,7 @@ typedef struct {
     int query_count, finished;               /* numbers of prepared and of finished queries */
     Query query[PREFETCH];
     float *Q, *O;                            /* (PREFETCH, dp), in base 2; (PREFETCH, lv) */
-    float *top, *scale, *part;               /* (PREFETCH): maximum logits; total weights; unused */
+    float *top, *scale;                      /* (PREFETCH): maximum logits; total weights */
     int8_t *quantized;                       /* (PREFETCH, dp): queries as integers */
     int32_t *bias;                           /* (PREFETCH), of scores */
     int32_t *scores;                         /* (SCORE_QUERIES, SCORE_KEYS) */
