@@ -17,7 +17,7 @@ from torch import nn
 
 from crt_exp.attention import Exact
 from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct, file_of,
-                            imported, is_known, is_map, known, own_options, place, read_yaml, uses)
+                            import_object, import_path, is_known, is_map, known, own_options, read_yaml, uses)
 from crt_exp.features.base import FeatureMap
 from crt_exp.options import (check, check_options, format_value, join_words, plain, split_words, unknown,
                              whole_number)
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     def word(self) -> str:
         """Return the name of the choice, or the import path of an object's class."""
         made_by = self.content if hasattr(self.content, "__qualname__") else type(self.content)
-        return self.name if isinstance(self.content, dict) else place(made_by)
+        return self.name if isinstance(self.content, dict) else import_path(made_by)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Mechanism:
            **options: Any) -> "Mechanism":
         """Build the mechanism of conf/attention/<name>.yaml, with optional changes.
 
-        Import paths are imported. Use this method only for names from the user, and `of_saved` for names from files.
+        Import paths are imported. Use this method only for names from the user, and `from_saved` for names from files.
 
         Args:
             name: a name of conf/attention, or of conf/features for a feature map alone. performer, favor+, favor++ and
@@ -107,7 +107,7 @@ class Mechanism:
         Raises:
             ConfigError: a name, an option or a value is unknown, or the attention does not use an option.
         """
-        name = by_place("attention", canonical("attention", name))
+        name = from_import_path("attention", canonical("attention", name))
         of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
         if of_map and not is_known("attention", name):
             if features is not None:
@@ -116,7 +116,7 @@ class Mechanism:
         elif (name is None and features is None) or (isinstance(name, str) and not is_known("attention", name)):
             raise unknown("attention", str(name), dict.fromkeys([*known("attention"), *known("features")]))
         node, named = read_preset(BASE if name is None else name)
-        what = BASE if name is None else place(name)
+        what = BASE if name is None else import_path(name)
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
         for key, value in plain(options).items():
             part, _, option = key.rpartition(".")
@@ -124,11 +124,11 @@ class Mechanism:
         given = {"features": features or changes["features"], "sampler": sampler or changes["sampler"], "m": m}
         if unused := [key for key, value in given.items() if value not in (None, {}) and key not in uses(node)]:
             raise ConfigError(f"attention {what} does not use {' and '.join(unused)}; remove it")
-        node = with_changes(f"attention {what}", node, changes[""])
+        node = apply_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
-            node["phi"] = with_changes("phi", node.get("phi", {}), changes["phi"])
-        check_node("attention", node := resolved(node), ATTENTION)
-        parts = {group: chosen(group, choice or named.get(group) or default_choice(group), changes[group])
+            node["phi"] = apply_changes("phi", node.get("phi", {}), changes["phi"])
+        check_node("attention", node := resolve_references(node), ATTENTION)
+        parts = {group: resolve_choice(group, choice or named.get(group) or default_choice(group), changes[group])
                  for group, choice in (("features", features), ("sampler", sampler)) if group in uses(node)}
         return cls._made(name and what, node, parts, default_choice("m") if m is None else m, seed)
 
@@ -144,7 +144,7 @@ class Mechanism:
         node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
         parts = {group: Choice(choice(group), OmegaConf.to_container(cfg[group], resolve=True)) for group in PARTS}
         parts["features"].content.pop("m")  # Mechanism.m holds the number of projections
-        return cls._made(choice("attention"), resolved(node), parts, cfg.features.m, cfg.seed)
+        return cls._made(choice("attention"), resolve_references(node), parts, cfg.features.m, cfg.seed)
 
     @classmethod
     def _made(cls, name: str | None, node: dict[str, Any], parts: dict[str, Choice], m: Any, seed: Any) -> "Mechanism":
@@ -158,7 +158,7 @@ class Mechanism:
     @property
     def kind(self) -> type:
         """The class of the attention layers."""
-        return imported(self.options["_target_"])
+        return import_object(self.options["_target_"])
 
     @property
     def estimates(self) -> bool:
@@ -173,7 +173,7 @@ class Mechanism:
         Such a map serves kernel regression, and no attention.
         """
         content = self.features and self.features.content
-        made_by = imported(content["_target_"]) if isinstance(content, dict) else content
+        made_by = import_object(content["_target_"]) if isinstance(content, dict) else content
         return getattr(made_by, "own_kernel", False)
 
     @property
@@ -219,7 +219,9 @@ class Mechanism:
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that samples the random projections; None for a baseline."""
         content = self.sampler_part and self.sampler_part.content
-        return partial(imported(content["_target_"]), **own_options(content)) if isinstance(content, dict) else content
+        if isinstance(content, dict):
+            return partial(import_object(content["_target_"]), **own_options(content))
+        return content
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
@@ -262,7 +264,7 @@ class Mechanism:
         return {"attention": own_options(self.options) or self.name, "m": self.m} | parts
 
     def saved(self) -> dict[str, Any]:
-        """Return the JSON record that `Mechanism.of_saved` reads.
+        """Return the JSON record that `Mechanism.from_saved` reads.
 
         "described" holds the values behind the names, so that a change of the configuration files is detected.
         """
@@ -280,12 +282,12 @@ class Mechanism:
         parts = {"features": self.features, "sampler": self.sampler_part}
         changes = {group: part.changes(group) for group, part in parts.items() if part}
         if is_known("attention", self.name) and "phi" in self.options:
-            phi = resolved(self.options | {"phi": read_preset(self.name)[0]["phi"]})["phi"]
+            phi = resolve_references(self.options | {"phi": read_preset(self.name)[0]["phi"]})["phi"]
             changes["phi"] = {key: value for key, value in self.options["phi"].items() if phi.get(key) != value}
         return {f"{group}.{key}": value for group, values in changes.items() for key, value in values.items()}
 
     @classmethod
-    def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
+    def from_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
         """Rebuild a mechanism from its `saved` record, which may be untrusted.
 
         Only names of conf/ and plain values are built. "described" is compared and never built. `source` names the file
@@ -396,20 +398,21 @@ def default_choice(group: str) -> Any:
     return config["features"]["m"] if group == "m" else next(entry[group] for entry in entries if group in entry)
 
 
-def by_place(group: str, choice: Any) -> Any:
+def from_import_path(group: str, choice: Any) -> Any:
     """Import an object from a path such as "mine.ShiftedRF"; return others as is."""
-    return imported(choice) if isinstance(choice, str) and "." in choice and not is_known(group, choice) else choice
+    is_path = isinstance(choice, str) and "." in choice and not is_known(group, choice)
+    return import_object(choice) if is_path else choice
 
 
-def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
+def resolve_choice(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
     """Resolve a name, an import path, a class or an object to a `Choice`."""
-    made = by_place(group, choice)
+    made = from_import_path(group, choice)
     if made is not choice and not PARTS[group].is_one(made):
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
     if isinstance(made, str):
         if not is_known(group, choice):
             raise unknown(group, choice, known(group))
-        node = with_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
+        node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
         return Choice(choice, node)
     if is_map(made):
@@ -422,7 +425,7 @@ def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
     return Choice(getattr(made, "__name__", type(made).__name__), made)
 
 
-def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def apply_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return the node with changed options. Raises ConfigError for unknown options."""
     for key in changes:
         if key not in own_options(node):
@@ -430,7 +433,7 @@ def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> di
     return node | changes
 
 
-def resolved(node: dict[str, Any]) -> dict[str, Any]:
+def resolve_references(node: dict[str, Any]) -> dict[str, Any]:
     """Return the node with each `${..key}` of its map replaced by its value."""
     phi = {key: node[value[4:-1]] if str(value).startswith("${..") else value
            for key, value in node.get("phi", {}).items()}

@@ -23,7 +23,7 @@ Call = Callable[[], Any]
 Name = TypeVar("Name", bound=Hashable)
 Arm = TypeVar("Arm")
 Value = TypeVar("Value")
-LONG = 1000.0  # ms; cache effects do not matter for longer calls
+NO_WARMUP_MS = 1000.0  # ms; cache effects do not matter for longer calls
 WALL, PROCESSOR = time.perf_counter, time.process_time  # process time is nearly independent of other load
 
 
@@ -49,8 +49,8 @@ def wait_for(device: torch.device | str | None) -> None:
         torch.cuda.synchronize(device)
 
 
-def again(call: Callable[..., Any], *given: Any, below: float = float("inf"),
-          device: torch.device | str | None = None) -> float:
+def time_after_warmup(call: Callable[..., Any], *given: Any, below: float = float("inf"),
+                      device: torch.device | str | None = None) -> float:
     """Milliseconds of a second call, after a first one that warms up caches.
 
     A call that takes `below` ms or more runs only once.
@@ -126,7 +126,7 @@ def without_interrupts() -> Iterator[None]:
 # ---- memory
 
 
-def added(call: Call, device: torch.device | str | None = None) -> float:
+def peak_increase(call: Call, device: torch.device | str | None = None) -> float:
     """Peak MiB of a call above the memory in use before it.
 
     Counts tensors on a CUDA device, else the memory of the process. Raises OSError if the system does not report it.
@@ -143,7 +143,7 @@ def added(call: Call, device: torch.device | str | None = None) -> float:
     return (peak() - before) / 2**20
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return freed memory to the system, so that it does not hide a later peak.
 
     Does nothing if the C library has no malloc_trim.
@@ -192,4 +192,4 @@ class Update:
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-9)
         self.optimizer.step()
-        return added(self)
+        return peak_increase(self)

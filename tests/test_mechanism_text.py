@@ -70,7 +70,7 @@ def test_what_the_command_line_composes_is_written_too(typed, text):
     cfg = compose(typed)
     made = Mechanism.composed(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
     assert str(made) == text and same(text) == made
-    assert Mechanism.of_saved(made.saved(), "run") == made
+    assert Mechanism.from_saved(made.saved(), "run") == made
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def test_what_lies_in_a_file_names_no_class():
     saved = Mechanism.of("favorpp", m=8).saved()
     for change in ({"name": f"{HERE}.Narrow"}, {"features": f"{HERE}.Shifted"}, {"sampler": f"{HERE}.noise_of_mine"}):
         with pytest.raises(ConfigError, match="unknown"):
-            Mechanism.of_saved(saved | change, "a")
+            Mechanism.from_saved(saved | change, "a")
 
 
 def test_objects_that_have_no_text_are_refused_when_read():

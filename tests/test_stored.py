@@ -22,7 +22,7 @@ def test_a_hostile_attention_runs_nothing_and_is_one_line(name, tmp_path, monkey
     dict(hostile.changes(tmp_path))[name](saved)
     start = time.perf_counter()
     with pytest.raises(ConfigError, match="^run = a: ") as caught:
-        mechanism = Mechanism.of_saved(saved, "run = a")
+        mechanism = Mechanism.from_saved(saved, "run = a")
         mechanism.layer(2, 4)
     assert not sprung.exists() and time.perf_counter() - start < 1
     hostile.check_one_line(caught.value)
@@ -32,7 +32,7 @@ def test_what_is_saved_is_read(tmp_path):
     for mechanism in (Mechanism.of("favorpp", m=8), Mechanism.of("nearfar", exact_until=10**9, cells=4096, heavy=1024),
                       Mechanism.of("linformer", length=65536, rank=256), Mechanism.of("exact"),
                       Mechanism.of("nearfar", open=4), Mechanism.of("hrf_cluster", **{"features.keys": 5})):
-        assert Mechanism.of_saved(mechanism.saved(), "run") == mechanism
+        assert Mechanism.from_saved(mechanism.saved(), "run") == mechanism
 
 
 @pytest.mark.parametrize("given", [{"sampler": {"_target_": "os.getcwd"}}, {"sampler": 5}, {"features": [1]},

@@ -26,7 +26,7 @@ from crt_exp.features import OPRF, FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
 from crt_exp.measure import Measurement
-from crt_exp.times import LONG, again, in_turns
+from crt_exp.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.options import Count, Positive, Several, checked, join_words, split_words
@@ -108,7 +108,7 @@ class SamplingTimes(Measurement):
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
-        spent = in_turns(calls, self.rounds, partial(again, below=LONG))
+        spent = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
         yield from ({"method": f"{name} m={self.m}" if name in FEATURES else name, "ms": spent[name]}
                     for name in self.methods)
 

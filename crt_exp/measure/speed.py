@@ -23,7 +23,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers import orthogonal
 from crt_exp.measure import Measurement
-from crt_exp.times import Call, Update, added, in_turns, milliseconds
+from crt_exp.times import Call, Update, in_turns, milliseconds, peak_increase
 
 CAUSAL = " causal"          # suffix of a method's name
 CHUNKED, BASELINE = f"chunked{CAUSAL}", "performer-pytorch"
@@ -246,7 +246,7 @@ def attention_memory(method: str, length: int) -> float:
     warm, work = attention_work(method, 256), attention_work(method, length)
     warm.backward(warm.forward())  # libraries and threads
     theirs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
-    return added(lambda: work.backward(work.forward())) - theirs / 2**20
+    return peak_increase(lambda: work.backward(work.forward())) - theirs / 2**20
 
 
 def training_memory(method: str, length: int) -> float:

@@ -369,7 +369,7 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     with open_folder(run, option, KIND, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
         symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
-        mechanism = Mechanism.of_saved(config["attention"], f"{option}={run}")
+        mechanism = Mechanism.from_saved(config["attention"], f"{option}={run}")
         rate, sizes = config["rate"], config["sizes"]
         check_options("sizes", ConformerSizes, sizes)
         check_shapes(lambda: ConformerTransducer(len(symbols) + 1, rate, sizes), sizes["layers"], tensors,

@@ -310,7 +310,7 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
     """
     named = f"{option}={run}"
     with open_folder(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
-        mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
+        mechanism, symbols = Mechanism.from_saved(config.pop("attention"), named), config.pop("vocabulary")
         check_options("", LanguageDescription, config)
         kept = SavedLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]

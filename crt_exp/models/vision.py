@@ -379,5 +379,5 @@ def load(run: str | Path) -> SavedClassifier:
     if checkpoint is None or checkpoint.description is None or checkpoint.description.classes is None:
         raise DataError(f"{run}: no classifier; expected the directory of a run of task=imagenet")
     description, saved = checkpoint.description, checkpoint.attention
-    mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
+    mechanism = Mechanism.from_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
     return SavedClassifier(build(description, mechanism, str(run)).eval(), description.classes, description.transform())

@@ -198,7 +198,7 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
     part: command-line options of a partial page (some methods or seeds), which has no verdicts.
     """
     page, rows = module.page, files.read_rows(module.page.name, folder)
-    tested = [] if part else judged(module, rows, size)
+    tested = [] if part else verdicts(module, rows, size)
     picture = module.figure(rows) if hasattr(module, "figure") else None
     if picture is not None:
         import matplotlib.pyplot as plt
@@ -210,7 +210,7 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
     return tested
 
 
-def judged(module: ModuleType, rows: Rows, size: str = "small") -> list[Tested]:
+def verdicts(module: ModuleType, rows: Rows, size: str = "small") -> list[Tested]:
     """Return the page's claims with their verdicts."""
     claims = module.claims(rows) if hasattr(module, "claims") else []
     return judge(claims, module.page.reduced and size == "small", module.page.stand_in)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from crt_exp.options import split_words, written
+from crt_exp.options import split_words, to_text
 from crt_exp.config import CONF, ConfigError, json_object, own_folders
 from crt_exp.data.corpora import prepare
 from crt_exp.report.rows import ORIGIN
@@ -73,7 +73,7 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
         elif isinstance(values, Mapping):
             choices.append([(value, shlex.split(text)) for value, text in values.items()])
         else:
-            choices.append([(value, [f"{key}={value if isinstance(value, str) else written(value)}"])
+            choices.append([(value, [f"{key}={value if isinstance(value, str) else to_text(value)}"])
                             for value in values])
     runs = []
     for chosen in itertools.product(*choices):
@@ -88,7 +88,7 @@ def _method(group: str, text: str) -> list[str]:
     name, options = split_words(text)
     places = {"m": "features.m", "sampler": "sampler", "features": "features"}
     return [f"{group}={name}", *(f"{places.get(key, key if '.' in key else f'{group}.{key}')}="
-                                 f"{written(value)}" for key, value in options.items())]
+                                 f"{to_text(value)}" for key, value in options.items())]
 
 
 # ---- running

@@ -24,7 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from crt_exp.config import ALIASES, CONF, ConfigError, canonical, known, own_folders, own_names
 from crt_exp.data import inside_torchrun, rank
-from crt_exp.options import unknown, written
+from crt_exp.options import to_text, unknown
 from crt_exp.runner.configuration import GROUPS, check_early, explained, plain
 
 COLUMN = 40  # column of the comments in --help
@@ -172,7 +172,7 @@ def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
     """
     for key, value in node.items():
         name, inner = f"{prefix}{key}", isinstance(value, dict) and bool(value)
-        shown = f"{name}.*" if inner else f"{name}={written(value)}"
+        shown = f"{name}.*" if inner else f"{name}={to_text(value)}"
         if not key.startswith("_") and (name in comments or not inner):
             yield wrap(f"{shown:<{COLUMN - 2}}  {comments.get(name, '')}", COLUMN)
         if inner:

@@ -48,7 +48,7 @@ def in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def place() -> tuple[str, Path]:
+def directory_override() -> tuple[str, Path]:
     """Return the key and value that select this run's or sweep's directory again."""
     if in_sweep():
         return "hydra.sweep.dir", Path(HydraConfig.get().sweep.dir).absolute()

@@ -19,7 +19,7 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
 from crt_exp.data import inside_torchrun, rank
-from crt_exp.runner.configuration import in_sweep, output_directory, override, place
+from crt_exp.runner.configuration import directory_override, in_sweep, output_directory, override
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")
@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 def stopped_by(signum: int) -> Stopped:
     """Return the error of a run stopped by a signal, with the command to continue."""
-    words = shlex.quote(override(*place()))
+    words = shlex.quote(override(*directory_override()))
     return Stopped(f"stopped by {signal.Signals(signum).name}; continue with resume=auto {words}", 128 + signum)
 
 

@@ -10,7 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from crt_exp.options import annotations_in_source, describe, parameters
-from crt_exp.config import CONF, ConfigError, choices, imported
+from crt_exp.config import CONF, ConfigError, choices, import_object
 from crt_exp.runner import command_line
 from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
 from crt_exp.runner.command_line import comments, lines_of
@@ -61,7 +61,7 @@ def test_the_source_states_what_the_class_states(configurations):
     """For most options; some annotations need an import."""
     known = read = 0
     for target in {node["_target_"] for choice in EVERY for node in targets(configurations[choice], choice)[1]}:
-        source, real = annotations_in_source(target), parameters(imported(target))
+        source, real = annotations_in_source(target), parameters(import_object(target))
         assert source.keys() - {"self"} == real.keys(), target
         found = {key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"}
         assert found == {key: describe(real[key].hint) for key in found}, target
