@@ -60,7 +60,7 @@ def own_folders() -> tuple[Path, ...]:
     return _OWN.get()
 
 
-def known(group: str) -> list[str]:
+def known_names(group: str) -> list[str]:
     """The names of a group, including those of `own_names`.
 
     Only these names become parts of file paths.
@@ -69,7 +69,7 @@ def known(group: str) -> list[str]:
 
 
 def is_known(group: str, name: Any) -> bool:
-    return isinstance(name, str) and name in known(group)
+    return isinstance(name, str) and name in known_names(group)
 
 
 def file_of(group: str, name: str) -> Path:

@@ -62,7 +62,7 @@ def default_methods(what: str, length: int) -> Sequence[str]:
 def mechanism_of(method: str, what: str) -> Mechanism:
     """Parse a method, with the default number of projections of `what`."""
     made = Mechanism.parse(method)
-    return made if "m" in split_words(method)[1] else made.projecting(M.get(what, OTHER_M))
+    return made if "m" in split_words(method)[1] else made.with_projections(M.get(what, OTHER_M))
 
 
 def check_methods(texts: Sequence[str], what: str) -> None:
@@ -251,7 +251,7 @@ def attention_memory(method: str, length: int) -> float:
 
 def training_memory(method: str, length: int) -> float:
     vit_step(method, 64)()  # libraries and threads
-    return vit_step(method, length).added()
+    return vit_step(method, length).peak_increase()
 
 
 MEMORY = {"attention": attention_memory, "vit_ti": training_memory}

@@ -360,7 +360,8 @@ def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Pa
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     symbols = recogniser.symbols
     config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
-              "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
+              "attention": recogniser.mechanism.to_saved(),
+              "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
     save_folder(directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None)
 
 

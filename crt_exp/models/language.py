@@ -297,7 +297,7 @@ class SavedLanguageModel(NamedTuple):
 def save_model(description: LanguageDescription, mechanism: Mechanism, symbols: dict[str, Any],
                tensors: dict[str, Tensor], directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
-    config = {"kind": KIND} | asdict(description) | {"attention": mechanism.saved(), "vocabulary": symbols}
+    config = {"kind": KIND} | asdict(description) | {"attention": mechanism.to_saved(), "vocabulary": symbols}
     if description.tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
     save_folder(directory, config, tensors)

@@ -93,7 +93,7 @@ class VisionDescription:
                   "interpolation": self.interpolation, "mean": self.mean, "std": self.std, "num_classes": count,
                   "label_names": self.classes, "first_conv": "patch_embed.proj", "classifier": "head"}
         return {"architecture": self.model, "num_classes": count, "model_args": self.options | {"img_size": self.size},
-                "pretrained_cfg": config, "crt_exp": mechanism.saved()}
+                "pretrained_cfg": config, "crt_exp": mechanism.to_saved()}
 
     @classmethod
     def read(cls, content: dict[str, Any], path: Path) -> "VisionDescription":

@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from crt_exp.config import ConfigError, import_object, instantiate
 from crt_exp.data import rank, world_size
-from crt_exp.runner.configuration import (check_composed, choice, in_sweep, key_of, output_directory, overrides,
-                                          part_of)
+from crt_exp.runner.configuration import (check_composed, choice, is_sweep, mechanism_part, output_directory,
+                                          override_key, overrides)
 from crt_exp.runner.loggers import CURVES, draw_curves
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import check_direction, direction
@@ -24,14 +24,14 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     from crt_exp.mechanism import Mechanism
 
     check_composed(cfg)
-    if in_sweep():
+    if is_sweep():
         check_direction(import_object(cfg.task._target_), HydraConfig.get().sweeper.get("direction"))
     task = instantiate(cfg.task)
-    mechanism = Mechanism.composed(cfg, choice)
+    mechanism = Mechanism.from_config(cfg, choice)
     if mechanism.features is not None and not (mechanism.own_kernel and getattr(task, "of_rows", False)):
         with errors_of("features"):
             mechanism.map()
-    refuse([o for o in overrides() if (part := part_of(o)) and part not in getattr(task, "uses", {part})])
+    refuse([o for o in overrides() if (part := mechanism_part(o)) and part not in getattr(task, "uses", {part})])
     (check_measurement if hasattr(task, "records") else check_training)(cfg, task, mechanism)
     return task, mechanism
 
@@ -53,7 +53,7 @@ def refuse(unused: list[str]) -> None:
 
 def overrides_of(node: str) -> list[str]:
     """Return the overrides of a node of the configuration and of keys below it."""
-    return [o for o in overrides() if f"{key_of(o)}.".startswith(f"{node}.")]
+    return [o for o in overrides() if f"{override_key(o)}.".startswith(f"{node}.")]
 
 
 def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
