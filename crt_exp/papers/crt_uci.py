@@ -1,4 +1,7 @@
-"""CRT Table 1: kernel regression on eight UCI sets, and on the sets that scikit-learn includes (`make demo`)."""
+"""CRT Table 1: kernel regression on eight UCI data sets.
+
+`make demo` uses the data sets that scikit-learn includes.
+"""
 
 import pandas as pd
 

@@ -1,4 +1,7 @@
-"""HRF Figures 3, 8 and 10, Tables 4 and 5: random features for the softmax of a language model."""
+"""HRF: random features for the softmax of a language model.
+
+Reproduces Figures 3, 8 and 10, and Tables 4 and 5.
+"""
 
 from crt_exp.report import Claim, Page, Rows, dot_plot, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels

@@ -1,4 +1,4 @@
-"""A mixture fitted to queries and keys, compared with features fitted to their moments."""
+"""Mixture features, compared with features fitted to moments."""
 
 import pandas as pd
 

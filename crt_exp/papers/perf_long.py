@@ -1,4 +1,7 @@
-"""Performers Figures 7 (left) and 19: images as sequences of values, and the Long Range Arena."""
+"""Performers: images as sequences of pixel values, and the Long Range Arena.
+
+Reproduces Figures 7 (left) and 19.
+"""
 
 import pandas as pd
 
@@ -66,7 +69,10 @@ def cases(rows: Rows, metric: str) -> dict[str, dict]:
 
 
 def failed_checks(rows: Rows) -> dict[str, str]:
-    """Images on which uniform or identity attention loses too little to compare methods."""
+    """Return the image data sets whose sanity check failed, with the reason.
+
+    On these, uniform or identity attention increases the loss too little to compare methods.
+    """
     costs = {case: min(rows.paired(other, "exact", "bits_per_dim", **where).mean() for other in ("uniform", "identity"))
              for case, where in cases(rows, "bits_per_dim").items()}
     return {case: f"loss increase of uniform or identity attention: {cost:.3g} bits per dimension (at least 0.5 needed)"

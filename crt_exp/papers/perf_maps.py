@@ -1,4 +1,7 @@
-"""Performers Figures 10 to 13: attention matrices of a protein model, and similar amino acids."""
+"""Performers Figures 10 to 13: attention matrices of a protein model.
+
+Also compares attention between amino acids with their similarity.
+"""
 
 import numpy as np
 import pandas as pd

@@ -116,7 +116,10 @@ def names(rows: Rows) -> dict[str, str]:
 
 
 def table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
-    """Methods and letter frequencies on test and held-out sequences, with the paper's values."""
+    """Tabulate methods and letter frequencies beside the paper's values.
+
+    Columns: test sequences and held-out sequences.
+    """
     made = {}
     for split, title in (("", ""), ("_ood", ", held out")):
         for where in cases(rows, split).values():

@@ -1,4 +1,4 @@
-"""Performers Figures 5 and 15: random features in models trained with exact attention, and redrawn projections."""
+"""Performers Figures 5 and 15: swaps of exact models, and redrawn projections."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,10 @@ def without_sizes(options: str) -> str:
 
 
 def runs_from_exact(options: str, key: str, methods: list[str], models: int = 8, sets: int = 1, **axes) -> list[Run]:
-    """Runs that start from the exact models, with `sets` sets of projections for each; a sample is a model."""
+    """Runs that start from the exact models; a sample is a model.
+
+    sets: number of sets of projections for each model.
+    """
     return [run for i in range(sets) for run in sweep(
         options, dataset={"generated families": ""}, mode={"U": ""}, attention=methods, projections={i: ""}, seed={
             model: f"seed={1000 * (key == 'task.init') + 8 * i + model} "
@@ -77,7 +80,10 @@ page = Page(
 
 def claims(rows: Rows) -> list[Claim]:
     def lower(step: int, *pairs: Sequence[str]) -> dict[str, pd.Series]:
-        """The loss of the first method minus that of the second. pairs: of proteins, WikiText-2 and PG-19."""
+        """Loss of the first method minus loss of the second, by case.
+
+        pairs: methods for proteins, WikiText-2 and PG-19.
+        """
         places = {f"generated families, fine-tuned for {step} steps": {**TUNING, "step": step},
                   "WikiText-2, fine-tuned for 80 steps": {"sweep": "books/moved", "split": "test"},
                   **{f"PG-19, {mode}": {"dataset": "PG-19", "mode": mode, "split": "test"} for mode in DIRECTIONS}}

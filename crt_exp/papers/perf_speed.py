@@ -1,4 +1,4 @@
-"""Performers Figure 3, CRT Figure 4 (right): time and memory of attention against length."""
+"""Time and memory of attention: Performers Figure 3, CRT Figure 4 (right)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -92,7 +92,10 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def longest_ratio(rows: Rows):
-    """Samples of time of FAVOR++ over FAVOR+; of rows with only mean, interval and n, stand-ins that have these."""
+    """Samples of the time of FAVOR++ relative to FAVOR+ (lower is faster).
+
+    Rows with only mean, interval and n are replaced by n values with this mean and interval.
+    """
     mean, half, n = (rows.values(f"over_favorp{end}", "favorpp").sum() for end in ("", "_ci95", "_processes"))
     if not n:
         return np.exp(rows.ratio("favorpp", "favorp", "ms", what="vit_ti", length=16384))

@@ -1,4 +1,7 @@
-"""results.md and index.md: which attention to take, and the claims of the papers, from the rows of all pages."""
+"""Write results.md and index.md from the rows of all pages.
+
+results.md recommends an attention; index.md counts the verdicts on the claims of the papers.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +32,10 @@ LEARNED = {"FAVOR++": "favorpp m=256 learn=projections", "Hedgehog": "hedgehog m
 
 
 class Setting(NamedTuple):
-    """Models of a page with other attention: where its rows are, and the method that stands for a family there."""
+    """The rows of a page that compare attention methods in one model.
+
+    methods: the method of a family, where it differs from METHODS.
+    """
 
     page: str
     metric: str
@@ -40,7 +46,7 @@ class Setting(NamedTuple):
     above: bool = False  # the metric is a difference from exact attention
 
     def costs(self, rows: Mapping[str, Rows]) -> dict[str, float]:
-        """family -> what it loses against exact attention, as a share of what uniform attention loses."""
+        """Return each family's loss increase, relative to that of uniform attention."""
         named = {**METHODS, "uniform": "uniform", **self.methods}
         costs = {}
         for family, method in named.items():

@@ -1,4 +1,7 @@
-"""Pretrained models whose attention is replaced without training; a small causal model also fine-tuned afterwards."""
+"""Swaps of pretrained models without training.
+
+A small causal model is also fine-tuned after the swap.
+"""
 
 from collections.abc import Sequence
 
