@@ -121,15 +121,18 @@ class Mechanism:
         for key, value in plain(options).items():
             part, _, option = key.rpartition(".")
             changes.get(part, changes[""])[option if part in changes else key] = value
-        given = {"features": features or changes["features"], "sampler": sampler or changes["sampler"], "m": m}
-        if unused := [key for key, value in given.items() if value not in (None, {}) and key not in uses(node)]:
-            raise ConfigError(f"attention {what} does not use {' and '.join(unused)}; remove it")
+        given = {"features": features, "sampler": sampler, "m": m}
+        given |= {f"{group}.{key}": value for group in PARTS for key, value in changes[group].items()}
+        used = uses(node)
+        if unused := [f"{key}={getattr(value, '__name__', None) or format_value(value)}" for key, value in given.items()
+                      if value is not None and key.partition(".")[0] not in used]:
+            raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         node = apply_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
             node["phi"] = apply_changes("phi", node.get("phi", {}), changes["phi"])
         check_node("attention", node := resolve_references(node), ATTENTION)
         parts = {group: resolve_choice(group, choice or named.get(group) or default_choice(group), changes[group])
-                 for group, choice in (("features", features), ("sampler", sampler)) if group in uses(node)}
+                 for group, choice in (("features", features), ("sampler", sampler)) if group in used}
         return cls._build(name and what, node, parts, default_choice("m") if m is None else m, seed)
 
     @classmethod

@@ -146,7 +146,7 @@ def test_names_of_ones_own(tmp_path):
     ("favorpp phi.f=relu", "unknown option of phi 'f'"),
     ("favorpp sampler.blocks=1", "unknown option of sampler orthogonal 'blocks'"),
     ("favorpp m=0", "m=0: expected"), ("favorpp m=sixty", "m=sixty"), ("favorpp seed=1.5", "seed=1.5"),
-    ("exact m=8", "attention exact does not use m"), ("exact sampler=iid", "does not use sampler"),
+    ("exact m=8", "attention=exact: does not use m=8"), ("exact sampler=iid", "does not use sampler"),
     ("exact sampler.lengths=chi", "does not use sampler"),
     ("window block=1.5", "attention.block=1.5: expected an integer"),
     ("oprf features=pos", "features=pos: not allowed with a feature map"),

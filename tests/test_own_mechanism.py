@@ -241,7 +241,7 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     (lambda: Mechanism.of(Handing, _target_="os.system"), "unknown option of attention .*Handing '_target_'"),
     (lambda: Mechanism.of(Below, j=3), "unknown option of attention .*Below 'j'"),
     (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
-    (lambda: Mechanism.of(Mean, m=8), "Mean does not use m"),
+    (lambda: Mechanism.of(Mean, m=8), "Mean: does not use m=8; remove it"),
     (lambda: Mechanism.of(Mean, kernel="relu"), "unknown option of attention .*Mean 'kernel'"),
 
     (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or an object"),

@@ -5,8 +5,7 @@ Small encoders on held-out text compare the feature maps at two head dimensions.
 
 import pandas as pd
 
-from crt_exp.report import Claim, Page, Rows, dot_plot, line_plot, mean_table, sweep
-from crt_exp.papers.swap import interval_or_range
+from crt_exp.report import Claim, Page, Rows, dot_plot, interval_or_range, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels
 from crt_exp.report.sweeps import HOME
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from crt_exp.report import Claim, Page, Rows, dot_plot, mean_ci, mean_table, sweep
+from crt_exp.report import Claim, Page, Rows, dot_plot, interval_or_range, mean_ci, mean_table, sweep
 from crt_exp.report.plots import panels
 
 WINDOW, FAR = "window block=32 first=16", "window block=64 first=16"  # of models trained here, of published ones
@@ -120,10 +120,6 @@ def common_names(rows: Rows) -> Rows:
     """With one name for the windows and one for near-far attention."""
     names = {WINDOW: "window", FAR: "window", NEARFAR: "nearfar"}
     return Rows(rows.frame.assign(method=rows.frame["method"].replace(names)))
-
-
-def interval_or_range(percent: pd.Series) -> str:
-    return f"{mean_ci(percent):.1f}" if len(percent) >= 5 else f"{percent.min():.0f} to {percent.max():.0f}"
 
 
 def tables(rows: Rows):

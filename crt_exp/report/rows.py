@@ -202,6 +202,11 @@ def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:
     return math.exp(log.mean), math.exp(log.mean - log.half), math.exp(log.mean + log.half)
 
 
+def interval_or_range(percent: pd.Series) -> str:
+    """Format percentages as mean ± 95% CI; below 5 samples, as a range."""
+    return f"{mean_ci(percent):.1f}" if len(percent) >= 5 else f"{percent.min():.0f} to {percent.max():.0f}"
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust p-values for multiple tests (Holm, 1979)."""
     order = np.argsort(p_values)
