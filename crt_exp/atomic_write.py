@@ -14,7 +14,7 @@ FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}  # disk full, file size limit, 
 
 
 @contextmanager
-def whole(path: Path, kind: str = "") -> Iterator[Path]:
+def atomic_path(path: Path, kind: str = "") -> Iterator[Path]:
     """Yield a temporary path whose file replaces `path` at the end.
 
     Symbolic links are followed, and the mode of an existing file is kept. `kind` is the suffix of the temporary file.
@@ -42,5 +42,5 @@ def reason(error: OSError) -> str:
 
 def write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:
     """Write a csv file atomically."""
-    with whole(path) as part, open(part, "w", newline="") as file:
+    with atomic_path(path) as part, open(part, "w", newline="") as file:
         csv.writer(file).writerows(rows)

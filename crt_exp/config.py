@@ -60,7 +60,7 @@ def own_folders() -> tuple[Path, ...]:
     return _OWN.get()
 
 
-def known(group: str) -> list[str]:
+def known_names(group: str) -> list[str]:
     """The names of a group, including those of `own_names`.
 
     Only these names become parts of file paths.
@@ -69,7 +69,7 @@ def known(group: str) -> list[str]:
 
 
 def is_known(group: str, name: Any) -> bool:
-    return isinstance(name, str) and name in known(group)
+    return isinstance(name, str) and name in known_names(group)
 
 
 def file_of(group: str, name: str) -> Path:
@@ -101,7 +101,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 # ---- objects
 
 
-def imported(name: Any) -> Any:
+def import_object(name: Any) -> Any:
     """Import the class or function at a path such as "crt_exp.features.OPRF".
 
     Returns other objects unchanged. Raises ConfigError if the import fails.
@@ -115,7 +115,7 @@ def imported(name: Any) -> Any:
         raise ConfigError(f"{name} cannot be imported: {reason}") from None
 
 
-def place(made: Any) -> str:
+def import_path(made: Any) -> str:
     """The import path of a class or function."""
     return f"{made.__module__}.{made.__qualname__}" if hasattr(made, "__qualname__") else str(made)
 
@@ -127,7 +127,7 @@ def own_options(node: dict[str, Any]) -> dict[str, Any]:
 
 def construct(node: dict[str, Any], **options: Any) -> Any:
     """Call the `_target_` of a node with its keys. No other value is imported."""
-    return imported(node["_target_"])(**own_options(node), **options)
+    return import_object(node["_target_"])(**own_options(node), **options)
 
 
 def instantiate(node: Any) -> Any:
@@ -161,9 +161,9 @@ def check_node(path: str, node: Any, group: Group) -> None:
     """Raise ConfigError if a node has the wrong `_target_` or wrong keys."""
     if not isinstance(node, dict) or "_target_" not in node:
         raise ConfigError(f"{path}={format_value(node)}: expected {group.what}, a file with a _target_")
-    target = imported(node["_target_"])
+    target = import_object(node["_target_"])
     if not group.is_one(target):
-        raise ConfigError(f"{path}._target_={place(target)}: expected {group.what}")
+        raise ConfigError(f"{path}._target_={import_path(target)}: expected {group.what}")
     given = own_options(node)
     for key in group.parts.keys() & given.keys():
         check_node(f"{path}.{key}", given.pop(key), group.parts[key])
@@ -174,7 +174,7 @@ def check_node(path: str, node: Any, group: Group) -> None:
 def uses(attention: dict[str, Any]) -> frozenset[str]:
     """Which of features, sampler and m an attention node uses."""
     target = attention["_target_"]
-    if "phi" not in (annotations_in_source(place(target)) or parameters(imported(target))):
+    if "phi" not in (annotations_in_source(import_path(target)) or parameters(import_object(target))):
         return frozenset()
     if "phi" not in attention:
         return frozenset({"features", "sampler", "m"})

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 from crt_exp.config import choices
 from crt_exp.mechanism import Mechanism
 
@@ -28,11 +28,11 @@ MAPS = {"trig": "#56B4E9", "gerf": "#8C7AE6", "pois": "#009E73", "geom": "#11773
 # Distinct from the colours of maps, of near-far and of exact attention.
 SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "sobol": "#3949AB", "halton": "#8C6D31",
             "hadamard": "#B5651D", "givens": "#546E7A"}
-PEERS = {"window": "#8B4513", "hedgehog": "#C71585"}  # other attention methods that the pages compare
+BASELINES = {"window": "#8B4513", "hedgehog": "#C71585"}  # other attention methods that the pages compare
 # Names in the papers -> names in conf/.
-CALLED = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
-          "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",
-          "hybrid-cluster": "clustered", "near-far": "nearfar"}
+MAP_OF_LABEL = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
+                "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",
+                "hybrid-cluster": "clustered", "near-far": "nearfar"}
 # Kernels of generalised attention; relu is a name of conf/attention.
 KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#CC79A7", "gelu": "#009E73",
            "cos": "#E69F00", "tanh": "#808000"}
@@ -48,15 +48,15 @@ def colour(name: str) -> str:
     Attention has the colour of its feature map. Options in a name, as in "favorpp m=256", do not matter.
     """
     first = re.split("[ ,]", name)[0]
-    name = CALLED.get(name, CALLED.get(first, first))
+    name = MAP_OF_LABEL.get(name, MAP_OF_LABEL.get(first, first))
     if name == "exact":
         return EXACT
     if name == "nearfar":
         return NEAR_FAR
-    if name not in (*MAPS, *PEERS) and name in choices("attention") and name not in choices("features"):
+    if name not in (*MAPS, *BASELINES) and name in choices("attention") and name not in choices("features"):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)
-    return MAPS.get(name) or PEERS.get(name) or KERNELS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
+    return MAPS.get(name) or BASELINES.get(name) or KERNELS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
 
 
 def colour_by_rule(name: str) -> str:
@@ -70,7 +70,7 @@ def colour_by_rule(name: str) -> str:
 
 def save_figure(figure, path: Path) -> None:
     """Save a figure as PNG, atomically. Raises OSError, naming the file."""
-    with whole(path) as part:
+    with atomic_path(path) as part:
         figure.savefig(part, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
 
 
@@ -117,7 +117,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
     places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
     for column in columns(places, ax.bbox.width / 5):
         column.sort(key=lambda place: place[1])
-        heights = apart([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
+        heights = spread_heights([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
         for up, (right, _, name, colour) in zip(heights, column):
             ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
                     clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
@@ -134,7 +134,7 @@ def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
     return result
 
 
-def apart(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
+def spread_heights(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
     """Move ascending heights at least `least` apart, between bottom and top."""
     heights: list[float] = []
     for height in ascending:

@@ -211,7 +211,7 @@ class TokenChoice:
     top_k: int | None = None
     top_p: float | None = None
 
-    def chances(self, logits: Tensor) -> Tensor:
+    def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (B, V) -> probabilities (B, V) in float64; 0 where the logit is -inf."""
         logits = logits.double()
         if self.temperature == 0:
@@ -220,18 +220,18 @@ class TokenChoice:
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[..., -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        chances = logits.softmax(-1)
+        probabilities = logits.softmax(-1)
         if self.top_p is not None:
-            ordered, order = chances.sort(dim=-1, descending=True, stable=True)
+            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
             kept = ordered.cumsum(-1) - ordered < self.top_p                    # keeps the symbol that crosses top_p
-            chances = torch.zeros_like(chances).scatter(-1, order, torch.where(kept, ordered, 0.0))
-        return chances / chances.sum(-1, keepdim=True)
+            probabilities = torch.zeros_like(probabilities).scatter(-1, order, torch.where(kept, ordered, 0.0))
+        return probabilities / probabilities.sum(-1, keepdim=True)
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
-        chances = self.chances(logits)
-        sums, places = chances.cumsum(-1), torch.arange(chances.shape[-1], device=chances.device)
-        last = torch.where(chances > 0, places, 0).amax(-1)  # rounding could select a symbol of probability 0
+        probabilities = self.probabilities(logits)
+        sums, places = probabilities.cumsum(-1), torch.arange(probabilities.shape[-1], device=probabilities.device)
+        last = torch.where(probabilities > 0, places, 0).amax(-1)  # rounding could select a symbol of probability 0
         return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0].minimum(last)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from crt_exp.attention import Exact
 from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct, file_of,
-                            imported, is_known, is_map, known, own_options, place, read_yaml, uses)
+                            import_object, import_path, is_known, is_map, known_names, own_options, read_yaml, uses)
 from crt_exp.features.base import FeatureMap
 from crt_exp.options import (check, check_options, format_value, join_words, plain, split_words, unknown,
                              whole_number)
@@ -42,18 +42,18 @@ class Choice(NamedTuple):
         made_with = fields(self.content) if is_dataclass(self.content) else ()
         return {each.name: value for each in made_with if (value := getattr(self.content, each.name)) != each.default}
 
-    def word(self) -> str:
+    def text(self) -> str:
         """Return the name of the choice, or the import path of an object's class."""
         made_by = self.content if hasattr(self.content, "__qualname__") else type(self.content)
-        return self.name if isinstance(self.content, dict) else place(made_by)
+        return self.name if isinstance(self.content, dict) else import_path(made_by)
 
 
 @dataclass(frozen=True)
 class Mechanism:
     """An attention method: its options, feature map, sampler and projections.
 
-    Build one with `Mechanism.of`, `Mechanism.parse`, or `Mechanism.composed` for the configuration of a run. Baselines
-    have neither features nor sampler nor m.
+    Build one with `Mechanism.of`, `Mechanism.parse`, or, for the configuration of a run, `Mechanism.from_config`.
+    Baselines have neither features nor sampler nor m.
 
     Attributes:
         name: the name in tables.
@@ -92,7 +92,7 @@ class Mechanism:
            **options: Any) -> "Mechanism":
         """Build the mechanism of conf/attention/<name>.yaml, with optional changes.
 
-        Import paths are imported. Use this method only for names from the user, and `of_saved` for names from files.
+        Import paths are imported. Use this method only for names from the user, and `from_saved` for names from files.
 
         Args:
             name: a name of conf/attention, or of conf/features for a feature map alone. performer, favor+, favor++ and
@@ -107,33 +107,36 @@ class Mechanism:
         Raises:
             ConfigError: a name, an option or a value is unknown, or the attention does not use an option.
         """
-        name = by_place("attention", canonical("attention", name))
+        name = from_import_path("attention", canonical("attention", name))
         of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
         if of_map and not is_known("attention", name):
             if features is not None:
                 raise ConfigError(f"features={format_value(features)}: not allowed with a feature map; remove it")
             name, features = None, name
         elif (name is None and features is None) or (isinstance(name, str) and not is_known("attention", name)):
-            raise unknown("attention", str(name), dict.fromkeys([*known("attention"), *known("features")]))
+            raise unknown("attention", str(name), dict.fromkeys([*known_names("attention"), *known_names("features")]))
         node, named = read_preset(BASE if name is None else name)
-        what = BASE if name is None else place(name)
+        what = BASE if name is None else import_path(name)
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
         for key, value in plain(options).items():
             part, _, option = key.rpartition(".")
             changes.get(part, changes[""])[option if part in changes else key] = value
-        given = {"features": features or changes["features"], "sampler": sampler or changes["sampler"], "m": m}
-        if unused := [key for key, value in given.items() if value not in (None, {}) and key not in uses(node)]:
-            raise ConfigError(f"attention {what} does not use {' and '.join(unused)}; remove it")
-        node = with_changes(f"attention {what}", node, changes[""])
+        given = {"features": features, "sampler": sampler, "m": m}
+        given |= {f"{group}.{key}": value for group in PARTS for key, value in changes[group].items()}
+        used = uses(node)
+        if unused := [f"{key}={getattr(value, '__name__', None) or format_value(value)}" for key, value in given.items()
+                      if value is not None and key.partition(".")[0] not in used]:
+            raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
+        node = apply_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
-            node["phi"] = with_changes("phi", node.get("phi", {}), changes["phi"])
-        check_node("attention", node := resolved(node), ATTENTION)
-        parts = {group: chosen(group, choice or named.get(group) or default_choice(group), changes[group])
-                 for group, choice in (("features", features), ("sampler", sampler)) if group in uses(node)}
-        return cls._made(name and what, node, parts, default_choice("m") if m is None else m, seed)
+            node["phi"] = apply_changes("phi", node.get("phi", {}), changes["phi"])
+        check_node("attention", node := resolve_references(node), ATTENTION)
+        parts = {group: resolve_choice(group, choice or named.get(group) or default_choice(group), changes[group])
+                 for group, choice in (("features", features), ("sampler", sampler)) if group in used}
+        return cls._build(name and what, node, parts, default_choice("m") if m is None else m, seed)
 
     @classmethod
-    def composed(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
+    def from_config(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
         """Build the mechanism of a composed run configuration (a DictConfig).
 
         `choice` maps a group to the name chosen for it. Without a choice of attention the mechanism is the feature map
@@ -144,10 +147,10 @@ class Mechanism:
         node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
         parts = {group: Choice(choice(group), OmegaConf.to_container(cfg[group], resolve=True)) for group in PARTS}
         parts["features"].content.pop("m")  # Mechanism.m holds the number of projections
-        return cls._made(choice("attention"), resolved(node), parts, cfg.features.m, cfg.seed)
+        return cls._build(choice("attention"), resolve_references(node), parts, cfg.features.m, cfg.seed)
 
     @classmethod
-    def _made(cls, name: str | None, node: dict[str, Any], parts: dict[str, Choice], m: Any, seed: Any) -> "Mechanism":
+    def _build(cls, name: str | None, node: dict[str, Any], parts: dict[str, Choice], m: Any, seed: Any) -> "Mechanism":
         used = uses(node)
         features, sampler = (parts[group] if group in used else None for group in PARTS)
         m = whole_number(m, "m") if "m" in used else None
@@ -158,7 +161,7 @@ class Mechanism:
     @property
     def kind(self) -> type:
         """The class of the attention layers."""
-        return imported(self.options["_target_"])
+        return import_object(self.options["_target_"])
 
     @property
     def estimates(self) -> bool:
@@ -173,7 +176,7 @@ class Mechanism:
         Such a map serves kernel regression, and no attention.
         """
         content = self.features and self.features.content
-        made_by = imported(content["_target_"]) if isinstance(content, dict) else content
+        made_by = import_object(content["_target_"]) if isinstance(content, dict) else content
         return getattr(made_by, "own_kernel", False)
 
     @property
@@ -186,7 +189,7 @@ class Mechanism:
         """Whether the mechanism is exact softmax attention."""
         return self.kind is Exact
 
-    def projecting(self, m: int) -> "Mechanism":
+    def with_projections(self, m: int) -> "Mechanism":
         """Return the mechanism with m projections; unchanged if it samples none."""
         return replace(self, m=whole_number(m, "m")) if self.draws else self
 
@@ -219,7 +222,9 @@ class Mechanism:
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that samples the random projections; None for a baseline."""
         content = self.sampler_part and self.sampler_part.content
-        return partial(imported(content["_target_"]), **own_options(content)) if isinstance(content, dict) else content
+        if isinstance(content, dict):
+            return partial(import_object(content["_target_"]), **own_options(content))
+        return content
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
@@ -253,7 +258,7 @@ class Mechanism:
         """Replace the attention of a model in place: see `swap_attention`."""
         from crt_exp.swap.swap import swap_layers
 
-        return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved, record=self.saved())
+        return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved, record=self.to_saved())
 
     def describe(self) -> dict[str, Any]:
         """Return everything but the seed that decides the values, as plain values."""
@@ -261,8 +266,8 @@ class Mechanism:
                  for group, part in (("features", self.features), ("sampler", self.sampler_part))}
         return {"attention": own_options(self.options) or self.name, "m": self.m} | parts
 
-    def saved(self) -> dict[str, Any]:
-        """Return the JSON record that `Mechanism.of_saved` reads.
+    def to_saved(self) -> dict[str, Any]:
+        """Return the JSON record that `Mechanism.from_saved` reads.
 
         "described" holds the values behind the names, so that a change of the configuration files is detected.
         """
@@ -280,13 +285,13 @@ class Mechanism:
         parts = {"features": self.features, "sampler": self.sampler_part}
         changes = {group: part.changes(group) for group, part in parts.items() if part}
         if is_known("attention", self.name) and "phi" in self.options:
-            phi = resolved(self.options | {"phi": read_preset(self.name)[0]["phi"]})["phi"]
+            phi = resolve_references(self.options | {"phi": read_preset(self.name)[0]["phi"]})["phi"]
             changes["phi"] = {key: value for key, value in self.options["phi"].items() if phi.get(key) != value}
         return {f"{group}.{key}": value for group, values in changes.items() for key, value in values.items()}
 
     @classmethod
-    def of_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
-        """Rebuild a mechanism from its `saved` record, which may be untrusted.
+    def from_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
+        """Rebuild a mechanism from its `to_saved` record, which may be untrusted.
 
         Only names of conf/ and plain values are built. "described" is compared and never built. `source` names the file
         in errors.
@@ -305,7 +310,7 @@ class Mechanism:
                                **saved["options"])
         except (ConfigError, TypeError, RecursionError) as error:
             raise ConfigError(f"{source}: attention cannot be restored: {error}") from None
-        if mechanism.saved()["described"] != saved["described"]:
+        if mechanism.to_saved()["described"] != saved["described"]:
             raise ConfigError(f"{source}: attention {saved['name']} has other options in conf/ than in the saved run; "
                               "restore that file or pass --config-dir")
         return mechanism
@@ -320,12 +325,12 @@ class Mechanism:
         node, named = read_preset(BASE if alone else self.kind if "." in self.name else self.name)
         words = {"m": self.m} if self.draws else {}
         for group, part in (("features", None if alone else self.features), ("sampler", self.sampler_part)):
-            if part and part.word() != (named.get(group) or default_choice(group)):
-                words[group] = part.word()
+            if part and part.text() != (named.get(group) or default_choice(group)):
+                words[group] = part.text()
         words |= {key: value for key, value in own_options(self.options).items()
                   if key != "phi" and node.get(key, ...) != value}
         words |= self._changes() | ({"seed": self.seed} if self.seed else {})
-        return join_words(self.features.word() if alone else self.name, words)
+        return join_words(self.features.text() if alone else self.name, words)
 
 
 def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None = None,
@@ -396,20 +401,21 @@ def default_choice(group: str) -> Any:
     return config["features"]["m"] if group == "m" else next(entry[group] for entry in entries if group in entry)
 
 
-def by_place(group: str, choice: Any) -> Any:
+def from_import_path(group: str, choice: Any) -> Any:
     """Import an object from a path such as "mine.ShiftedRF"; return others as is."""
-    return imported(choice) if isinstance(choice, str) and "." in choice and not is_known(group, choice) else choice
+    is_path = isinstance(choice, str) and "." in choice and not is_known(group, choice)
+    return import_object(choice) if is_path else choice
 
 
-def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
+def resolve_choice(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
     """Resolve a name, an import path, a class or an object to a `Choice`."""
-    made = by_place(group, choice)
+    made = from_import_path(group, choice)
     if made is not choice and not PARTS[group].is_one(made):
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
     if isinstance(made, str):
         if not is_known(group, choice):
-            raise unknown(group, choice, known(group))
-        node = with_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
+            raise unknown(group, choice, known_names(group))
+        node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
         return Choice(choice, node)
     if is_map(made):
@@ -422,7 +428,7 @@ def chosen(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
     return Choice(getattr(made, "__name__", type(made).__name__), made)
 
 
-def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def apply_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return the node with changed options. Raises ConfigError for unknown options."""
     for key in changes:
         if key not in own_options(node):
@@ -430,7 +436,7 @@ def with_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> di
     return node | changes
 
 
-def resolved(node: dict[str, Any]) -> dict[str, Any]:
+def resolve_references(node: dict[str, Any]) -> dict[str, Any]:
     """Return the node with each `${..key}` of its map replaced by its value."""
     phi = {key: node[value[4:-1]] if str(value).startswith("${..") else value
            for key, value in node.get("phi", {}).items()}
@@ -439,9 +445,9 @@ def resolved(node: dict[str, Any]) -> dict[str, Any]:
 
 # ---- a saved mechanism, possibly from an untrusted file
 
-SIZE = 2**16      # limit of a size that memory is allocated for: projections, clusters, tokens of a block
-TOGETHER = 2**26  # limit of the product of sizes that are multiplied
-COUNTED = ("exact_until", "redraw_every", "fit_steps", "seed")  # integers that allocate no memory
+MAX_SIZE = 2**16     # limit of a size that memory is allocated for: projections, clusters, tokens of a block
+MAX_PRODUCT = 2**26  # limit of the product of sizes that are multiplied
+NOT_SIZES = ("exact_until", "redraw_every", "fit_steps", "seed")  # integers that allocate no memory
 
 
 Word = Annotated[str, Field(max_length=100)]
@@ -451,10 +457,10 @@ SavedValue = Value | Sequence[Value]
 
 
 class SavedAttention(TypedDict):
-    """The record of `Mechanism.saved`; "described" is compared and never built."""
+    """The record of `Mechanism.to_saved`; "described" is compared and never built."""
 
     name: Word | None
-    m: Annotated[int, Field(ge=1, le=SIZE)] | None
+    m: Annotated[int, Field(ge=1, le=MAX_SIZE)] | None
     seed: Integer
     features: Word | None
     sampler: Word | None
@@ -467,8 +473,9 @@ class SavedAttention(TypedDict):
 def check_saved(saved: Any) -> None:
     """Raise ConfigError for a malformed record, or sizes too large for memory."""
     check("attention", saved, SavedAttention)
-    sizes = {key: value for key, value in saved["options"].items() if type(value) is int and key not in COUNTED}
+    sizes = {key: value for key, value in saved["options"].items() if type(value) is int and key not in NOT_SIZES}
     of_map = [value for key, value in sizes.items() if key.startswith("features.")] + [saved["m"] or 1]
     largest = sorted(value for key, value in sizes.items() if not key.startswith("features."))[-2:]
-    if max(sizes.values(), default=0) > SIZE or max(math.prod(of_map), math.prod(largest)) > TOGETHER:
-        raise ConfigError(f"m={saved['m']}, {format_value([*sizes.items()])}: too large; expected at most {SIZE} each")
+    if max(sizes.values(), default=0) > MAX_SIZE or max(math.prod(of_map), math.prod(largest)) > MAX_PRODUCT:
+        raise ConfigError(f"m={saved['m']}, {format_value([*sizes.items()])}: too large; expected at most {MAX_SIZE} "
+                          "each")

@@ -117,7 +117,7 @@ def describe(hint: Any) -> str:
 
 def format_value(value: Any) -> str:
     """Format a value for an error message, in at most 100 characters."""
-    text = written(value[:100] if isinstance(value, str | list | tuple) else value)
+    text = to_text(value[:100] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
@@ -148,7 +148,7 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def written(value: Any) -> str:
+def to_text(value: Any) -> str:
     """Format a value so that `parse_value` returns it unchanged.
 
     Accepts null, booleans, numbers, strings and lists of these.
@@ -158,7 +158,7 @@ def written(value: Any) -> str:
         return value if PLAIN.fullmatch(value) and parse_value(value) == value else f"{quote}{value}{quote}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(written, value))}]" if isinstance(value, Sequence) else str(value)
+    return f"[{','.join(map(to_text, value))}]" if isinstance(value, Sequence) else str(value)
 
 
 WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # spaces in brackets and quotes do not split words
@@ -178,7 +178,7 @@ def split_words(text: str) -> tuple[str, dict[str, Any]]:
 
 def join_words(name: str, options: Mapping[str, Any]) -> str:
     """Join a name and options into a string; the inverse of `split_words`."""
-    return " ".join([name, *(f"{key}={written(value)}" for key, value in options.items())])
+    return " ".join([name, *(f"{key}={to_text(value)}" for key, value in options.items())])
 
 
 def parse_arguments(kind: type, words: Sequence[str]) -> Any:

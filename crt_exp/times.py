@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 Call = Callable[[], Any]
 Name = TypeVar("Name", bound=Hashable)
-Arm = TypeVar("Arm")
+Method = TypeVar("Method")
 Value = TypeVar("Value")
-LONG = 1000.0  # ms; cache effects do not matter for longer calls
+NO_WARMUP_MS = 1000.0  # ms; cache effects do not matter for longer calls
 WALL, PROCESSOR = time.perf_counter, time.process_time  # process time is nearly independent of other load
 
 
@@ -49,8 +49,8 @@ def wait_for(device: torch.device | str | None) -> None:
         torch.cuda.synchronize(device)
 
 
-def again(call: Callable[..., Any], *given: Any, below: float = float("inf"),
-          device: torch.device | str | None = None) -> float:
+def time_after_warmup(call: Callable[..., Any], *given: Any, below: float = float("inf"),
+                      device: torch.device | str | None = None) -> float:
     """Milliseconds of a second call, after a first one that warms up caches.
 
     A call that takes `below` ms or more runs only once.
@@ -62,8 +62,8 @@ def again(call: Callable[..., Any], *given: Any, below: float = float("inf"),
 # ---- methods in turns
 
 
-def in_turns(arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm], Value] = milliseconds, warm: int = 1,
-             turn: int = 0) -> dict[Name, list[Value]]:
+def in_turns(methods: Mapping[Name, Method], rounds: int, measure: Callable[[Method], Value] = milliseconds,
+             warm: int = 1, turn: int = 0) -> dict[Name, list[Value]]:
     """Measure every method once in every round, and drop the first `warm` rounds.
 
     Args:
@@ -71,11 +71,11 @@ def in_turns(arms: Mapping[Name, Arm], rounds: int, measure: Callable[[Arm], Val
         measure: returns the value of one measurement. Default: milliseconds.
         turn: rotates the order of the methods, so that different processes start with different methods.
     """
-    kept: dict[Name, list[Value]] = {name: [] for name in arms}
-    first = turn % len(arms) if arms else 0
+    kept: dict[Name, list[Value]] = {name: [] for name in methods}
+    first = turn % len(methods) if methods else 0
     for i in range(warm + rounds):
-        for name in [*arms][first:] + [*arms][:first]:
-            value = measure(arms[name])
+        for name in [*methods][first:] + [*methods][:first]:
+            value = measure(methods[name])
             if i >= warm:
                 kept[name].append(value)
     return kept
@@ -126,7 +126,7 @@ def without_interrupts() -> Iterator[None]:
 # ---- memory
 
 
-def added(call: Call, device: torch.device | str | None = None) -> float:
+def peak_increase(call: Call, device: torch.device | str | None = None) -> float:
     """Peak MiB of a call above the memory in use before it.
 
     Counts tensors on a CUDA device, else the memory of the process. Raises OSError if the system does not report it.
@@ -143,7 +143,7 @@ def added(call: Call, device: torch.device | str | None = None) -> float:
     return (peak() - before) / 2**20
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return freed memory to the system, so that it does not hide a later peak.
 
     Does nothing if the C library has no malloc_trim.
@@ -187,9 +187,9 @@ class Update:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
 
-    def added(self) -> float:
+    def peak_increase(self) -> float:
         """Peak MiB of a step above weights, gradients and optimizer state."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-9)
         self.optimizer.step()
-        return added(self)
+        return peak_increase(self)

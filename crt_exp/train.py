@@ -27,7 +27,7 @@ from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.data import world_size
 from crt_exp.runner.command_line import check_command_line, with_file_names
 from crt_exp.runner.configuration import folders
-from crt_exp.runner.exit_handling import Stopped, errors_reported, fail, leave
+from crt_exp.runner.exit_handling import Stopped, exit_process, fail, report_errors
 from crt_exp.runner.fit import build, fit
 from crt_exp.runner.run import agree_on_start
 from crt_exp.runner.sweep import show
@@ -52,7 +52,7 @@ def main() -> None:
     finally:
         show_sweep()
     if world_size() > 1:
-        leave()
+        exit_process()
 
 
 def run(cfg) -> float | None:
@@ -60,7 +60,7 @@ def run(cfg) -> float | None:
 
     Only the first process returns a metric; the others return None.
     """
-    with errors_reported(), own_names(folders()):
+    with report_errors(), own_names(folders()):
         task, mechanism = build(cfg)
         return fit(cfg, task, mechanism)
 

@@ -21,7 +21,7 @@ IMPORTED = {"_target_": "trap.call"}
 
 
 def changes(folder):
-    """(name, what is done to an attention as `Mechanism.saved` wrote it) of each."""
+    """(name, what is done to an attention as `Mechanism.to_saved` wrote it) of each."""
     evil = node(folder)
 
     def set_all(**values):

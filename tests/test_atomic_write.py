@@ -14,7 +14,7 @@ from crt_exp.data import images
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.models.folder import MODEL, save_tensors, whole_folder
 from crt_exp.runner.run import write_atomic
-from crt_exp.atomic_write import whole, write_rows
+from crt_exp.atomic_write import atomic_path, write_rows
 
 NOISE = np.random.default_rng(0).integers(0, 256, (100, 100, 3), np.uint8)
 
@@ -39,7 +39,7 @@ def save_a_figure(path):
 
 
 def save_an_animation(path):
-    with whole(path, ".gif") as part:
+    with atomic_path(path, ".gif") as part:
         images.read_pixels(NOISE).save(part, save_all=True)
 
 
@@ -71,7 +71,7 @@ def test_what_the_disk_refuses_is_named_and_leaves_nothing(name, before, small_f
 
 
 def test_other_errors_leave_nothing_either(tmp_path):
-    with pytest.raises(KeyError), whole(tmp_path / "a.txt") as part:
+    with pytest.raises(KeyError), atomic_path(tmp_path / "a.txt") as part:
         part.write_text("half")
         raise KeyError
     with pytest.raises(FileNotFoundError, match="nowhere/a.txt cannot be written: No such file"):

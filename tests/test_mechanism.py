@@ -43,21 +43,21 @@ def test_what_is_saved_by_names_is_the_same_mechanism(name):
              for key, value in options.items()]
     cfg = compose([f"attention={name}", "seed=3", *typed])
     choice = {"attention": name, **cfg.hydra.runtime.choices}.get
-    for mechanism in (Mechanism.of(name, seed=3, **options), Mechanism.composed(cfg, choice)):
-        found = Mechanism.of_saved(json.loads(json.dumps(mechanism.saved())), "run")
+    for mechanism in (Mechanism.of(name, seed=3, **options), Mechanism.from_config(cfg, choice)):
+        found = Mechanism.from_saved(json.loads(json.dumps(mechanism.to_saved())), "run")
         assert found == mechanism and found.seed == 3 and found.describe() == mechanism.describe()
 
 
 def test_a_saved_mechanism_that_is_no_more_is_refused():
-    saved = Mechanism.of("favorpp", m=8).saved()
+    saved = Mechanism.of("favorpp", m=8).to_saved()
     for change, words in [({"name": "favorq"}, "attention cannot be restored: unknown attention .favorq."),
                           ({"features": "nothing"}, "attention cannot be restored"),
                           ({"options": {"redraw": 3}}, "attention cannot be restored"),
                           ({"m": 9}, "favorpp has other options in conf/")]:
         with pytest.raises(ConfigError, match=f"task.init = a: .*{words}"):
-            Mechanism.of_saved(saved | change, "task.init = a")
+            Mechanism.from_saved(saved | change, "task.init = a")
     with pytest.raises(ConfigError, match="attention cannot be restored"):
-        Mechanism.of_saved({}, "task.init = a")
+        Mechanism.from_saved({}, "task.init = a")
 
 
 def test_options():

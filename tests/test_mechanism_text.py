@@ -68,9 +68,9 @@ def test_options_are_those_of_python(text, same_as):
 def test_what_the_command_line_composes_is_written_too(typed, text):
     """And kept: phi and the sampler with options of their own were saved so that they could not be loaded."""
     cfg = compose(typed)
-    made = Mechanism.composed(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
+    made = Mechanism.from_config(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
     assert str(made) == text and same(text) == made
-    assert Mechanism.of_saved(made.saved(), "run") == made
+    assert Mechanism.from_saved(made.to_saved(), "run") == made
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ def test_classes_by_their_place():
     assert same("favorp m=8 features=crt_exp.features.exponential.OPRF").map() == OPRF()
     layer = same(f"{HERE}.Narrow block=4").layer(2, 8, causal=True)
     assert isinstance(layer, Narrow) and layer.block == 4
-    assert not same(f"{HERE}.Narrow").saved()["rebuilds"]
+    assert not same(f"{HERE}.Narrow").to_saved()["rebuilds"]
 
 
 def test_what_lies_in_a_file_names_no_class():
     """Places of classes are for what a user types: a saved attention is read by names alone."""
-    saved = Mechanism.of("favorpp", m=8).saved()
+    saved = Mechanism.of("favorpp", m=8).to_saved()
     for change in ({"name": f"{HERE}.Narrow"}, {"features": f"{HERE}.Shifted"}, {"sampler": f"{HERE}.noise_of_mine"}):
         with pytest.raises(ConfigError, match="unknown"):
-            Mechanism.of_saved(saved | change, "a")
+            Mechanism.from_saved(saved | change, "a")
 
 
 def test_objects_that_have_no_text_are_refused_when_read():
@@ -146,7 +146,7 @@ def test_names_of_ones_own(tmp_path):
     ("favorpp phi.f=relu", "unknown option of phi 'f'"),
     ("favorpp sampler.blocks=1", "unknown option of sampler orthogonal 'blocks'"),
     ("favorpp m=0", "m=0: expected"), ("favorpp m=sixty", "m=sixty"), ("favorpp seed=1.5", "seed=1.5"),
-    ("exact m=8", "attention exact does not use m"), ("exact sampler=iid", "does not use sampler"),
+    ("exact m=8", "attention=exact: does not use m=8"), ("exact sampler=iid", "does not use sampler"),
     ("exact sampler.lengths=chi", "does not use sampler"),
     ("window block=1.5", "attention.block=1.5: expected an integer"),
     ("oprf features=pos", "features=pos: not allowed with a feature map"),
@@ -169,7 +169,7 @@ def test_what_a_mechanism_is_is_not_asked_of_its_name():
     for name in choices("attention"):
         made = Mechanism.of(name)
         assert made.draws == (made.sampler is not None) == (made.m is not None)
-        assert made.projecting(8) == (Mechanism.of(name, m=8) if made.draws else made)
+        assert made.with_projections(8) == (Mechanism.of(name, m=8) if made.draws else made)
 
 
 def test_swaps_take_the_same_text():

@@ -225,7 +225,7 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     layer = Mechanism.of(Below, k=3, more=True, kernel="b").layer(4, 8, causal=True, kv_heads=2, scaling=0.5, layer=1)
     assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (3, True, "b", True, 2)
     made = Mechanism.of(Handing, k=np.int64(3))
-    assert str(made).endswith("Handing k=3") and json.dumps(made.saved()) and Mechanism.parse(str(made)) == made
+    assert str(made).endswith("Handing k=3") and json.dumps(made.to_saved()) and Mechanism.parse(str(made)) == made
     assert str(Mechanism.of(Handing)) == f"{__name__}.Handing"
     assert Mechanism.of(Handing, k=3).layer(2, 4).k == 3 and Mechanism.of(Mean).layer(2, 4, causal=True).causal
 
@@ -241,7 +241,7 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     (lambda: Mechanism.of(Handing, _target_="os.system"), "unknown option of attention .*Handing '_target_'"),
     (lambda: Mechanism.of(Below, j=3), "unknown option of attention .*Below 'j'"),
     (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
-    (lambda: Mechanism.of(Mean, m=8), "Mean does not use m"),
+    (lambda: Mechanism.of(Mean, m=8), "Mean: does not use m=8; remove it"),
     (lambda: Mechanism.of(Mean, kernel="relu"), "unknown option of attention .*Mean 'kernel'"),
 
     (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or an object"),

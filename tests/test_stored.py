@@ -9,7 +9,7 @@ import pytest
 
 from crt_exp.config import ConfigError, json_object, read_yaml
 from crt_exp.mechanism import Mechanism
-from crt_exp.runner.configuration import kept_task
+from crt_exp.runner.configuration import load_task
 from omegaconf import OmegaConf
 
 CHANGES = dict.fromkeys(name for name, _ in hostile.changes(Path("/")))
@@ -18,11 +18,11 @@ CHANGES = dict.fromkeys(name for name, _ in hostile.changes(Path("/")))
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_hostile_attention_runs_nothing_and_is_one_line(name, tmp_path, monkeypatch):
     sprung = hostile.set_trap(tmp_path, monkeypatch)
-    saved = copy.deepcopy(Mechanism.of("favorpp", m=8).saved())
+    saved = copy.deepcopy(Mechanism.of("favorpp", m=8).to_saved())
     dict(hostile.changes(tmp_path))[name](saved)
     start = time.perf_counter()
     with pytest.raises(ConfigError, match="^run = a: ") as caught:
-        mechanism = Mechanism.of_saved(saved, "run = a")
+        mechanism = Mechanism.from_saved(saved, "run = a")
         mechanism.layer(2, 4)
     assert not sprung.exists() and time.perf_counter() - start < 1
     hostile.check_one_line(caught.value)
@@ -32,7 +32,7 @@ def test_what_is_saved_is_read(tmp_path):
     for mechanism in (Mechanism.of("favorpp", m=8), Mechanism.of("nearfar", exact_until=10**9, cells=4096, heavy=1024),
                       Mechanism.of("linformer", length=65536, rank=256), Mechanism.of("exact"),
                       Mechanism.of("nearfar", open=4), Mechanism.of("hrf_cluster", **{"features.keys": 5})):
-        assert Mechanism.of_saved(mechanism.saved(), "run") == mechanism
+        assert Mechanism.from_saved(mechanism.to_saved(), "run") == mechanism
 
 
 @pytest.mark.parametrize("given", [{"sampler": {"_target_": "os.getcwd"}}, {"sampler": 5}, {"features": [1]},
@@ -95,7 +95,7 @@ def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):
     sprung = hostile.set_trap(tmp_path, monkeypatch)
     (tmp_path / "config.yaml").write_text("task:\n  " + task.format(sprung) + "\n")
     with pytest.raises(ConfigError) as caught:
-        kept_task(tmp_path)
+        load_task(tmp_path)
     assert not sprung.exists()
     hostile.check_one_line(caught.value)
 
@@ -106,4 +106,4 @@ def test_the_task_of_a_run_is_made_as_it_was_configured(tmp_path):
     cfg = compose(["task=recall"])
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg.task, resolve=True).join(["task:\n", ""]).replace(
         "\n", "\n  ").rstrip() + "\n")
-    assert type(kept_task(tmp_path)).__name__ == "Recall"
+    assert type(load_task(tmp_path)).__name__ == "Recall"

@@ -55,9 +55,9 @@ def test_a_short_call_is_made_again(ms, made, monkeypatch):
     calls, now = [], count(0, ms / 1e3)
     monkeypatch.setattr(times, "milliseconds", lambda call, *given, device: call(*given) or 1e3 * next(now))
     next(now)
-    times.again(calls.append, "call", below=times.LONG)
+    times.time_after_warmup(calls.append, "call", below=times.NO_WARMUP_MS)
     assert calls == made
-    times.again(calls.append, "call")
+    times.time_after_warmup(calls.append, "call")
     assert calls[len(made):] == ["call", "call"]                    # without a limit always
 
 
@@ -77,8 +77,8 @@ def test_a_gpu_is_waited_for(monkeypatch):
 
 def test_peaks_count_what_is_added():
     kept = torch.ones(2**20)                                        # 4 MiB, held before
-    times.give_back()
-    assert 60 < times.added(lambda: torch.ones(2**24).sum()) < 100 and kept.sum() == 2**20      # 64 MiB
+    times.trim_memory()
+    assert 60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100 and kept.sum() == 2**20  # 64 MiB
 
 
 def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):
@@ -87,7 +87,7 @@ def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append("reset"))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(held))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(held))
-    assert times.added(partial(done.append, "call"), torch.device("cuda")) == 2.0
+    assert times.peak_increase(partial(done.append, "call"), torch.device("cuda")) == 2.0
     assert done == ["wait", "reset", "call", "wait"]
 
 
@@ -105,4 +105,4 @@ def test_a_training_step_moves_weights_and_leaves_no_gradient():
     step = times.Update(model.eval(), lambda model: model(torch.ones(3)).sum())
     step()
     assert model.training and not torch.equal(model.weight, before) and not model.weight.grad.any()
-    assert step.added() >= 0
+    assert step.peak_increase() >= 0

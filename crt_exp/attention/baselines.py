@@ -58,7 +58,7 @@ class Buffer:
     def __init__(self, tensor: Tensor, used: int = 0):
         self.tensor, self.used = tensor, used
 
-    def added(self, length: int, new: Tensor) -> "Buffer":
+    def append(self, length: int, new: Tensor) -> "Buffer":
         end, buffer = length + new.shape[2], self
         if self.used != length or end > self.tensor.shape[2]:
             room = max(64, 2 * end if length else end)
@@ -95,7 +95,7 @@ class KeysPast:
         root = self.layer.scaling**0.5
         new = self.layer.keys(q, k) * root, v
         buffers = self.buffers or [Buffer(t[:, :, :0]) for t in new]
-        self.buffers = tuple(buffer.added(self.held, t) for buffer, t in zip(buffers, new))
+        self.buffers = tuple(buffer.append(self.held, t) for buffer, t in zip(buffers, new))
         self.length, self.held = self.length + q.shape[2], self.held + q.shape[2]
         keys, values = (buffer.tensor[:, :, :self.held] for buffer in self.buffers)
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)

@@ -23,7 +23,8 @@ import numpy as np
 
 from crt_exp.data import DataError
 from crt_exp.data.files import cached
-from crt_exp.data.sources import missing, no_folder, task_folder
+from crt_exp.data.glue import TASKS, split_file
+from crt_exp.data.sources import no_folder
 from crt_exp.data.text import (IGNORED, SPECIAL, bert_tokenizer, content_key, fingerprint, lines_of, numbered_lines,
                                official_file, text_path, token_lists)
 from crt_exp.data.vocabularies import new_tokenizer
@@ -318,7 +319,7 @@ def qnli(folder: Path, parity: int) -> None:
 
     parity: selects the half for dev.tsv.
     """
-    head, *lines = published_lines("QNLI", "dev")
+    head, *lines = official_lines("qnli", "dev")
     questions = {question: i for i, question in enumerate(dict.fromkeys(line.split("\t")[1] for line in lines))}
     halves = [[line for line in lines if questions[line.split("\t")[1]] % 2 == each] for each in (0, 1)]
     write_splits(folder, head, train=halves[1 - parity % 2], dev=halves[parity % 2])
@@ -330,7 +331,7 @@ def sst2(folder: Path, rows: int) -> None:
     dev.tsv has at least `rows` rows. A row belongs to every sentence that contains it as a phrase. Rows of sentences on
     both sides are left out.
     """
-    head, *lines = published_lines("SST-2", "train")
+    head, *lines = official_lines("sst2", "train")
     texts = [tuple(line.split("\t")[0].split()) for line in lines]
     known, sentences = {*texts}, {}
     for text in sorted(known, key=lambda text: (-len(text), text)):
@@ -347,15 +348,9 @@ def sst2(folder: Path, rows: int) -> None:
                  dev=[line for line, own in zip(lines, ranks) if max(own) <= last])
 
 
-def published_lines(name: str, split: str) -> list[str]:
-    """Lines of a published GLUE file, header first.
-
-    Raises DataError if the file is missing.
-    """
-    path = (task_folder(f"glue/{name}") or Path()) / f"{split}.tsv"
-    if not path.is_file():
-        raise missing(f"glue/{name}", path, ("train", "dev").index(split))
-    return path.read_text(encoding="utf-8").splitlines(keepends=True)
+def official_lines(name: str, split: str) -> list[str]:
+    """Lines of an official GLUE file, header first. Raises DataError if it is missing."""
+    return split_file(TASKS[name], split).read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 def write_splits(folder: Path, head: str, **splits: list[str]) -> None:

@@ -131,10 +131,7 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
     task = TASKS[name]
     if is_on_hub(source, task.source, task_folder(task.source), data_dir):
         return from_copy(name, split)
-    folder = task_folder(task.source, data_dir)
-    path = folder / f"{task.splits[split]}.tsv" if folder else None
-    if path is None or not path.is_file():
-        raise missing(task.source, path, list(task.splits).index(split))
+    path = split_file(task, split, data_dir)
     lines = [(f"{path}, line {number}", line.split("\t")) for number, line in numbered_lines(path) if line]
     header = [*task.headless] or (lines.pop(0)[1] if lines else [])
     rows = [(place, dict(zip(header, fields))) for place, fields in lines if len(fields) == len(header)]
@@ -146,6 +143,15 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
         warn("%s: skipped %s broken rows", path, len(broken))
     return Examples([[row[column] for _, row in rows] for column in task.columns],
                     [label_of(task, row[task.label], place) for place, row in rows])
+
+
+def split_file(task: GlueTask, split: str, data_dir: str | Path | None = None) -> Path:
+    """Path of the official TSV of a split. Raises DataError if the file is missing."""
+    folder = task_folder(task.source, data_dir)
+    path = folder / f"{task.splits[split]}.tsv" if folder else None
+    if path is None or not path.is_file():
+        raise missing(task.source, path, list(task.splits).index(split))
+    return path
 
 
 def label_of(task: GlueTask, text: str, place: str) -> int | float:

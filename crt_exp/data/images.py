@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 from crt_exp.data.files import IMAGES, files_ending, hidden
 from crt_exp.data import DataError, warn
 from crt_exp.data.sources import SOURCES, stand_in, task_folder
@@ -209,5 +209,5 @@ def save_grid(pictures: Sequence[np.ndarray], path: Path) -> None:
     from torchvision.transforms.functional import to_tensor
     from torchvision.utils import save_image
 
-    with whole(path) as part:
+    with atomic_path(path) as part:
         save_image([to_tensor(each) for each in pictures], part, format="png", pad_value=1.0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from crt_exp.data import DataError, warn
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> P
         if not path.is_file():
             load = partial(load_dataset, hub, *configs, revision=revision, split=split)
             rows = from_hub(load, hub, how_to_fetch(name))
-            with whole(path) as part:
+            with atomic_path(path) as part:
                 lines = (line.rstrip("\n") + "\n" for line in rows[rows.column_names[0]])
                 part.write_text("".join(lines), encoding="utf-8")
     return folder

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 from crt_exp.data.files import cached, key_of
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, from_hub, missing, text_folder
@@ -86,7 +86,7 @@ def wordnet_file() -> Path:
 
         lines = random.Random(0).sample(ImageNetInfo("imagenet-22k").label_descriptions(detailed=True), DEFINITIONS)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
+        with atomic_path(path) as part:
             part.write_text("\n".join([*lines, ""]))
     if content(path) != WORDNET_DIGEST:
         raise DataError(f"{path}: expected the definitions of timm 1.0.31; install timm 1.0.31 and remove this file")

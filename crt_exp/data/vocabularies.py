@@ -163,7 +163,7 @@ class Symbols:
 
     @classmethod
     def of(cls, kind: SymbolKind, texts: Sequence[str], size: int) -> "Symbols":
-        """Vocabulary of the documents: all characters, all words, or at most `size` pieces."""
+        """Vocabulary of documents: characters, words, or at most `size` pieces."""
         if kind == "pieces":
             return cls.of_pieces(unigram_model(texts, f"{size} pieces", "task.pieces, or task.symbols=characters",
                                                vocab_size=size, character_coverage=1.0))

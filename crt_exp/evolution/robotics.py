@@ -18,7 +18,7 @@ from crt_exp.evolution.environments import SteppingStones, Sweeping
 from crt_exp.options import Count, Positive, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 
 PARTICLES = 256  # maximum: the time grows with the cube, and a stroke takes 2 s with 200 particles, minutes with 800
 Looks = Literal["attention", "average", "random"]
@@ -150,7 +150,7 @@ def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
             draw_world(axes[0], world)
             writer.grab_frame()
 
-    with whole(path, ".gif") as part, writer.saving(figure, str(part), dpi=70):
+    with atomic_path(path, ".gif") as part, writer.saving(figure, str(part), dpi=70):
         seen, ended, total = world.reset(seed), False, 0.0
         world.watch = watch
         while not ended:

@@ -128,7 +128,7 @@ class Approximation(SwapMeasurement):
             if m is None:
                 pairs["output"] = (whole_output(mechanism, layer), layer.output)
             else:
-                phi, rows = mechanism.projecting(m).map(), torch.randperm(x.shape[2], generator=generator(seed))
+                phi, rows = mechanism.with_projections(m).map(), torch.randperm(x.shape[2], generator=generator(seed))
                 rows = rows[:self.row_count].sort().values
                 noise = sample_projections(phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,))
                 params = layer.fit(phi)

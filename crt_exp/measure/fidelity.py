@@ -25,7 +25,7 @@ from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.advise import length_in, load_language_model, rows_of
 from crt_exp.mechanism import Mechanism
 from crt_exp.options import Count, Several, Whole, checked
-from crt_exp.runner.configuration import kept_task
+from crt_exp.runner.configuration import load_task
 from crt_exp.swap.bench import SHARE, TextBench, calibrated_layers, nats
 from crt_exp.swap.calibration import learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
@@ -257,7 +257,7 @@ def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[fl
 @lru_cache(maxsize=8)
 def task_of(start: str) -> Task:
     """Load the task of a saved run, which starts from its weights."""
-    return kept_task(start, init=start)
+    return load_task(start, init=start)
 
 
 @checked("task")

@@ -26,11 +26,11 @@ from crt_exp.features import OPRF, FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
 from crt_exp.features.blocks import Blocks
 from crt_exp.measure import Measurement
-from crt_exp.times import LONG, again, in_turns
+from crt_exp.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.options import Count, Positive, Several, checked, join_words, split_words
-from crt_exp.runner.configuration import kept_task
+from crt_exp.runner.configuration import load_task
 from crt_exp.runner.run import read_records
 from crt_exp.sampled_softmax import (ClassSampler, DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax,
                                      TreeFeatures, Uniform, Unigram)
@@ -108,7 +108,7 @@ class SamplingTimes(Measurement):
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
-        spent = in_turns(calls, self.rounds, partial(again, below=LONG))
+        spent = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
         yield from ({"method": f"{name} m={self.m}" if name in FEATURES else name, "ms": spent[name]}
                     for name in self.methods)
 
@@ -240,7 +240,7 @@ class ClassDistributions(Measurement):
         if mechanism.estimates:
             phi = mechanism.map("softmax")
             for m in self.ms:
-                made = mechanism.projecting(m // mechanism.features.content.get("n", 1))
+                made = mechanism.with_projections(m // mechanism.features.content.get("n", 1))
                 noise = made.noise(y.shape[1], torch.Generator().manual_seed(seed))
                 yield {"m": m, **distances(queries, y, estimator(phi, noise, phi.fit(stats), y))}
             return
@@ -254,7 +254,7 @@ class ClassDistributions(Measurement):
 @lru_cache(maxsize=1)
 def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
     """Return the task of a run, x (n, d) at the words of the test split, and y (V, d)."""
-    task, kept = kept_task(start), lstm.load(start, "the model")
+    task, kept = load_task(start), lstm.load(start, "the model")
     return (task, outputs(kept.body, task) / kept.temperature**0.5,
             kept.body.embedding.weight.detach() / kept.temperature**0.5)
 

@@ -23,7 +23,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
 from crt_exp.samplers import orthogonal
 from crt_exp.measure import Measurement
-from crt_exp.times import Call, Update, added, in_turns, milliseconds
+from crt_exp.times import Call, Update, in_turns, milliseconds, peak_increase
 
 CAUSAL = " causal"          # suffix of a method's name
 CHUNKED, BASELINE = f"chunked{CAUSAL}", "performer-pytorch"
@@ -62,7 +62,7 @@ def default_methods(what: str, length: int) -> Sequence[str]:
 def mechanism_of(method: str, what: str) -> Mechanism:
     """Parse a method, with the default number of projections of `what`."""
     made = Mechanism.parse(method)
-    return made if "m" in split_words(method)[1] else made.projecting(M.get(what, OTHER_M))
+    return made if "m" in split_words(method)[1] else made.with_projections(M.get(what, OTHER_M))
 
 
 def check_methods(texts: Sequence[str], what: str) -> None:
@@ -246,12 +246,12 @@ def attention_memory(method: str, length: int) -> float:
     warm, work = attention_work(method, 256), attention_work(method, length)
     warm.backward(warm.forward())  # libraries and threads
     theirs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
-    return added(lambda: work.backward(work.forward())) - theirs / 2**20
+    return peak_increase(lambda: work.backward(work.forward())) - theirs / 2**20
 
 
 def training_memory(method: str, length: int) -> float:
     vit_step(method, 64)()  # libraries and threads
-    return vit_step(method, length).added()
+    return vit_step(method, length).peak_increase()
 
 
 MEMORY = {"attention": attention_memory, "vit_ti": training_memory}

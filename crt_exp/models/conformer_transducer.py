@@ -360,7 +360,8 @@ def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Pa
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     symbols = recogniser.symbols
     config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
-              "attention": recogniser.mechanism.saved(), "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
+              "attention": recogniser.mechanism.to_saved(),
+              "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
     save_folder(directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None)
 
 
@@ -369,7 +370,7 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     with open_folder(run, option, KIND, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
         symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
-        mechanism = Mechanism.of_saved(config["attention"], f"{option}={run}")
+        mechanism = Mechanism.from_saved(config["attention"], f"{option}={run}")
         rate, sizes = config["rate"], config["sizes"]
         check_options("sizes", ConformerSizes, sizes)
         check_shapes(lambda: ConformerTransducer(len(symbols) + 1, rate, sizes), sizes["layers"], tensors,

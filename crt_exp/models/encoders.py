@@ -199,7 +199,7 @@ def check_length(config, length: int, option: str) -> None:
 
 @contextmanager
 def buildable(option: str, library: str = "transformers") -> Iterator[None]:
-    """Context manager that turns any error of building a model into a ConfigError; a ConfigError is kept."""
+    """Context manager: raise a ConfigError for any error of building a model."""
     try:
         with quiet():
             yield

@@ -297,7 +297,7 @@ class SavedLanguageModel(NamedTuple):
 def save_model(description: LanguageDescription, mechanism: Mechanism, symbols: dict[str, Any],
                tensors: dict[str, Tensor], directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
-    config = {"kind": KIND} | asdict(description) | {"attention": mechanism.saved(), "vocabulary": symbols}
+    config = {"kind": KIND} | asdict(description) | {"attention": mechanism.to_saved(), "vocabulary": symbols}
     if description.tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
     save_folder(directory, config, tensors)
@@ -310,7 +310,7 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
     """
     named = f"{option}={run}"
     with open_folder(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
-        mechanism, symbols = Mechanism.of_saved(config.pop("attention"), named), config.pop("vocabulary")
+        mechanism, symbols = Mechanism.from_saved(config.pop("attention"), named), config.pop("vocabulary")
         check_options("", LanguageDescription, config)
         kept = SavedLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]

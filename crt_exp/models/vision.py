@@ -93,7 +93,7 @@ class VisionDescription:
                   "interpolation": self.interpolation, "mean": self.mean, "std": self.std, "num_classes": count,
                   "label_names": self.classes, "first_conv": "patch_embed.proj", "classifier": "head"}
         return {"architecture": self.model, "num_classes": count, "model_args": self.options | {"img_size": self.size},
-                "pretrained_cfg": config, "crt_exp": mechanism.saved()}
+                "pretrained_cfg": config, "crt_exp": mechanism.to_saved()}
 
     @classmethod
     def read(cls, content: dict[str, Any], path: Path) -> "VisionDescription":
@@ -379,5 +379,5 @@ def load(run: str | Path) -> SavedClassifier:
     if checkpoint is None or checkpoint.description is None or checkpoint.description.classes is None:
         raise DataError(f"{run}: no classifier; expected the directory of a run of task=imagenet")
     description, saved = checkpoint.description, checkpoint.attention
-    mechanism = Mechanism.of_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
+    mechanism = Mechanism.from_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
     return SavedClassifier(build(description, mechanism, str(run)).eval(), description.classes, description.transform())

@@ -132,7 +132,7 @@ class RecallState:
                            for position, at in zip(self.firsts, new)]
         parts[:2] = (F.pad(t, (0, -t.shape[3] % WHOLE)) for t in parts[:2])
         buffers = self.buffers or [Buffer(t[:, :, :0]) for t in parts]
-        self.buffers = tuple(buffer.added(self.length, t) for buffer, t in zip(buffers, parts))
+        self.buffers = tuple(buffer.append(self.length, t) for buffer, t in zip(buffers, parts))
         self.length += T
 
     def copy(self) -> "RecallState":

@@ -1,9 +1,11 @@
-"""CRT Table 2: GLUE with linear attention in BERT's architecture, and small encoders on held-out text."""
+"""CRT Table 2: GLUE with linear attention in BERT's architecture.
+
+Small encoders on held-out text compare the feature maps at two head dimensions.
+"""
 
 import pandas as pd
 
-from crt_exp.report import Claim, Page, Rows, dot_plot, line_plot, mean_table, sweep
-from crt_exp.papers.swap import interval_or_range
+from crt_exp.report import Claim, Page, Rows, dot_plot, interval_or_range, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels
 from crt_exp.report.sweeps import HOME
 
@@ -58,7 +60,7 @@ def mlm(kind, tokens, batch, options):
             f"trainer.batch={batch} {options}")
 
 
-def pretraining(number):
+def pretraining_runs(number):
     """A stage of pretraining with exact attention: two encoders of each kind."""
     return [run for kind, (vocabulary, dropout, stages) in ENCODERS.items() for tokens, batch, steps in
             stages[number:number + 1] for run in sweep(mlm(
@@ -71,7 +73,7 @@ def pretraining(number):
                       for seed in range(2)})]
 
 
-def swapped(kind, near, more):
+def swap_runs(kind, near, more):
     """Other attention in pretrained encoders, without training and fine-tuned."""
     options = mlm(kind, ENCODERS[kind][-1][-1][0], 16 if near == NEAR4 else 4, "task.init=uptrain trainer.lr=3e-4 "
                   "trainer.eval_batch=64 trainer.schedule=constant trainer.warmup=0 trainer.eval_every=100 "
@@ -103,13 +105,13 @@ page = Page(
            "encoders/layers": [run for kind in ENCODERS if kind not in SWAPPED for run in sweep(
                "task=fidelity task.text=valid task.texts=32 task.draws=3", model={kind: ""},
                attention=[FAVORP, FAVORPP], encoder={each: encoder("task.model", kind, each) for each in range(2)})],
-           "encoders": [run for kind, methods in SWAPPED.items() for run in swapped(kind, *methods)]},
+           "encoders": [run for kind, methods in SWAPPED.items() for run in swap_runs(kind, *methods)]},
     full={"table2": sweep("experiment=crt_glue", model={"BERT-base": ""}, method=PRETRAINED | {
         "exact": "attention=exact", UPTRAINED: f"{start('uptraining', FAVORPP)} attention=favorpp features.m=256"},
         seed=[0], **{"task.dataset": [*GLUE], "trainer.lr": [2e-5, 3e-5, 4e-5, 5e-5]})},
     models={"pretraining": sweep("experiment=crt_bert_pretrain", attention=[*PRETRAINED]),
             "uptraining": sweep("experiment=crt_uptrain", attention=[FAVORPP]),
-            **{f"encoder-{number}": pretraining(number) for number in range(len(GROWING))}},
+            **{f"encoder-{number}": pretraining_runs(number) for number in range(len(GROWING))}},
     data="models/minilm, GLUE, WikiText-2",
     columns=["model", "encoder", "dataset", "method", "lr", "split", "step", "layer"],
     metrics=["accuracy", "spearman", "mcc", "f1", "loss", "attention_error", "error_ratio"],
@@ -158,7 +160,7 @@ def gain(rows: Rows, step: int) -> pd.Series:
 
 
 def best_rates(rows: Rows) -> Rows:
-    """The scores of the learning rate with the highest mean, for each data set and method."""
+    """Rows of the best learning rate of each data set and method."""
     frame = rows.frame[rows.frame["split"] == "parts"]
     mean = frame.groupby(["dataset", "method", "lr"])["value"].transform("mean")
     return Rows(frame[mean == mean.groupby([frame["dataset"], frame["method"]]).transform("max")])

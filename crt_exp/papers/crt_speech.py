@@ -6,7 +6,7 @@ from crt_exp.report import Claim, Page, Rows, dot_plot, label, line_plot, mean_c
 from crt_exp.report.plots import panels
 
 FIG3, WHISPER = "fig3", "fig3-whisper"
-HERE, TUNED, SCRATCH = "without training", "fine-tuned after the swap", "from scratch"
+UNTRAINED, TUNED, SCRATCH = "without training", "fine-tuned after the swap", "from scratch"
 NEAR, HYBRID = "nearfar block=8 heavy=8 cells=8 exact_until=0", "hrf_cluster m=48 features.queries=3 features.keys=3"
 POSITIVE = [f"{name} m={m}" for m in (8, 16, 64, 256) for name in ("favorp", "favorpp")]
 OF_DIGITS = ["exact", "uniform", NEAR, *POSITIVE[:4]]
@@ -20,7 +20,7 @@ DIGITS = ("task=librispeech task.corpus=fsdd task.batch_seconds=16 task.strings.
           "+task.sizes.dim=64 +task.sizes.ffn=256 +task.sizes.channels=8 +task.sizes.predictor=64 "
           "+task.sizes.joiner=64 +task.sizes.heads=8 +task.sizes.kernel=1")
 SWAP = f"{DIGITS} task.init={{runs}}/models/exact"
-ON = "trainer.steps=150 trainer.lr=3e-4 trainer.eval_every=50"
+FINE_TUNING = "trainer.steps=150 trainer.lr=3e-4 trainer.eval_every=50"
 page = Page(
     "crt_speech",
     title="CRT Figure 3: speech recognition with linear attention",
@@ -28,17 +28,17 @@ page = Page(
             "± 0.05 nats an utterance (95% CI, n = 24 random projections). In Whisper neither is closer to exact "
             "attention than uniform attention.",
     small={
-        FIG3: [*sweep(f"{SWAP} trainer.steps=0", setting={HERE: ""}, attention=OF_DIGITS[:3], seed=range(1)),
-               *sweep(f"{SWAP} trainer.steps=0", setting={HERE: ""}, attention=OF_DIGITS[3:], seed=range(24)),
-               *sweep(f"{SWAP} {ON}", setting={TUNED: ""}, attention=OF_DIGITS, seed=range(5)),
+        FIG3: [*sweep(f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=OF_DIGITS[:3], seed=range(1)),
+               *sweep(f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=OF_DIGITS[3:], seed=range(24)),
+               *sweep(f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=OF_DIGITS, seed=range(5)),
                *sweep(f"{DIGITS} trainer.steps=1000 trainer.eval_every=250", setting={SCRATCH: ""},
                       attention=OF_DIGITS, seed=range(5))],
-        WHISPER: [*sweep("task=dictation", setting={HERE: ""}, attention=OF_WHISPER, seed=range(8)),
+        WHISPER: [*sweep("task=dictation", setting={UNTRAINED: ""}, attention=OF_WHISPER, seed=range(8)),
                   *sweep("task=whisper", setting={TUNED: ""}, seed=range(1),
                          attention=["exact", "uniform", "favorp m=64", "favorpp m=64"])]},
     full={FIG3: sweep("experiment=crt_conformer_960h", setting={SCRATCH: ""},
                       attention=["exact", "uniform", NEAR, *POSITIVE[:6]]),
-          WHISPER: [*sweep("task=dictation", setting={HERE: ""}, attention=OF_WHISPER, seed=range(40)),
+          WHISPER: [*sweep("task=dictation", setting={UNTRAINED: ""}, attention=OF_WHISPER, seed=range(40)),
                     *sweep("task=whisper task.tested=68", setting={TUNED: ""}, attention=OF_WHISPER[:11])]},
     models={"models": sweep(f"{DIGITS} trainer.steps=3000 trainer.eval_every=500 trainer.save_every=500",
                             attention=["exact"])},
@@ -58,7 +58,7 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    digits, speech = {"sweep": FIG3, "setting": SCRATCH}, {"sweep": WHISPER, "setting": HERE}
+    digits, speech = {"sweep": FIG3, "setting": SCRATCH}, {"sweep": WHISPER, "setting": UNTRAINED}
     cost = rows.paired("uniform", "exact", "loss", **digits).mean()
     check = f"uniform attention costs {cost:.3f} nats an utterance (at least 0.5 needed)"
     paper = {"m = 8": "2.49 points of WER, trained", "m = 16": "3.05 points of WER, trained"}
@@ -78,29 +78,31 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def tables(rows: Rows):
-    def of(metric: str, settings: dict, scale: float = 1.0, spec: str = ".3f", **where):
+    def table(metric: str, settings: dict, scale: float = 1.0, spec: str = ".3f", **where):
         return mean_table(rows, {title: {"metric": metric, "setting": setting, **where}
                                  for title, setting in settings.items()}, NAMES, scale, spec)
 
-    main = of("wer", {f"WER, %, {setting}": setting for setting in (HERE, TUNED, SCRATCH)}, 100, ".1f", sweep=FIG3)
+    main = table("wer", {f"WER, %, {setting}": setting for setting in (UNTRAINED, TUNED, SCRATCH)}, 100, ".1f",
+                 sweep=FIG3)
     for m, paper in ((8, "2.49"), (16, "3.05")):
         ours = 100 * rows.paired(f"favorp m={m}", f"favorpp m={m}", "wer", sweep=FIG3, setting=SCRATCH)
         main.loc[f"FAVOR++, m = {m}", ["points below FAVOR+, from scratch", "paper"]] = f"{mean_ci(ours):.2f}", paper
-    tuned = of("above", {f"loss increase over exact, {TUNED}": TUNED}, steps=800)
+    tuned = table("above", {f"loss increase over exact, {TUNED}": TUNED}, steps=800)
     return {"Digits: word error rate, lower is better": main,
-            "Digits: loss, nats an utterance": of("loss", {each: each for each in (HERE, TUNED, SCRATCH)}, 1, ".2f"),
+            "Digits: loss, nats an utterance": table("loss", {each: each for each in (UNTRAINED, TUNED, SCRATCH)}, 1,
+                                                     ".2f"),
             "Whisper: nats a token, and tokens that are the likeliest of exact attention too": pd.concat([
-                of("above", {f"loss increase over exact, {HERE}": HERE}), tuned,
-                of("agrees", {f"same token, %, {HERE}": HERE}, 100, ".1f")], axis=1)}
+                table("above", {f"loss increase over exact, {UNTRAINED}": UNTRAINED}), tuned,
+                table("agrees", {f"same token, %, {UNTRAINED}": UNTRAINED}, 100, ".1f")], axis=1)}
 
 
 def figure(rows: Rows):
     fig, axes = panels(3)
     for ax, metric, name, methods, title in ((axes[0], "loss", FIG3, OF_DIGITS, "digits"),
                                               (axes[1], "above", WHISPER, OF_WHISPER, "Whisper")):
-        dot_plot(ax, {method: rows.values(metric, method, sweep=name, setting=HERE) for method in methods},
+        dot_plot(ax, {method: rows.values(metric, method, sweep=name, setting=UNTRAINED) for method in methods},
                  labels=NAMES)
-        ax.set(title=f"{title}, {HERE}", xlabel="loss, nats an utterance" if metric == "loss" else
+        ax.set(title=f"{title}, {UNTRAINED}", xlabel="loss, nats an utterance" if metric == "loss" else
                "loss increase over exact, nats a token")
     line_plot(axes[2], rows, "steps", "above", ["exact", "uniform", "favorp m=64", "favorpp m=64"], sweep=WHISPER,
               setting=TUNED)

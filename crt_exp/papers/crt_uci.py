@@ -1,4 +1,7 @@
-"""CRT Table 1: kernel regression on eight UCI sets, and on the sets that scikit-learn includes (`make demo`)."""
+"""CRT Table 1: kernel regression on eight UCI data sets.
+
+`make demo` uses the data sets that scikit-learn includes.
+"""
 
 import pandas as pd
 
@@ -25,19 +28,19 @@ METHODS = {
     "pos": "PosRF", "pois_plus": "PoisRF+", "majority": "majority class"}
 
 
-def of_maps(options: str, sets: dict[str, str], sampler: str, features: list[str]):
+def map_runs(options: str, sets: dict[str, str], sampler: str, features: list[str]):
     return sweep(f"task=uci {options} sampler={sampler} features.m=128", dataset=sets, features=features)
 
 
 def runs(options: str, sets: dict[str, str]):
     return [*sweep(f"task=uci {options}", attention=["exact"], dataset=sets),
-            *of_maps(options, sets, "orthogonal", [*MAPS, *(f"{name} m=64" for name in DOUBLE)]),
+            *map_runs(options, sets, "orthogonal", [*MAPS, *(f"{name} m=64" for name in DOUBLE)]),
             *sweep(f"task=uci {options} attention=exact", method=BASELINES, dataset=sets)]
 
 
 def table1(repeats: int, draws: int):
     common = f"task.draws={draws} task.repeats={repeats}", {name: f"task.dataset={name}" for name in SETS["table1"]}
-    return {"table1": runs(*common), "table1/iid": of_maps(*common, "iid", CLAIMED)}
+    return {"table1": runs(*common), "table1/iid": map_runs(*common, "iid", CLAIMED)}
 
 
 page = Page(
@@ -76,7 +79,7 @@ def claims(rows: Rows) -> list[Claim]:
                                   ("geom", "trig")]]
 
 
-def present(rows: Rows) -> list[str]:
+def sets_in_rows(rows: Rows) -> list[str]:
     return [name for name in SETS if (rows.frame["sweep"] == name).any()]
 
 
@@ -86,7 +89,7 @@ def at_128_columns(rows: Rows, of: str) -> dict[str, pd.Series]:
 
 def tables(rows: Rows):
     made = {}
-    for of in present(rows):
+    for of in sets_in_rows(rows):
         columns = {"128 columns": at_128_columns(rows, of),
                    "128 projections": {name: average(rows, name, of) for name in MAPS}}
         if of == "table1":
@@ -105,8 +108,8 @@ def tables(rows: Rows):
 
 
 def figure(rows: Rows):
-    fig, axes = panels(len(present(rows)))
-    for ax, of in zip(axes, present(rows)):
+    fig, axes = panels(len(sets_in_rows(rows)))
+    for ax, of in zip(axes, sets_in_rows(rows)):
         dot_plot(ax, at_128_columns(rows, of), overlap=OVERLAP[of], labels=METHODS)
         ax.set(title=f"{len(SETS[of])} data sets, 128 columns ({of})", xlabel="average test accuracy, %")
     fig.tight_layout()

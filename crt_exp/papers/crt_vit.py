@@ -4,7 +4,7 @@ from crt_exp.report import Claim, Page, Rows, label, line_plot, mean_table, swee
 from crt_exp.report.plots import panels
 
 CIFAR, VIT = "fig4-left", "fig4-left-vit"
-HERE, TUNED, SCRATCH = "without training", "fine-tuned after the swap", "from scratch"
+UNTRAINED, TUNED, SCRATCH = "without training", "fine-tuned after the swap", "from scratch"
 BEFORE = "swapped before fine-tuning"
 NEAR, VIT_NEAR = "nearfar block=8 heavy=8 cells=8 exact_until=0", "nearfar exact_until=0 block=8 heavy=4 cells=8"
 PAIR, VIT_PAIR = ["favorp m=64", "favorpp m=64"], ["favorp m=256", "favorpp m=256"]
@@ -16,7 +16,7 @@ IMAGES = "task.dataset=cifar10 task.size=32 task.workers=0 trainer.log_every=100
 SIZES = "task.sizes.patch=4 task.sizes.width=96 task.sizes.depth=3 task.sizes.heads=6"
 AUGMENT = "task.augment.flip=0.5 task.augment.scale=[0.4,1.0]"
 SWAP = f"task=imagenet {IMAGES} task.init={{runs}}/tuned/exact"
-ON = f"{AUGMENT} trainer.batch=32 trainer.lr=3e-4 trainer.steps=300 trainer.eval_every=50"
+FINE_TUNING = f"{AUGMENT} trainer.batch=32 trainer.lr=3e-4 trainer.steps=300 trainer.eval_every=50"
 WHOLE = (f"task=imagenet {IMAGES} {SIZES} {AUGMENT} trainer.batch=32 trainer.steps=600 trainer.lr=2e-3 "
          "trainer.eval_every=100")
 VIT_IMAGES = "task=imagenet task.dataset=imagenette2-224 task.size=112 task.workers=0 trainer.log_every=10"
@@ -30,13 +30,14 @@ page = Page(
             "0.48 points (corrected 95% CI, n = 12 seeds). In ViT-S without training, both lose nearly as much "
             "accuracy as uniform attention.",
     small={
-        CIFAR: [*sweep(f"{SWAP} trainer.steps=0", setting={HERE: ""}, attention=FIXED, seed=range(1)),
-                *sweep(f"{SWAP} trainer.steps=0", setting={HERE: ""}, attention=MAPS, seed=range(16)),
-                *sweep(f"{SWAP} {ON}", setting={TUNED: ""}, attention=FIXED, seed=range(5)),
-                *sweep(f"{SWAP} {ON}", setting={TUNED: ""}, attention=PAIR, seed=range(12)),
+        CIFAR: [*sweep(f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=FIXED, seed=range(1)),
+                *sweep(f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=MAPS, seed=range(16)),
+                *sweep(f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=FIXED, seed=range(5)),
+                *sweep(f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=PAIR, seed=range(12)),
                 *sweep(WHOLE, setting={SCRATCH: ""}, attention=[*FIXED, *PAIR], seed=range(5))],
-        VIT: [*sweep(f"{VIT_SWAP} trainer.steps=0", setting={HERE: ""}, attention=["exact", VIT_NEAR], seed=range(1)),
-              *sweep(f"{VIT_SWAP} trainer.steps=0", setting={HERE: ""}, attention=["uniform", *PAIR, *VIT_PAIR],
+        VIT: [*sweep(f"{VIT_SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=["exact", VIT_NEAR],
+                     seed=range(1)),
+              *sweep(f"{VIT_SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=["uniform", *PAIR, *VIT_PAIR],
                      seed=range(3)),
               *sweep(setting={TUNED: f"{VIT_SWAP} {VIT_TUNE} trainer.steps=47", BEFORE: VIT_FULL},
                      attention=[*VIT_FIXED, *VIT_PAIR])]},
@@ -63,7 +64,7 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    def failed(sweep: str, setting: str, step: int) -> str:
+    def failed_checks(sweep: str, setting: str, step: int) -> str:
         where = {"sweep": sweep, "setting": setting, "step": step}
         accuracy = 100 * rows.values("accuracy", "exact", **where).mean()
         cost = rows.paired("uniform", "exact", "loss", **where).mean()
@@ -72,11 +73,12 @@ def claims(rows: Rows) -> list[Claim]:
 
     sweeps = {"small ViT, m = 64": (CIFAR, PAIR), "ViT-S, m = 256": (VIT, VIT_PAIR)}
     words = '"able to improve performance especially for uptraining"; a figure without numbers'
-    checks = {case: failed(sweep, HERE, 0) for case, (sweep, _) in sweeps.items()}
-    checks |= {TUNED: failed(CIFAR, HERE, 0), SCRATCH: failed(CIFAR, SCRATCH, 600)}
+    checks = {case: failed_checks(sweep, UNTRAINED, 0) for case, (sweep, _) in sweeps.items()}
+    checks |= {TUNED: failed_checks(CIFAR, UNTRAINED, 0), SCRATCH: failed_checks(CIFAR, SCRATCH, 600)}
     fails = {case: text for case, text in checks.items() if text}
     return [Claim("without training, FAVOR++ has a lower loss than FAVOR+",
-              {case: rows.paired(*pair, "loss", sweep=sweep, setting=HERE) for case, (sweep, pair) in sweeps.items()},
+              {case: rows.paired(*pair, "loss", sweep=sweep, setting=UNTRAINED)
+               for case, (sweep, pair) in sweeps.items()},
               unit="nats", fails=fails),
         Claim("FAVOR++ is more accurate than FAVOR+, m = 64",
               {setting: 100 * rows.paired(*PAIR[::-1], "accuracy", sweep=CIFAR, setting=setting, step=step)
@@ -90,7 +92,8 @@ def claims(rows: Rows) -> list[Claim]:
 def tables(rows: Rows):
     rows = Rows(rows.frame.replace({"method": {VIT_NEAR: NEAR}}))
     columns = {f"{name}, {setting}": {"sweep": sweep, "setting": setting, "step": step} for name, sweep, places in (
-        ("small ViT", CIFAR, {HERE: 0, TUNED: 300, SCRATCH: 600}), ("ViT-S", VIT, {HERE: 0, TUNED: 47, BEFORE: 94}))
+        ("small ViT", CIFAR, {UNTRAINED: 0, TUNED: 300, SCRATCH: 600}),
+        ("ViT-S", VIT, {UNTRAINED: 0, TUNED: 47, BEFORE: 94}))
                for setting, step in places.items()}
     return {title: mean_table(rows, {name: {"metric": metric, **where} for name, where in columns.items()}, NAMES,
                               scale, spec)
@@ -100,7 +103,7 @@ def tables(rows: Rows):
 
 def figure(rows: Rows):
     fig, axes = panels(2)
-    for ax, settings in zip(axes, ([HERE, TUNED], [SCRATCH])):
+    for ax, settings in zip(axes, ([UNTRAINED, TUNED], [SCRATCH])):
         line_plot(ax, rows, "step", "accuracy", {name: NAMES[name] for name in [*FIXED, *PAIR]}, scale=100, sweep=CIFAR,
                   setting=settings)
         ax.set(title=f"small ViT on CIFAR-10, {settings[-1]}", xlabel="steps", ylabel="accuracy, %")

@@ -1,4 +1,7 @@
-"""Hadamard-Rademacher projections (Adda and Allen 2021): error of attention, bias and time."""
+"""Hadamard-Rademacher projections: attention error, bias and time.
+
+Claims are those of Adda and Allen (2021).
+"""
 
 import numpy as np
 import pandas as pd

@@ -1,4 +1,7 @@
-"""HRF Figures 2, 5 and 6, Tables 1 and 3, Appendix L: errors of hybrid random features."""
+"""HRF: errors of hybrid random features.
+
+Reproduces Figures 2, 5 and 6, Tables 1 and 3, and Appendix L.
+"""
 
 import pandas as pd
 

@@ -1,4 +1,7 @@
-"""HRF Figures 3, 8 and 10, Tables 4 and 5: random features for the softmax of a language model."""
+"""HRF: random features for the softmax of a language model.
+
+Reproduces Figures 3, 8 and 10, and Tables 4 and 5.
+"""
 
 from crt_exp.report import Claim, Page, Rows, dot_plot, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels
@@ -16,14 +19,14 @@ SMALL = {"free": "trainer.epochs=7", "near 1": "task.temperature=0.2 task.length
 FULL = {"free": "experiment=hrf_ptb_softmax", "near 1": "experiment=hrf_wikitext2_softmax"}
 
 
-def estimates(models: str, every: int):
+def estimate_runs(models: str, every: int):
     common = f"task=class_distributions task.every={every}"
     lengths = {name: f"task.start={{runs}}/{models}/{name.replace(' ', '-')}" for name in SMALL}
     return [*sweep(common, attention=["exact"], lengths=lengths),
             *sweep(common, attention=MAPS, lengths=lengths, seed=range(10))]
 
 
-def sampled(common: str, m: int, n: int, k: int, seeds: int):
+def sampling_runs(common: str, m: int, n: int, k: int, seeds: int):
     """m features; hybrids of n projections of the coefficient and k of each base."""
     sizes = {"fav": f"features.m={m}", "hrf": f"features.m={k} features.n={n}"}
     return sweep(common, method={name: f"task.softmax=features attention={name.split()[0]} {sizes[name[:3]]}"
@@ -36,9 +39,9 @@ page = Page(
     finding="On Penn Treebank (m = 512), the KS distance to the softmax is 0.44 ± 0.02 for the angular hybrid, 0.51 "
             "± 0.01 for trigonometric features and 0.37 ± 0.02 for FAVOR+ (95% CI, n = 10 seeds). Training with "
             "feature negatives has a higher loss than with word frequencies.",
-    small={"hrf-lm": estimates("hrf-lm-models", 32), "hrf-sampled": sampled(SAMPLED, 64, 8, 8, 3)},
-    full={"hrf-lm": estimates("hrf-lm-models-full", 1),
-          "hrf-sampled": sampled("experiment=hrf_ptb_softmax", 1024, 16, 64, 25)},
+    small={"hrf-lm": estimate_runs("hrf-lm-models", 32), "hrf-sampled": sampling_runs(SAMPLED, 64, 8, 8, 3)},
+    full={"hrf-lm": estimate_runs("hrf-lm-models-full", 1),
+          "hrf-sampled": sampling_runs("experiment=hrf_ptb_softmax", 1024, 16, 64, 25)},
     models={"hrf-lm-models": sweep(f"{TRAINED} trainer.lr=3e-3 trainer.warmup=200", lengths=SMALL),
             "hrf-lm-models-full": sweep("task.softmax=full", lengths=FULL)},
     data="Penn Treebank", columns=["lengths", "m", "method"], metrics=["ks", "w1", "negative", "loss", "unigram_loss"],
@@ -68,15 +71,15 @@ def claims(rows: Rows) -> list[Claim]:
                "gain of exact over uniform negatives": (loss["uniform"] - loss["exact"], 0.02),
                "gain of FAVOR+ over word frequencies": (alone - loss["favorp m=64"], 0.0)}
     return [Claim("hybrids have a smaller KS distance to the softmax (lengths near 1)", estimated, below=1, log=True,
-              unit="times", paper="HRFs lead to the most accurate estimates", fails=failed(estimated, model)),
+              unit="times", paper="HRFs lead to the most accurate estimates", fails=failed_checks(estimated, model)),
         Claim("the angular hybrid has fewer negative estimates than trigonometric features", negative, unit="points",
-              paper="fewer", fails=failed(negative, model), needs="the paper's length costs"),
+              paper="fewer", fails=failed_checks(negative, model), needs="the paper's length costs"),
         Claim("training with negatives from a hybrid reduces the loss by less than 0.02 nats", trained, below=0.02,
-              unit="nats", paper="the difference is not very significant", fails=failed(trained, learned),
+              unit="nats", paper="the difference is not very significant", fails=failed_checks(trained, learned),
               needs="longer sampled training: experiment=hrf_ptb_softmax, 29 GPU hours")]
 
 
-def failed(cases: dict, checks: dict[str, tuple[float, float]]) -> dict[str, str]:
+def failed_checks(cases: dict, checks: dict[str, tuple[float, float]]) -> dict[str, str]:
     """Sanity checks of the models: text -> value and least value."""
     text = "; ".join(f"{name}: {value:.3g} (expected at least {least:g})" for name, (value, least) in checks.items()
                      if value < least)

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from crt_exp.papers.crt_speech import HERE, ON, SCRATCH, SWAP, TUNED, page as digits
+from crt_exp.papers.crt_speech import FINE_TUNING, SCRATCH, SWAP, TUNED, UNTRAINED, page as digits
 from crt_exp.report import Claim, Page, Rows, dot_plot, mean_table, sweep
 from crt_exp.report.plots import panels
 
@@ -26,11 +26,11 @@ page = Page(
             "utterance (corrected 95% CI, n = 8 random projections). FAVOR+ with 256 columns has a lower loss than "
             "every hybrid.",
     small={"hrf-speech": [
-        *sweep(f"{SWAP} trainer.steps=0", setting={HERE: ""}, attention=CONTROLS, seed=range(1)),
-        *sweep(f"{SWAP} trainer.steps=0", setting={HERE: ""}, attention=OTHERS, seed=range(8)),
-        *sweep("task=swap_loss task.start={runs}/models/exact task.fit=4", setting={HERE: ""}, attention=CLUSTERS,
+        *sweep(f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=CONTROLS, seed=range(1)),
+        *sweep(f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=OTHERS, seed=range(8)),
+        *sweep("task=swap_loss task.start={runs}/models/exact task.fit=4", setting={UNTRAINED: ""}, attention=CLUSTERS,
                seed=range(8)),
-        *sweep(f"{SWAP} {ON}", setting={TUNED: ""}, attention=[*CONTROLS, REAL, COMPLEX, ANGULAR, FAVOR, TRIG],
+        *sweep(f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=[*CONTROLS, REAL, COMPLEX, ANGULAR, FAVOR, TRIG],
                seed=range(3))]},
     full={"hrf-speech": [
         *sweep("experiment=hrf_conformer_960h attention.fit_steps=1000", setting={SCRATCH: ""}, attention=CLUSTERS),
@@ -47,7 +47,8 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    costs = {setting: rows.paired("uniform", "exact", "loss", setting=setting).mean() for setting in (HERE, SCRATCH)}
+    costs = {setting: rows.paired("uniform", "exact", "loss", setting=setting).mean()
+             for setting in (UNTRAINED, SCRATCH)}
 
     def lower(first: str, seconds: list[str], paper: str) -> Claim:
         cases = {(NAMES[second], setting): rows.paired(second, first, "loss", setting=setting)
@@ -65,20 +66,20 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def tables(rows: Rows):
-    def of(settings: tuple[str, ...]):
+    def table(settings: tuple[str, ...]):
         return pd.concat([mean_table(rows, {f"{name}, {setting}": {"metric": metric, "setting": setting}
                                             for setting in settings}, NAMES, scale, spec)
                           for metric, name, scale, spec in (("loss", "loss", 1, ".2f"), ("wer", "WER %", 100, ".1f"))],
                          axis=1)
 
-    shown = tuple(setting for setting in (HERE, TUNED, SCRATCH) if len(rows.select("loss", setting=setting)))
-    return {"Loss (nats an utterance) and word error rate, lower is better": of(shown),
-            "An earlier exact model": of((f"{HERE}, an earlier model",))}
+    shown = tuple(setting for setting in (UNTRAINED, TUNED, SCRATCH) if len(rows.select("loss", setting=setting)))
+    return {"Loss (nats an utterance) and word error rate, lower is better": table(shown),
+            "An earlier exact model": table((f"{UNTRAINED}, an earlier model",))}
 
 
 def figure(rows: Rows):
     fig, axes = panels(2)
-    for ax, metric, setting, scale in ((axes[0], "loss", HERE, 1), (axes[1], "wer", TUNED, 100)):
+    for ax, metric, setting, scale in ((axes[0], "loss", UNTRAINED, 1), (axes[1], "wer", TUNED, 100)):
         dot_plot(ax, {method: scale * rows.values(metric, method, setting=setting) for method in NAMES}, log=True,
                  labels=NAMES)
         ax.set(title=setting, xlabel="loss, nats an utterance" if metric == "loss" else "word error rate, %")

@@ -1,4 +1,4 @@
-"""A mixture fitted to queries and keys, compared with features fitted to their moments."""
+"""Mixture features, compared with features fitted to moments."""
 
 import pandas as pd
 
@@ -28,24 +28,24 @@ TASKS = {  # task, metric, seeds
             "task.length=512 task.calibration_texts=8", "attention_error", 1)}
 
 
-def arm(method: str, columns: int) -> str:
+def method_overrides(method: str, columns: int) -> str:
     if method in FIXED:
         return FIXED[method]
     return f"{FEATURES[method]} features.m={columns // 2 if method == 'favorsharp' else columns}"
 
 
-def swapped(name: str, methods, columns=(0,), fit_text: str = "") -> list:
+def swap_runs(name: str, methods, columns=(0,), fit_text: str = "") -> list:
     task, _, seeds = TASKS[name]
     return [run for method in methods for n in columns for run in sweep(
         f"{task} task.fit_text={fit_text}" if fit_text else task, model={name: ""}, text={fit_text: ""},
-        seed=range(seeds), method={method: arm(method, n)}, columns={n: ""})]
+        seed=range(seeds), method={method: method_overrides(method, n)}, columns={n: ""})]
 
 
-def fine_tuned(methods) -> list:
+def fine_tuning_runs(methods) -> list:
     return sweep("task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 "
                  "trainer.steps=400 task.held_out=500 trainer.eval_every=1000000 trainer.save_every=1000000 "
                  "task.dataset=sst2", model={"MiniLM, SST-2": ""}, seed=[0], columns={256: ""},
-                 method={method: arm(method, 256) for method in methods}, **{"trainer.lr": [1e-4, 2e-4]})
+                 method={method: method_overrides(method, 256) for method in methods}, **{"trainer.lr": [1e-4, 2e-4]})
 
 
 page = Page(
@@ -55,16 +55,16 @@ page = Page(
             "of FAVOR# by 3.77 ± 0.18 (95% CI, n = 4 rows). Fitted to code instead of prose, the mixture increases "
             "the loss by 2.88 ± 0.26 nats.",
     small={
-        "mixture": [*swapped(MINILM, FIXED), *swapped(MINILM, FEATURES, COLUMNS),
-                    *swapped(SMOLLM2, ["uniform"]), *swapped(SMOLLM2, FEATURES, COLUMNS[:3]),
-                    *swapped(LONG, ["uniform"]), *swapped(LONG, ["favorpp", "favorsharp", FITTED], [256]),
-                    *swapped(SPEECH, ["exact", "uniform"]), *swapped(SPEECH, FEATURES, [64, 256]),
-                    *swapped(WRITTEN, [method for method in FEATURES if method != "favorp"], [256]),
-                    *swapped(VISION, FIXED), *swapped(VISION, FEATURES, COLUMNS),
-                    *swapped(HEADS, ["uniform", "nearfar"]), *swapped(HEADS, FEATURES, [64, 256])],
-        "mixture/shift": [*swapped(MINILM, [FITTED, DRAWN], [256], "code"),
-                          *swapped(SMOLLM2, ["favorsharp", FITTED, DRAWN], [256], "code")],
-        "mixture/fine-tuned": fine_tuned(["favorsharp", FITTED])},
+        "mixture": [*swap_runs(MINILM, FIXED), *swap_runs(MINILM, FEATURES, COLUMNS),
+                    *swap_runs(SMOLLM2, ["uniform"]), *swap_runs(SMOLLM2, FEATURES, COLUMNS[:3]),
+                    *swap_runs(LONG, ["uniform"]), *swap_runs(LONG, ["favorpp", "favorsharp", FITTED], [256]),
+                    *swap_runs(SPEECH, ["exact", "uniform"]), *swap_runs(SPEECH, FEATURES, [64, 256]),
+                    *swap_runs(WRITTEN, [method for method in FEATURES if method != "favorp"], [256]),
+                    *swap_runs(VISION, FIXED), *swap_runs(VISION, FEATURES, COLUMNS),
+                    *swap_runs(HEADS, ["uniform", "nearfar"]), *swap_runs(HEADS, FEATURES, [64, 256])],
+        "mixture/shift": [*swap_runs(MINILM, [FITTED, DRAWN], [256], "code"),
+                          *swap_runs(SMOLLM2, ["favorsharp", FITTED, DRAWN], [256], "code")],
+        "mixture/fine-tuned": fine_tuning_runs(["favorsharp", FITTED])},
     data="models/minilm, models/smollm2-135m, models/whisper-tiny.en, models/vit-s-saliency, WikiText-2, LibriSpeech, "
          "Imagenette, GLUE",
     columns=["model", "text", "method", "columns", "lr", "split"],
@@ -82,7 +82,7 @@ page = Page(
         "SST-2: 400 steps, at most 64 tokens, better of the learning rates 1e-4 and 2e-4. Samples are 24ths of dev."])
 
 
-def cells(rows: Rows, name: str, method: str, columns, **where) -> pd.Series:
+def samples(rows: Rows, name: str, method: str, columns, **where) -> pd.Series:
     metric = TASKS[name][1]
     where = {"sweep": "mixture", "model": name, "columns": 0 if method in FIXED else columns, **where}
     return (100 if metric == "wer" else 1) * rows.values(metric, method, **where)
@@ -97,7 +97,7 @@ def claims(rows: Rows) -> list[Claim]:
         made.append(Claim(
             f"{name.rpartition(',')[0]}: the mixture is closer to exact attention than FAVOR#", {
                 f"{n} columns": found for n in COLUMNS if len(found := sign * (
-                    cells(rows, name, FITTED, n) - cells(rows, name, "favorsharp", n)).dropna())}, unit=unit))
+                    samples(rows, name, FITTED, n) - samples(rows, name, "favorsharp", n)).dropna())}, unit=unit))
     return made
 
 
@@ -107,12 +107,12 @@ def table(rows: Rows, columns, methods=LABELS) -> pd.DataFrame:
     for title, (name, n, where) in columns.items():
         made[title] = {LABELS[method]: f"{found.min():.0f} to {found.max():.0f}" if TASKS[name][1] == "wer" else
                        f"{mean_ci(found):.3f}" for method in methods
-                       if len(found := cells(rows, name, method, n, **where))}
+                       if len(found := samples(rows, name, method, n, **where))}
     return pd.DataFrame(made, index=[LABELS[method] for method in methods]).dropna(how="all").fillna("").rename_axis(
         "method")
 
 
-def tuned(rows: Rows) -> pd.DataFrame:
+def fine_tuned_table(rows: Rows) -> pd.DataFrame:
     best = {}
     for method in ("favorsharp", FITTED):
         found = [100 * rows.values("accuracy", method, sweep="mixture/fine-tuned", split="parts", lr=lr)
@@ -131,7 +131,7 @@ def tables(rows: Rows):
         **{f"{name}, by columns": table(rows, {f"{n} columns": (name, n, {}) for n in COLUMNS}, FEATURES)
            for name in (MINILM, SMOLLM2, VISION)},
         "Fitted to WikiText-2 or to code, 256 columns": table(rows, shift, ["favorsharp", FITTED, DRAWN]),
-        "Fine-tuned: MiniLM on SST-2, 256 columns": tuned(rows)}
+        "Fine-tuned: MiniLM on SST-2, 256 columns": fine_tuned_table(rows)}
 
 
 def figure(rows: Rows):
@@ -140,7 +140,7 @@ def figure(rows: Rows):
         metric = TASKS[name][1]
         line_plot(ax, rows, "columns", metric, {method: LABELS[method] for method in FEATURES}, log="x",
                   dotted=[DRAWN], sweep="mixture", model=name)
-        uniform = float(cells(rows, name, "uniform", 0).mean())
+        uniform = float(samples(rows, name, "uniform", 0).mean())
         ax.axhline(uniform, color=CONTROL, lw=1, ls="--")
         ax.text(ax.get_xlim()[0], uniform, " uniform", va="bottom", color=CONTROL)
         ax.set(title=name.rpartition(",")[0], xlabel="columns", ylabel="cosine to exact attention (higher is better)"

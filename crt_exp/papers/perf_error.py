@@ -1,4 +1,7 @@
-"""Performers Figures 2, 4 and 14: errors of kernel estimates, of attention, and through layers."""
+"""Performers: errors of kernel estimates, of attention, and through layers.
+
+Reproduces Figures 2, 4 and 14.
+"""
 
 import pandas as pd
 

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from crt_exp.papers.perf_proteins import FAMILIES, MODEL, PROTEOMES, fails, trained
+from crt_exp.papers.perf_proteins import FAMILIES, MODEL, PROTEOMES, failed_checks, training_runs
 from crt_exp.report import Claim, Page, Rows, dot_plot, mean_table
 from crt_exp.report.plots import panels
 
@@ -34,12 +34,12 @@ page = Page(
     finding="On generated families, ReLU is less accurate than exact attention by 2.6 ± 1.7 points and than GELU by "
             "1.1 ± 0.7 (95% CI, n = 8 seeds). With denominators, cos, tanh and identity are less accurate than "
             "uniform attention.",
-    small={"kernels": [*trained(MODEL, GENERATED, "U", COMPARED, 8),
-                       *trained(MODEL, GENERATED, "U", [each for each in (*methods(True), *methods(False))
-                                                        if each not in COMPARED], 3),
-                       *trained(MODEL, LETTERS, "U", COMPARED[:4], 3)]},
-    full={"kernels": trained("experiment=performers_kernels", {"TrEMBL": ""}, "U",
-                             ["exact", "uniform", *methods(True, ""), *methods(False, "")], 1)},
+    small={"kernels": [*training_runs(MODEL, GENERATED, "U", COMPARED, 8),
+                       *training_runs(MODEL, GENERATED, "U", [each for each in (*methods(True), *methods(False))
+                                                              if each not in COMPARED], 3),
+                       *training_runs(MODEL, LETTERS, "U", COMPARED[:4], 3)]},
+    full={"kernels": training_runs("experiment=performers_kernels", {"TrEMBL": ""}, "U",
+                                   ["exact", "uniform", *methods(True, ""), *methods(False, "")], 1)},
     data="proteomes", stand_in="generated families", columns=["dataset", "mode", "split", "method"],
     metrics=["loss", "accuracy", "diverged"],
     measured=[
@@ -60,7 +60,7 @@ def cases(rows: Rows) -> dict[str, dict]:
 def claims(rows: Rows) -> list[Claim]:
     where, names = cases(rows), [name for name in rows.methods("loss") if "normalize=true" in name]
     relu, gelu = (next(name for name in names if f"kernel={kernel}" in name) for kernel in ("relu", "gelu"))
-    shared = {"unit": "points", "fails": fails(rows, where, "loss", 0.5), "needs": RUN}
+    shared = {"unit": "points", "fails": failed_checks(rows, where, "loss", 0.5), "needs": RUN}
 
     def points(second: str):
         return {case: 100 * rows.paired(relu, second, "accuracy", **each) for case, each in where.items()}

@@ -1,4 +1,7 @@
-"""Performers Figures 7 (left) and 19: images as sequences of values, and the Long Range Arena."""
+"""Performers: images as sequences of pixel values, and the Long Range Arena.
+
+Reproduces Figures 7 (left) and 19.
+"""
 
 import pandas as pd
 
@@ -65,15 +68,18 @@ def cases(rows: Rows, metric: str) -> dict[str, dict]:
     return {name: {"sweep": of, "dataset": name, "split": "test"} for of, name in found.itertuples(index=False)}
 
 
-def fails(rows: Rows) -> dict[str, str]:
-    """Images on which uniform or identity attention loses too little to compare methods."""
+def failed_checks(rows: Rows) -> dict[str, str]:
+    """Return the image data sets whose sanity check failed, with the reason.
+
+    On these, uniform or identity attention increases the loss too little to compare methods.
+    """
     costs = {case: min(rows.paired(other, "exact", "bits_per_dim", **where).mean() for other in ("uniform", "identity"))
              for case, where in cases(rows, "bits_per_dim").items()}
     return {case: f"loss increase of uniform or identity attention: {cost:.3g} bits per dimension (at least 0.5 needed)"
             for case, cost in costs.items() if cost < 0.5}
 
 
-def named(rows: Rows, metric: str, case: str) -> dict[str, str]:
+def method_names(rows: Rows, metric: str, case: str) -> dict[str, str]:
     """Methods of a case -> name without options."""
     return {method: label(method.split(" ")[0] if "=" in method else method)
             for method in rows.methods(metric, **cases(rows, metric)[case])}
@@ -83,12 +89,12 @@ def claims(rows: Rows) -> list[Claim]:
     def higher(metric: str, first: str, second: str) -> dict[str, pd.Series]:
         made = {}
         for case, where in cases(rows, metric).items():
-            of = {name: method for method, name in named(rows, metric, case).items()}
+            of = {name: method for method, name in method_names(rows, metric, case).items()}
             made[case] = SHOWN[metric][0] * rows.paired(of.get(first, first), of.get(second, second), metric, **where)
         return made
 
-    bits = {"unit": "bits per dimension", "fails": fails(rows), "needs": "experiment=performers_imagenet64, 160 GPU "
-                                                                         "hours"}
+    bits = {"unit": "bits per dimension", "fails": failed_checks(rows),
+            "needs": "experiment=performers_imagenet64, 160 GPU hours"}
     speed = {case: rows.ratio("favorp m=32", REFORMER, "steps_per_s", dataset=case) for case in IMAGES}
     layers = "Performer/6-layers matches the Reformer/12-layers"
     return [*(Claim(f"{name} has a lower loss than FAVOR+", higher("bits_per_dim", "FAVOR+", name), **bits,
@@ -96,7 +102,7 @@ def claims(rows: Rows) -> list[Claim]:
         Claim("FAVOR+ has a lower loss than Reformer at equal depth", higher("bits_per_dim", "Reformer", "FAVOR+"),
               paper=layers, reason="Reformer attends to neighbouring pixels, and a window does best here", **bits),
         Claim("FAVOR+ takes at most half the time of Reformer per step", speed, above=2, log=True, unit="times",
-              fails=fails(rows), paper="can be 2x faster than the Reformer", reason="one process was timed",
+              fails=failed_checks(rows), paper="can be 2x faster than the Reformer", reason="one process was timed",
               needs="timings in several processes on a quiet machine"),
         Claim("six layers with FAVOR+ have a lower loss than twelve of Reformer",
               higher("bits_per_dim", "reformer, 12 layers", "FAVOR+"), paper=layers,
@@ -112,8 +118,8 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def tables(rows: Rows):
-    columns = {f"{case}, {unit}": mean_table(rows, {"": {"metric": metric, **where}}, named(rows, metric, case), scale,
-                                             spec)[""]
+    columns = {f"{case}, {unit}": mean_table(rows, {"": {"metric": metric, **where}}, method_names(rows, metric, case),
+                                             scale, spec)[""]
                for metric, (scale, spec, unit) in SHOWN.items() for case, where in cases(rows, metric).items()}
     columns["paper, ImageNet64"] = pd.Series({"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"})
     return {"On test (bits: lower is better)": pd.concat(columns, axis=1).fillna("").rename_axis("attention")}
@@ -125,8 +131,8 @@ def figure(rows: Rows):
     for ax, (metric, case) in zip(axes, shown):
         scale, _, unit = SHOWN[metric]
         dot_plot(ax, {method: scale * rows.paired(method, "exact", metric, **cases(rows, metric)[case])
-                      for method in named(rows, metric, case) if method != "exact"}, zero=True,
-                 labels=named(rows, metric, case))
+                      for method in method_names(rows, metric, case) if method != "exact"}, zero=True,
+                 labels=method_names(rows, metric, case))
         ax.set(title=f"{case}: difference from exact attention", xlabel=unit)
     fig.tight_layout()
     return fig

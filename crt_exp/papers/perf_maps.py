@@ -1,9 +1,12 @@
-"""Performers Figures 10 to 13: attention matrices of a protein model, and similar amino acids."""
+"""Performers Figures 10 to 13: attention matrices of a protein model.
+
+Also compares attention between amino acids with their similarity.
+"""
 
 import numpy as np
 import pandas as pd
 
-from crt_exp.papers.perf_proteins import MODEL, PROTEOMES, trained
+from crt_exp.papers.perf_proteins import MODEL, PROTEOMES, training_runs
 from crt_exp.report import Claim, Page, Rows, label, mean_table, sweep
 from crt_exp.report.plots import panels
 from crt_exp.report.sweeps import HOME
@@ -27,7 +30,7 @@ page = Page(
                    seed: f"seed={seed} task.start={START}{seed}" for seed in (1, 2)})],
            "attention-maps/loss": sweep("task=swap_loss task.splits=[test]", attention=["exact", "uniform"], seed={
                seed: f"seed={seed} task.start={START}{seed}" for seed in range(3)})},
-    models={"maps-exact": trained(MODEL, PROTEOMES, "B", ["exact"], 3)},
+    models={"maps-exact": training_runs(MODEL, PROTEOMES, "B", ["exact"], 3)},
     data="proteomes",
     columns=["layer", "head", "query", "by", "method"], metrics=["row", "error", "r", "p", "similarity", "loss"],
     measured=[

@@ -26,7 +26,7 @@ PAPER = {"accuracy": {"U": "9.92 30.80 31.58", "B": "9.92 33.32 36.09 33.00"},  
          "perplexity_ood": {"U": "17.93 13.20 13.63", "B": "17.93 12.09 12.26 12.41"}}
 
 
-def trained(options: str, data: dict[str, str], direction: str, methods: list[str], seeds: int):
+def training_runs(options: str, data: dict[str, str], direction: str, methods: list[str], seeds: int):
     return sweep(options, dataset=data, mode={direction: DIRECTIONS[direction]}, attention=methods, seed=range(seeds))
 
 
@@ -36,15 +36,19 @@ page = Page(
     finding="On generated families, ReLU is less accurate than exact attention by 4.2 ± 1.5 points for next letters "
             "and by 17 ± 4 for masked letters (95% CI, n = 8 seeds). FAVOR+ is less accurate by 5.5 ± 1.6 points for "
             "next letters.",
-    small={"proteins": [*trained(MODEL, FAMILIES, "U", METHODS, 8), *trained(MODEL, FAMILIES, "U", [REFORMER], 3),
-                        *trained(MODEL, FAMILIES, "B", [*METHODS, LINFORMER, REFORMER], 8),
-                        *trained(MODEL, PROTEOMES, "U", [*METHODS, REFORMER], 3),
-                        *trained(MODEL, PROTEOMES, "B", [*METHODS, LINFORMER, REFORMER], 3)],
-           "proteins-long": trained(CHAINS, {"chains of proteomes": ""}, "U", ["exact", "uniform", "favorpp m=32"], 3)},
-    full={"proteins": [*trained(TREMBL, SET, "U", FULL, 1), *trained(TREMBL, SET, "B", FULL, 1),
-                       *trained(f"{TREMBL} trainer.clip=null", SET, "U", ["reformer hashes=2 chunk=128 buckets=16"], 1),
-                       *trained(TREMBL, SET, "B", ["linformer length=1024 rank=600 redraw_every=1000"], 1)],
-          "proteins-long": trained("experiment=performers_trembl_concat", {"chains of TrEMBL": ""}, "U", FULL, 1)},
+    small={"proteins": [*training_runs(MODEL, FAMILIES, "U", METHODS, 8),
+                        *training_runs(MODEL, FAMILIES, "U", [REFORMER], 3),
+                        *training_runs(MODEL, FAMILIES, "B", [*METHODS, LINFORMER, REFORMER], 8),
+                        *training_runs(MODEL, PROTEOMES, "U", [*METHODS, REFORMER], 3),
+                        *training_runs(MODEL, PROTEOMES, "B", [*METHODS, LINFORMER, REFORMER], 3)],
+           "proteins-long": training_runs(CHAINS, {"chains of proteomes": ""}, "U",
+                                          ["exact", "uniform", "favorpp m=32"], 3)},
+    full={"proteins": [*training_runs(TREMBL, SET, "U", FULL, 1), *training_runs(TREMBL, SET, "B", FULL, 1),
+                       *training_runs(f"{TREMBL} trainer.clip=null", SET, "U",
+                                      ["reformer hashes=2 chunk=128 buckets=16"], 1),
+                       *training_runs(TREMBL, SET, "B", ["linformer length=1024 rank=600 redraw_every=1000"], 1)],
+          "proteins-long": training_runs("experiment=performers_trembl_concat", {"chains of TrEMBL": ""}, "U", FULL,
+                                         1)},
     data="proteomes", stand_in="generated families", columns=["dataset", "mode", "split", "method"],
     metrics=["loss", "loss_ood", *PAPER, *(f"unigram_{metric}" for metric in PAPER)],
     measured=[
@@ -65,7 +69,7 @@ def cases(rows: Rows, split: str = "") -> dict[str, dict]:
             for name, direction in found.itertuples(index=False) if not name.startswith("chains")}
 
 
-def fails(rows: Rows, where: dict[str, dict], metric: str, least: float) -> dict[str, str]:
+def failed_checks(rows: Rows, where: dict[str, dict], metric: str, least: float) -> dict[str, str]:
     """Cases in which uniform attention loses too little to compare methods."""
     costs = {case: rows.paired("uniform", "exact", metric, **each).mean() for case, each in where.items()}
     return {case: f"loss increase of uniform attention: {cost:.3g} nats (at least {least:g} needed)"
@@ -84,7 +88,7 @@ def claims(rows: Rows) -> list[Claim]:
     def paper(metric: str, text: str) -> dict[str, str]:
         return {case: text.format(*PAPER[metric][each["mode"]].split()) for case, each in seen.items()}
 
-    shared = {"unit": "points", "fails": fails(rows, seen, "loss", 0.5),
+    shared = {"unit": "points", "fails": failed_checks(rows, seen, "loss", 0.5),
               "needs": "longer training on TrEMBL: experiment=performers_trembl, 91 GPU hours a method"}
     return [Claim("ReLU is more accurate than exact attention", points("relu", "exact", seen), **shared,
               paper=paper("accuracy", "{2}% against {1}%")),
@@ -96,11 +100,12 @@ def claims(rows: Rows) -> list[Claim]:
                 paper="Reformer and Linformer significantly drop in accuracy") for other in ("reformer", "linformer")),
         Claim("on held-out sequences exact attention is more accurate than ReLU",
               points("exact", "relu", unseen, "accuracy_ood"), unit="points",
-              fails=fails(rows, unseen, "loss_ood", 0.3), paper=paper("accuracy_ood", "{1}% against {2}%"),
+              fails=failed_checks(rows, unseen, "loss_ood", 0.3), paper=paper("accuracy_ood", "{1}% against {2}%"),
               needs=shared["needs"]),
         Claim("FAVOR++ is more accurate than exact attention", points("favorpp", "exact", chains), unit="points",
               paper="the small Transformer stops at 19%, the larger Performer reaches 24%",
-              fails=fails(rows, chains, "loss", 0.3), needs="experiment=performers_trembl_concat, 21 GPU hours"),
+              fails=failed_checks(rows, chains, "loss", 0.3),
+              needs="experiment=performers_trembl_concat, 21 GPU hours"),
         Claim("a regular Transformer runs out of memory at 8192 letters", paper="even at a batch of 1 a chip",
               not_measured="neither the paper's model nor its chips of 16 GB were available",
               needs="a GPU of 16 GB")]
@@ -111,7 +116,10 @@ def names(rows: Rows) -> dict[str, str]:
 
 
 def table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
-    """Methods and letter frequencies on test and held-out sequences, with the paper's values."""
+    """Tabulate methods and letter frequencies beside the paper's values.
+
+    Columns: test sequences and held-out sequences.
+    """
     made = {}
     for split, title in (("", ""), ("_ood", ", held out")):
         for where in cases(rows, split).values():

@@ -1,10 +1,10 @@
-"""Performers Figures 5 and 15: random features in models trained with exact attention, and redrawn projections."""
+"""Performers Figures 5 and 15: swaps of exact models, and redrawn projections."""
 
 from collections.abc import Sequence
 
 import pandas as pd
 
-from crt_exp.papers.perf_proteins import DIRECTIONS, FAMILIES, MODEL, trained
+from crt_exp.papers.perf_proteins import DIRECTIONS, FAMILIES, MODEL, training_runs
 from crt_exp.report import Claim, Page, Rows, dot_plot, label, line_plot, mean_ci, mean_table, share, sweep
 from crt_exp.report.plots import panels
 from crt_exp.report.sweeps import HOME, Run
@@ -18,7 +18,7 @@ SCRATCH = ["exact", "uniform", "favorp m=64", "favorp m=64 redraw_every=100", "f
            "favorpp m=64", "favorpp m=64 redraw_every=100"]
 MOVED = ["exact", "uniform", "favor m=32", "favorp m=32", "favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20",
          "favorpp m=32 redraw_every=20"]
-ONCE, OFTEN, TEXT = "redraw_every=0", "redraw_every=1000", {"WikiText-2": ""}
+FIXED, REDRAWN, TEXT = "redraw_every=0", "redraw_every=1000", {"WikiText-2": ""}
 TUNING = {"dataset": "generated families", "split": "validation", "sweep": ("redraw", "redraw/swap")}  # of rows
 
 
@@ -27,8 +27,11 @@ def without_sizes(options: str) -> str:
     return " ".join(option for option in options.split() if "sizes" not in option)
 
 
-def from_exact(options: str, key: str, methods: list[str], models: int = 8, sets: int = 1, **axes) -> list[Run]:
-    """Runs that start from the exact models, with `sets` sets of projections for each; a sample is a model."""
+def runs_from_exact(options: str, key: str, methods: list[str], models: int = 8, sets: int = 1, **axes) -> list[Run]:
+    """Runs that start from the exact models; a sample is a model.
+
+    sets: number of sets of projections for each model.
+    """
     return [run for i in range(sets) for run in sweep(
         options, dataset={"generated families": ""}, mode={"U": ""}, attention=methods, projections={i: ""}, seed={
             model: f"seed={1000 * (key == 'task.init') + 8 * i + model} "
@@ -44,22 +47,22 @@ page = Page(
     finding="Fine-tuned from exact weights, FAVOR+ has a higher loss than exact attention by 0.021 ± 0.009 nats, and "
             "redraws every 100 steps add 0.011 ± 0.007 (95% CI, n = 8 models). In training from scratch, redraws "
             "reduce the loss by 0.031 ± 0.012 nats (n = 3).",
-    small={"redraw": [*from_exact(TUNED, "task.init", MANY), *from_exact(TUNED, "task.init", FEW, models=3)],
-           "redraw/swap": [*from_exact(SWAP.format("test"), "task.start", SWAPPED, sets=3),
-                           *from_exact(SWAP.format("test"), "task.start", ["exact", "uniform", "identity"]),
-                           *from_exact(SWAP.format("validation"), "task.start", [*MANY, *FEW],
-                                       split={"validation": ""})],
-           "redraw-scratch": trained(MODEL, {"generated families": FAMILIES["generated families"]
-                                             + " trainer.eval_every=500"}, "U", SCRATCH, 3),
+    small={"redraw": [*runs_from_exact(TUNED, "task.init", MANY), *runs_from_exact(TUNED, "task.init", FEW, models=3)],
+           "redraw/swap": [*runs_from_exact(SWAP.format("test"), "task.start", SWAPPED, sets=3),
+                           *runs_from_exact(SWAP.format("test"), "task.start", ["exact", "uniform", "identity"]),
+                           *runs_from_exact(SWAP.format("validation"), "task.start", [*MANY, *FEW],
+                                            split={"validation": ""})],
+           "redraw-scratch": training_runs(MODEL, {"generated families": FAMILIES["generated families"]
+                                                   + " trainer.eval_every=500"}, "U", SCRATCH, 3),
            "books/moved": sweep(
                without_sizes(f"{WORDS} trainer.steps=80 trainer.eval_every=40"), dataset=TEXT, mode={"U": ""},
                attention=MOVED, seed={seed: f"seed={seed} task.init={HOME}/books/WikiText-2_U_exact_{seed}"
                                       for seed in range(5)})},
     full={"books": sweep("experiment=performers_pg19", dataset={"PG-19": ""}, mode=DIRECTIONS, attention=[
-              "exact", f"favorp {ONCE}", f"favorp {OFTEN}", f"favor {OFTEN}", f"smreg {OFTEN}"], seed=range(1)),
+              "exact", f"favorp {FIXED}", f"favorp {REDRAWN}", f"favor {REDRAWN}", f"smreg {REDRAWN}"], seed=range(1)),
           "books/moved": sweep(f"experiment=performers_lm1b trainer.steps=50000 task.init={HOME}/lm1b/LM1B_U_exact_0",
                                dataset={"LM1B": ""}, mode={"U": ""}, attention=["favorp", "favor"], seed=[0])},
-    models={"redraw-exact": trained(MODEL, FAMILIES, "U", ["exact"], 8),
+    models={"redraw-exact": training_runs(MODEL, FAMILIES, "U", ["exact"], 8),
             "books": sweep(f"{WORDS} attention=exact trainer.steps=800 trainer.eval_every=200", dataset=TEXT,
                            mode={"U": ""}, method={"exact": ""}, seed=range(5)),
             "lm1b": sweep("experiment=performers_lm1b attention=exact", dataset={"LM1B": ""}, mode={"U": ""},
@@ -77,7 +80,10 @@ page = Page(
 
 def claims(rows: Rows) -> list[Claim]:
     def lower(step: int, *pairs: Sequence[str]) -> dict[str, pd.Series]:
-        """The loss of the first method minus that of the second. pairs: of proteins, WikiText-2 and PG-19."""
+        """Loss of the first method minus loss of the second, by case.
+
+        pairs: methods for proteins, WikiText-2 and PG-19.
+        """
         places = {f"generated families, fine-tuned for {step} steps": {**TUNING, "step": step},
                   "WikiText-2, fine-tuned for 80 steps": {"sweep": "books/moved", "split": "test"},
                   **{f"PG-19, {mode}": {"dataset": "PG-19", "mode": mode, "split": "test"} for mode in DIRECTIONS}}
@@ -92,28 +98,30 @@ def claims(rows: Rows) -> list[Claim]:
         Claim("FAVOR+ without redraws ends with a higher loss than exact attention",
               lower(200, ("favorp m=256", "exact")), unit="nats", paper="without redrawing, they plateau"),
         Claim("redraws reduce the loss of FAVOR+",
-              lower(200, ("favorp m=256", EVERY_100("favorp")), MOVED[3:5], (f"favorp {ONCE}", f"favorp {OFTEN}"))
+              lower(200, ("favorp m=256", EVERY_100("favorp")), MOVED[3:5], (f"favorp {FIXED}", f"favorp {REDRAWN}"))
               | {"generated families, from scratch": rows.paired(*SCRATCH[2:4], "loss", sweep="redraw-scratch",
                                                                  split="test")},
               unit="nats", paper="redrawing is necessary to match the Transformer (PG-19, from scratch)"),
         Claim("SMREG has a lower loss than FAVOR+, both with redraws",
               lower(25, (EVERY_STEP("favorp"), EVERY_STEP("smreg")), MOVED[4:6],
-                    (f"favorp {OFTEN}", f"smreg {OFTEN}")), unit="nats", paper="SMREG allows faster convergence"),
+                    (f"favorp {REDRAWN}", f"smreg {REDRAWN}")), unit="nats",
+              paper="SMREG allows faster convergence"),
         Claim("FAVOR+ has a lower loss than trigonometric features",
-              lower(200, ("favor m=256", "favorp m=256"), MOVED[2:4], (f"favor {OFTEN}", f"favorp {OFTEN}")),
+              lower(200, ("favor m=256", "favorp m=256"), MOVED[2:4], (f"favor {REDRAWN}", f"favorp {REDRAWN}")),
               unit="nats", paper="below trigonometric features, which become unstable (PG-19, from scratch)"),
         Claim("Linformer plateaus as positive features without redraws do", paper="at the same perplexity",
               not_measured="Linformer mixes positions and cannot be causal, as these models are",
               needs="the paper's causal Linformer")]
 
 
-def name(method: str) -> str:
+def method_label(method: str) -> str:
     return label(" ".join(part for part in method.replace("favor ", "trigonometric ").split(" ") if part[:2] != "m="))
 
 
 def tables(rows: Rows):
-    made = {f"{step} steps": {name(method): f"{mean_ci(rows.paired(method, 'exact', 'loss', step=step, **TUNING)):+.3f}"
-                              for method in rows.methods("loss", **TUNING)[1:]} for step in (0, 25, 100, 200)}
+    made = {f"{step} steps": {
+        method_label(method): f"{mean_ci(rows.paired(method, 'exact', 'loss', step=step, **TUNING)):+.3f}"
+        for method in rows.methods("loss", **TUNING)[1:]} for step in (0, 25, 100, 200)}
     columns = {"generated families, without training": "redraw/swap", "from scratch": "redraw-scratch",
                "WikiText-2, fine-tuned": "books/moved"}
     return {"Loss increase over exact attention after fine-tuning, nats: generated families, m = 256":
@@ -125,11 +133,12 @@ def tables(rows: Rows):
 
 def figure(rows: Rows):
     fig, (left, right) = panels(2)
-    line_plot(left, rows, "step", "loss", {method: name(method) for method in MANY[1:]}, less="exact",
+    line_plot(left, rows, "step", "loss", {method: method_label(method) for method in MANY[1:]}, less="exact",
               dotted=[EVERY_100("favorp")], **TUNING)
     left.set(title="Generated families, fine-tuned from exact weights", xlabel="steps",
              ylabel="loss increase over exact attention, nats")
-    dot_plot(right, {f"{name(method)}: {setting}": rows.paired(method, method.partition(" redraw")[0], "loss", **where)
+    dot_plot(right, {f"{method_label(method)}: {setting}":
+                     rows.paired(method, method.partition(" redraw")[0], "loss", **where)
                      for setting, methods, where in [
                          ("fine-tuned", [*MANY, *FEW], {**TUNING, "step": 200}),
                          ("from scratch", SCRATCH, {"sweep": "redraw-scratch", "split": "test"}),

@@ -1,4 +1,4 @@
-"""Performers Figure 3, CRT Figure 4 (right): time and memory of attention against length."""
+"""Time and memory of attention: Performers Figure 3, CRT Figure 4 (right)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,31 +20,33 @@ LONG = {"attention": {n: 1 for n in (8192, 32768, 65536, 131072)}, "large": {409
 NAMES = {"large": "large Transformer, ", "small": "small Transformer, ", "vit": "ViT, "}
 
 
-def times(rounds: dict[str, dict[int, int]], seeds: int, names: Sequence[str] = ()):
+def time_runs(rounds: dict[str, dict[int, int]], seeds: int, names: Sequence[str] = ()):
     return [run for what, lengths in rounds.items() for length, count in lengths.items() for run in sweep(
         f"task=speed task.what={what} task.rounds={count}" + f' "task.methods={[*names]}"' * bool(names), alone=True,
         what={what: ""}, seed=range(seeds), length={length: f"task.lengths=[{length}]"})]
 
 
-def peaks(what: str, methods: Sequence[str], lengths: Sequence[int], seeds: int = 1):
+def memory_runs(what: str, methods: Sequence[str], lengths: Sequence[int], seeds: int = 1):
     return sweep(f"task=memory task.what={what}", alone=True, what={what: ""}, **{"task.length": lengths},
                  seed=range(seeds), method={name: f'''"task.method='{name}'"''' for name in methods})
 
 
 LINEAR, RATIO = [*BOTH[2:], *CAUSAL[2:]], {"log": True, "unit": "times"}
-FIG4 = {"fig4-right": [*times({"vit_ti": {64: 6, 196: 6, 784: 4, 1024: 3, 3136: 1}}, 5, VIT),
-                       *times({"vit_ti": {4096: 1, 12544: 1, 16384: 1}}, 5, VIT[:-1])],
-        "fig4-right/memory": [*peaks("vit_ti", VIT, [784, 1024, 3136]), *peaks("vit_ti", VIT[:-1], [4096, 16384])]}
+FIG4 = {"fig4-right": [*time_runs({"vit_ti": {64: 6, 196: 6, 784: 4, 1024: 3, 3136: 1}}, 5, VIT),
+                       *time_runs({"vit_ti": {4096: 1, 12544: 1, 16384: 1}}, 5, VIT[:-1])],
+        "fig4-right/memory": [*memory_runs("vit_ti", VIT, [784, 1024, 3136]),
+                              *memory_runs("vit_ti", VIT[:-1], [4096, 16384])]}
 page = Page(
     "perf_speed",
     title="Performers Figure 3 and CRT Figure 4 (right): speed and memory of attention",
     finding="On two CPU cores, a training step with near-far attention is 2.9 [2.8, 2.9] times as fast as with "
             "exact attention at 1024 tokens and 13 [12, 14] times at 4096 (95% CI, n = 5 processes). Causal: 1.0 "
             "[0.9, 1.1] and 2.0 [1.8, 2.2] times.",
-    small={"speed": times(ROUNDS, 5), "speed/memory": [
-        *peaks("attention", LINEAR, [65536]), *peaks("attention", ["nearfar", "nearfar causal"], [65536], 5),
-        *peaks("attention", ["exact"], [4096])]} | FIG4,
-    full={"speed": times(ROUNDS, 10) + times(LONG, 10), "speed/memory": peaks(
+    small={"speed": time_runs(ROUNDS, 5), "speed/memory": [
+        *memory_runs("attention", LINEAR, [65536]),
+        *memory_runs("attention", ["nearfar", "nearfar causal"], [65536], 5),
+        *memory_runs("attention", ["exact"], [4096])]} | FIG4,
+    full={"speed": time_runs(ROUNDS, 10) + time_runs(LONG, 10), "speed/memory": memory_runs(
         "attention", [*LINEAR, "nearfar", "nearfar causal"], [4096, 16384, 65536, 131072])} | FIG4,
     columns=["what", "method", "length"],
     metrics=["training", "ms", "mib", *(f"over_favorp{end}" for end in ("", "_ci95", "_processes"))],
@@ -90,7 +92,10 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def longest_ratio(rows: Rows):
-    """Samples of time of FAVOR++ over FAVOR+; of rows with only mean, interval and n, stand-ins that have these."""
+    """Samples of the time of FAVOR++ relative to FAVOR+ (lower is faster).
+
+    Rows with only mean, interval and n are replaced by n values with this mean and interval.
+    """
     mean, half, n = (rows.values(f"over_favorp{end}", "favorpp").sum() for end in ("", "_ci95", "_processes"))
     if not n:
         return np.exp(rows.ratio("favorpp", "favorp", "ms", what="vit_ti", length=16384))
@@ -103,19 +108,19 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 
 def tables(rows: Rows):
-    def of(metric: str, what: str, methods: Sequence[str], lengths: Sequence[int]):
+    def table(metric: str, what: str, methods: Sequence[str], lengths: Sequence[int]):
         return mean_table(rows, {f"{NAMES.get(what, '')}L = {n}": {"metric": metric, "what": what, "length": n}
                                  for n in lengths}, labels(methods), spec=".0f")
     lengths = (256, 1024, 4096, 16384)
     speed = pd.DataFrame({f"L = {n}": {name: f"{np.exp(ratio.mean()):.2g}" if len(ratio := rows.ratio(
         f"exact{' causal' * method.endswith('causal')}", method, "training", what="attention", length=n)) else ""
         for method, name in labels([*BOTH, *CAUSAL]).items()} for n in lengths}).rename_axis("method")
-    models = [of("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES]
+    models = [table("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES]
     return {"Attention alone: time of exact attention over the method's, of a training step (higher is faster)": speed,
-        "Attention alone: milliseconds of a training step (lower is faster)": of(
+        "Attention alone: milliseconds of a training step (lower is faster)": table(
             "training", "attention", [*BOTH, *CAUSAL], lengths),
         "Models: milliseconds of a training step": models[0].join(models[1:]),
-        "ViT-Ti/16 (CRT Figure 4): milliseconds of a training step": of("ms", "vit_ti", VIT, [784, 3136, 16384]),
+        "ViT-Ti/16 (CRT Figure 4): milliseconds of a training step": table("ms", "vit_ti", VIT, [784, 3136, 16384]),
         "Attention alone: peak memory of a training step": mean_table(
             rows, {"MiB, L = 65536": {"metric": "mib", "length": 65536}}, labels([*BOTH, *CAUSAL]),
             format=lambda mib: f"{max(0, mib.mean()):.0f}")}

@@ -18,7 +18,7 @@ PAIRED = ["exact", "uniform", WINDOW, "favorpp m=256", NEARFAR.format(64)]
 KEYS, LENGTHS = {"iid": "", "in 32 clusters": "task.clusters=32"}, [512, 2048, 8192, 16384]
 
 
-def stages(name: str, options: str, given: list[tuple[int, str]]) -> list:
+def stage_runs(name: str, options: str, given: list[tuple[int, str]]) -> list:
     """Training runs (tokens, options), each initialised from the one before."""
     return [run for i, (block, more) in enumerate(given) for run in sweep(
         f"{options} {more}" + (f" task.init={{runs}}/{name}/{given[i - 1][0]}_0" if i else ""),
@@ -33,13 +33,13 @@ COPY = ("task=mlm attention=exact task.causal=true task.repeat=1.0 trainer.betas
 TRAIN = "${oc.env:CRT_DATA}/wikitext2/wiki.train.tokens"
 DRAWN = f"task.text=[{TRAIN},outputs/texts/drawn-14000.tokens]"
 models = {
-    "pairs": stages("pairs", PAIRS, [(block, f"task.pairs={pairs} task.queries={queries} trainer.batch={batch} "
-                                      f"trainer.steps={steps} trainer.lr={lr}")
+    "pairs": stage_runs("pairs", PAIRS, [(block, f"task.pairs={pairs} task.queries={queries} trainer.batch={batch} "
+                                                 f"trainer.steps={steps} trainer.lr={lr}")
                     for block, pairs, queries, batch, steps, lr in [
                         (16, 2, 6, 256, 400, 2e-3), (32, 4, 12, 128, 400, 2e-3), (64, 8, 24, 64, 500, 2e-3),
                         (128, 16, 48, 32, 500, 2e-3), (256, 32, 64, 16, 500, 2e-3), (512, 64, 128, 8, 500, 2e-3),
                         (2048, 64, 128, 4, 300, 5e-4), (8192, 64, 256, 2, 150, 5e-4)]]),
-    "copying-model": stages("copying-model", COPY, [
+    "copying-model": stage_runs("copying-model", COPY, [
         (128, f"{DRAWN} task.model=outputs/texts/llama-2048 trainer.batch=32 trainer.steps=1500 trainer.lr=2e-3"),
         (256, f"{DRAWN} trainer.batch=16 trainer.steps=900 trainer.lr=1.5e-3"),
         (512, f"task.text={TRAIN} trainer.batch=8 trainer.steps=1200 trainer.lr=1e-3"),
@@ -71,18 +71,18 @@ page = Page(
         "second half repeats the first. Clusters use future keys."])
 
 
-def copied(rows: Rows) -> pd.DataFrame:
-    def cells(method: str) -> list[str]:
+def copying_table(rows: Rows) -> pd.DataFrame:
+    def table_row(method: str) -> list[str]:
         gain, whole = (rows.values("gain", each, sweep="copying") for each in (method, "exact"))
         increases = (rows.paired(method, "exact", metric, sweep="copying") for metric in ("new", "copied"))
         return [*(f"{mean_ci(each):.3f}" for each in increases), f"{100 * mean_ci(share(gain, whole)).mean:.1f}"]
     columns = ["loss increase over exact, new text (nats)", "the same, copied text", "remaining gain from copying, %"]
-    return pd.DataFrame([cells(method) for method in MODELS | DENSE], columns=columns,
+    return pd.DataFrame([table_row(method) for method in MODELS | DENSE], columns=columns,
                         index=pd.Index([*(MODELS | DENSE).values()], name="method"))
 
 
 def tables(rows: Rows):
-    return {"A model that copies, without training (2048 tokens)": copied(rows),
+    return {"A model that copies, without training (2048 tokens)": copying_table(rows),
             **{f"Heads, keys {keys}: relative error of the output (lower is better)": mean_table(rows, {
                 f"L = {n}": {"metric": "error", "keys": keys, "length": n} for n in LENGTHS}, HEADS, spec=".3f")
                for keys in KEYS},

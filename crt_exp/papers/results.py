@@ -1,4 +1,7 @@
-"""results.md and index.md: which attention to take, and the claims of the papers, from the rows of all pages."""
+"""Write results.md and index.md from the rows of all pages.
+
+results.md recommends an attention; index.md counts the verdicts on the claims of the papers.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +15,7 @@ from crt_exp import drawing
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.papers.swap import COMMON
 from crt_exp.report import Rows, mean_ci, pages
-from crt_exp.report.rows import CONFLICT, NOT_MEASURED, UNDECIDED, WORDS, Tested, read_rows
+from crt_exp.report.rows import CONFLICT, NOT_MEASURED, UNDECIDED, WORDS, TestedClaim, read_rows
 from crt_exp.report.pages import claims_frame, to_markdown
 from crt_exp.runner.run import write_atomic
 
@@ -29,7 +32,10 @@ LEARNED = {"FAVOR++": "favorpp m=256 learn=projections", "Hedgehog": "hedgehog m
 
 
 class Setting(NamedTuple):
-    """Models of a page with other attention: where its rows are, and the method that stands for a family there."""
+    """The rows of a page that compare attention methods in one model.
+
+    methods: the method of a family, where it differs from METHODS.
+    """
 
     page: str
     metric: str
@@ -40,7 +46,7 @@ class Setting(NamedTuple):
     above: bool = False  # the metric is a difference from exact attention
 
     def costs(self, rows: Mapping[str, Rows]) -> dict[str, float]:
-        """family -> what it loses against exact attention, as a share of what uniform attention loses."""
+        """Return each family's loss increase, relative to that of uniform attention."""
         named = {**METHODS, "uniform": "uniform", **self.methods}
         costs = {}
         for family, method in named.items():
@@ -85,7 +91,7 @@ TUNED = [
             {"near-far": "nearfar exact_until=0 block=8 heavy=4 cells=8"}, sign=-1, least=0.02)]
 
 
-def write(folder: Path, tested: Mapping[str, Sequence[Tested]]) -> None:
+def write(folder: Path, tested: Mapping[str, Sequence[TestedClaim]]) -> None:
     """results.md, its picture, index.md and claims.csv."""
     rows = {name: read_rows(name, folder) for name in tested}
     swapped, tuned = ([each.costs(rows) for each in settings if each.page in rows] for settings in (SWAPPED, TUNED))
@@ -106,7 +112,7 @@ def times(rows: Rows, direction: str = "") -> dict[str, dict[int, float]]:
 
 
 def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict],
-         tested: Mapping[str, Sequence[Tested]]) -> str:
+         tested: Mapping[str, Sequence[TestedClaim]]) -> str:
     both, causal = times(rows["perf_speed"]), times(rows["perf_speed"], " causal")
     table = pd.DataFrame([[_share(swapped, family), _share(tuned, family),
                            *(" / ".join(f"{each[family][length]:.2g}" for each in (both, causal)
@@ -137,25 +143,25 @@ def text(rows: Mapping[str, Rows], swapped: Sequence[dict], tuned: Sequence[dict
         "## What would decide the rest", to_markdown(needs(tested)).rstrip()]) + "\n"
 
 
-def index(tested: Mapping[str, Sequence[Tested]]) -> str:
+def index(tested: Mapping[str, Sequence[TestedClaim]]) -> str:
     table = counts(tested)
     table["finding"] = [pages.load(name).page.finding for name in tested]
     return ("# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
             + to_markdown(table).rstrip() + "\n")
 
 
-def counts(tested: Mapping[str, Sequence[Tested]]) -> pd.DataFrame:
+def counts(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
     """One row a page: how many cases of the paper's claims have each verdict."""
-    found = [[each.plain for each in cases if each.paper] for cases in tested.values()]
+    found = [[each.base_verdict for each in cases if each.paper] for cases in tested.values()]
     words = [word for word in WORDS if word != CONFLICT or any(word in each for each in found)]
     return pd.DataFrame([[each.count(word) or "" for word in words] for each in found], columns=words,
                         index=pd.Index([f"[{pages.load(name).page.title}]({name}.md)" for name in tested], name="page"))
 
 
-def needs(tested: Mapping[str, Sequence[Tested]]) -> pd.DataFrame:
+def needs(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
     """One row a claim that is not decided, with its cases and what it would take."""
     rest = [(name, each) for name, cases in tested.items() for each in cases
-            if each.paper and each.plain in (UNDECIDED, NOT_MEASURED)]
+            if each.paper and each.base_verdict in (UNDECIDED, NOT_MEASURED)]
     grouped = {(name, each.claim.text): each.claim.needs for name, each in rest}
     cases = [[each.case for of, each in rest if (of, each.claim.text) == claim] for claim in grouped]
     cases = [f"{len(each)} cases" if len(each) > 3 else "; ".join(each) for each in cases]

@@ -1,4 +1,4 @@
-"""Sampled softmax: time of a step and of sampling, bias and variance of the gradient against the full softmax."""
+"""Sampled softmax: times, and bias and variance of the gradient."""
 
 from crt_exp.report import Page, Rows, dot_plot, geometric_mean_ci, label, line_plot, mean_table, sweep
 from crt_exp.report.plots import panels

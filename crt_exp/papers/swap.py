@@ -1,10 +1,13 @@
-"""Pretrained models whose attention is replaced without training; a small causal model also fine-tuned afterwards."""
+"""Swaps of pretrained models without training.
+
+A small causal model is also fine-tuned after the swap.
+"""
 
 from collections.abc import Sequence
 
 import pandas as pd
 
-from crt_exp.report import Claim, Page, Rows, dot_plot, mean_ci, mean_table, sweep
+from crt_exp.report import Claim, Page, Rows, dot_plot, interval_or_range, mean_ci, mean_table, sweep
 from crt_exp.report.plots import panels
 
 WINDOW, FAR = "window block=32 first=16", "window block=64 first=16"  # of models trained here, of published ones
@@ -28,14 +31,14 @@ KINDS = {"new text": "task.kind=new", "repeated": "task.kind=repeated"}
 COMMON = {"sample": [*"012"]}  # the rows of 4096 tokens that all methods have
 
 
-def stages(model: str, options: str, settings: list[tuple[int, int, int, str]]) -> list:
+def stage_runs(model: str, options: str, settings: list[tuple[int, int, int, str]]) -> list:
     """Runs (tokens, batch, steps, learning rate), each from the one before."""
     return [run for i, (block, batch, steps, lr) in enumerate(settings) for run in sweep(
         f"{options} trainer.batch={batch} trainer.steps={steps} trainer.lr={lr}"
         + (f" task.init={{runs}}/{model}/{settings[i - 1][0]}_0" if i else ""), **{"task.block": [block]}, seed=[0])]
 
 
-def errors(model: str, methods: Sequence[str]) -> list:
+def fidelity_runs(model: str, methods: Sequence[str]) -> list:
     """Three seeds of methods with random projections, one of others."""
     return [run for method in methods for run in sweep(
         f"task=fidelity task.model={{runs}}/{model}/512_0 task.text=test task.calibration=train task.texts=24",
@@ -60,10 +63,13 @@ page = Page(
     finding="On repeated passages of 4096 tokens, near-far attention increases the loss of SmolLM2-135M by 0.006 ± "
             "0.003 nats, a window by 3.0 ± 0.5 and FAVOR++ by 8.2 ± 1.7 (95% CI, n = 3 rows). No method was trained "
             "after the swap.",
-    models={"BERT": stages("BERT", BERT, [(18, 128, 5000, "2e-3"), *((block, 2304 // block, 250, "1e-3") for block in (
-                24, 32, 48, 64, 96, 128, 192, 256, 384)), (512, 4, 600, "5e-4")]),
-            "causal": stages("causal", CAUSAL, [(64, 32, 3000, "2e-3"), (256, 8, 800, "1e-3"), (512, 4, 500, "5e-4")])},
-    small={"fidelity": [*errors("BERT", [*METHODS, NEARFAR]), *errors("causal", METHODS)],
+    models={"BERT": stage_runs("BERT", BERT, [
+                (18, 128, 5000, "2e-3"),
+                *((block, 2304 // block, 250, "1e-3") for block in (24, 32, 48, 64, 96, 128, 192, 256, 384)),
+                (512, 4, 600, "5e-4")]),
+            "causal": stage_runs("causal", CAUSAL, [
+                (64, 32, 3000, "2e-3"), (256, 8, 800, "1e-3"), (512, 4, 500, "5e-4")])},
+    small={"fidelity": [*fidelity_runs("BERT", [*METHODS, NEARFAR]), *fidelity_runs("causal", METHODS)],
            "fidelity/fine-tuned": sweep(TUNE, model={"causal": ""}, length={
                512: "trainer.steps=0", "512, trained": "trainer.steps=430 trainer.eval_every=43"}, attention=[
                "exact", "favorpp m=256", "favorp m=256"], seed=range(4)),
@@ -110,18 +116,14 @@ def claims(rows: Rows) -> list[Claim]:
                       "of uniform attention")]
 
 
-def common(rows: Rows) -> Rows:
+def common_names(rows: Rows) -> Rows:
     """With one name for the windows and one for near-far attention."""
     names = {WINDOW: "window", FAR: "window", NEARFAR: "nearfar"}
     return Rows(rows.frame.assign(method=rows.frame["method"].replace(names)))
 
 
-def interval_or_range(percent: pd.Series) -> str:
-    return f"{mean_ci(percent):.1f}" if len(percent) >= 5 else f"{percent.min():.0f} to {percent.max():.0f}"
-
-
 def tables(rows: Rows):
-    same, models = common(rows), ("BERT", "causal")
+    same, models = common_names(rows), ("BERT", "causal")
     methods = [*BFLOAT, "uniform", "window", "nearfar", SPLIT, f"{SPLIT} open=48", *RANDOM]
     texts = {f"{kind}, {n} tokens": {"sweep": "pretrained", "text": kind, "length": n} | (COMMON if n == 4096 else {})
              for kind in KINDS for n in (1024, 4096, 8192)}
@@ -149,7 +151,7 @@ def tables(rows: Rows):
 
 def figure(rows: Rows):
     fig, axes = panels(4, columns=2)
-    same = common(rows)
+    same = common_names(rows)
     for ax, (title, methods, where) in zip(axes, [
             *((f"{model}, 512 tokens", ["exact", "uniform", "identity", *SHOWN[1:]], {
                 "sweep": "fidelity", "model": model}) for model in ("BERT", "causal")),

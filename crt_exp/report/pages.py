@@ -28,7 +28,7 @@ from crt_exp import papers
 from crt_exp.config import ConfigError, unknown
 from crt_exp.drawing import LABELS, markdown, save_figure
 from crt_exp.report import rows as files, sweeps
-from crt_exp.report.rows import NOT_MEASURED, WORDS, Rows, Tested, judge, mean_ci
+from crt_exp.report.rows import NOT_MEASURED, WORDS, Rows, TestedClaim, judge, mean_ci
 from crt_exp.report.sweeps import HOME, Run
 from crt_exp.runner.run import write_atomic
 from crt_exp.runner.sweep import aligned
@@ -126,7 +126,7 @@ class Page:
         if wanted and not (methods or seeds) and has_rows(self.name, folder):
             kept = files.read_rows(self.name, folder).frame
             frames.insert(0, kept[[not _is_part(name, wanted) for name in kept["sweep"]]])
-        files.write_rows(self.name, files.concatenated(frames), folder)
+        files.write_rows(self.name, files.concatenate(frames), folder)
         return folder
 
 
@@ -192,13 +192,13 @@ def check(page: Page) -> None:
 # ---- Markdown
 
 
-def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = "") -> list[Tested]:
+def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = "") -> list[TestedClaim]:
     """Write <page>.md and <page>.png from the rows in `folder`; return the verdicts.
 
     part: command-line options of a partial page (some methods or seeds), which has no verdicts.
     """
     page, rows = module.page, files.read_rows(module.page.name, folder)
-    tested = [] if part else judged(module, rows, size)
+    tested = [] if part else verdicts(module, rows, size)
     picture = module.figure(rows) if hasattr(module, "figure") else None
     if picture is not None:
         import matplotlib.pyplot as plt
@@ -210,7 +210,7 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
     return tested
 
 
-def judged(module: ModuleType, rows: Rows, size: str = "small") -> list[Tested]:
+def verdicts(module: ModuleType, rows: Rows, size: str = "small") -> list[TestedClaim]:
     """Return the page's claims with their verdicts."""
     claims = module.claims(rows) if hasattr(module, "claims") else []
     return judge(claims, module.page.reduced and size == "small", module.page.stand_in)
@@ -222,7 +222,7 @@ def first_table(module: ModuleType, folder: Path = files.FOLDER) -> str:
     return "\n".join([title, *aligned([list(map(str, row)) for row in _cells(table)])])
 
 
-def page_text(page: Any, rows: Rows, tested: Sequence[Tested], tables: Mapping[str, pd.DataFrame], picture: bool,
+def page_text(page: Any, rows: Rows, tested: Sequence[TestedClaim], tables: Mapping[str, pd.DataFrame], picture: bool,
               folder: Path, size: str, part: str) -> str:
     (title, first), *others = tables.items()
     whole = size == "small" and not part
@@ -231,11 +231,11 @@ def page_text(page: Any, rows: Rows, tested: Sequence[Tested], tables: Mapping[s
                 f"## {title}\n\n{to_markdown(first)}",
                 details("All claims", f"{claims_table(tested)}\n\n{INTERVAL}") if tested else "",
                 *(details(name, to_markdown(table)) if len(table) <= LONG else "" for name, table in others),
-                details("How it was measured", measured(page, rows, folder, size, part))]
+                details("How it was measured", measurement_details(page, rows, folder, size, part))]
     return "\n\n".join(section.rstrip() for section in sections if section) + "\n"
 
 
-def measured(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
+def measurement_details(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
     frame = rows.frame
     days = sorted({*frame["date"]} - {""})
     commits = sorted({str(each).rstrip("+") for each in frame["commit"]} - {""})
@@ -252,12 +252,12 @@ def measured(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
 # ---- claims
 
 
-def claim_lines(tested: Sequence[Tested]) -> list[str]:
+def claim_lines(tested: Sequence[TestedClaim]) -> list[str]:
     """Format each claim, with all its cases, as one Markdown bullet."""
     return [_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))]
 
 
-def _line(cases: Sequence[Tested]) -> str:
+def _line(cases: Sequence[TestedClaim]) -> str:
     claim, first = cases[0].claim, cases[0]
     papers = dict.fromkeys(each.paper for each in cases if each.paper)
     paper = f" (paper: {next(iter(papers))})" if len(papers) == 1 else ""
@@ -266,39 +266,39 @@ def _line(cases: Sequence[Tested]) -> str:
     if len(cases) == 1:
         case = f"{first.case}: " if first.case else ""
         check = f"; sanity check: {claim.fails[first.case]}" if claim.fails.get(first.case) else ""
-        return f"- **{first.verdict}**: {case}{claim.text}: {first.shown()}{paper}{check}"
-    count = Counter(each.verdict for each in sorted(cases, key=lambda each: WORDS.index(each.plain)))
+        return f"- **{first.verdict}**: {case}{claim.text}: {first.to_text()}{paper}{check}"
+    count = Counter(each.verdict for each in sorted(cases, key=lambda each: WORDS.index(each.base_verdict)))
     words = ", ".join(f"{word} in {number}" for word, number in count.items())
     ends = " to ".join("e^" * claim.power + f"{end(each.number for each in cases):.3g}" for end in (min, max))
     return f"- **{words}** of {len(cases)}: {claim.text}: {f'{ends} {claim.unit}'.rstrip()}{paper}"
 
 
-def claims_table(tested: Sequence[Tested]) -> str:
+def claims_table(tested: Sequence[TestedClaim]) -> str:
     """Format all cases as a Markdown table; above LONG cases, link claims.csv."""
     measured = [each for each in tested if not each.claim.not_measured]
     if len(measured) > LONG:
         return f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
     return markdown(["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"],
-                    [[each.claim.text, each.case, each.shown(), threshold(each), each.paper,
-                      each.found.n or "exact", f"{each.p:.2g}" if each.found.n > 1 and each.p == each.p else "",
+                    [[each.claim.text, each.case, each.to_text(), threshold(each), each.paper,
+                      each.estimate.n or "exact", f"{each.p:.2g}" if each.estimate.n > 1 and each.p == each.p else "",
                       each.verdict, "; ".join(filter(None, [each.claim.fails.get(each.case, ""), theory(each),
                                                             each.claim.reason]))] for each in measured]).rstrip()
 
 
-def threshold(each: Tested) -> str:
-    return f"{each.word} {'e^' if each.claim.power else ''}{each.threshold or float(each.claim.log):g}"
+def threshold(each: TestedClaim) -> str:
+    return f"{each.side} {'e^' if each.claim.power else ''}{each.threshold or float(each.claim.log):g}"
 
 
-def theory(each: Tested) -> str:
+def theory(each: TestedClaim) -> str:
     closed = each.claim.theory.get(each.case)
     return "" if closed is None else f"theory: {np.exp(closed) if each.claim.log else closed:.3g}"
 
 
-def claims_frame(page: str, tested: Sequence[Tested]) -> pd.DataFrame:
+def claims_frame(page: str, tested: Sequence[TestedClaim]) -> pd.DataFrame:
     """Return one row per case, for claims.csv."""
     return pd.DataFrame([{"page": page, "claim": each.claim.text, "case": each.case, "verdict": each.verdict,
                           "value": each.number, "low": each.ends[0], "high": each.ends[1], "threshold": threshold(each),
-                          "unit": each.claim.unit, "n": each.found.n, "p_holm": each.p, "paper": each.paper,
+                          "unit": each.claim.unit, "n": each.estimate.n, "p_holm": each.p, "paper": each.paper,
                           "theory": theory(each), "sanity_check": each.claim.fails.get(each.case, ""),
                           "reason": each.claim.reason or each.claim.not_measured, "needs": each.claim.needs}
                          for each in tested])

@@ -152,7 +152,7 @@ def write_rows(page: str, frame: pd.DataFrame, folder: Path = FOLDER) -> Path:
     return path
 
 
-def concatenated(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def concatenate(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Concatenate sweeps; columns that a sweep lacks are empty, origin columns last."""
     frame = pd.concat(frames, ignore_index=True).fillna("")
     return frame[[name for name in frame.columns if name not in ORIGIN] + [*ORIGIN]]
@@ -200,6 +200,11 @@ def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the geometric mean and the ends of its 95% interval."""
     log = mean_ci(np.log(values))
     return math.exp(log.mean), math.exp(log.mean - log.half), math.exp(log.mean + log.half)
+
+
+def interval_or_range(percent: pd.Series) -> str:
+    """Format percentages as mean ± 95% CI; below 5 samples, as a range."""
+    return f"{mean_ci(percent):.1f}" if len(percent) >= 5 else f"{percent.min():.0f} to {percent.max():.0f}"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -251,10 +256,10 @@ class Claim:
     reason: str = ""
     not_measured: str = ""
 
-    def of(self, case: str) -> "Tested":
+    def of(self, case: str) -> "TestedClaim":
         """Test one case, before the correction for multiple tests."""
         if self.not_measured:
-            return Tested(self, case, Mean(math.nan, math.nan, 1.0, 0))
+            return TestedClaim(self, case, Mean(math.nan, math.nan, 1.0, 0))
         side, bound = (1, self.above) if self.below is None else (-1, self.below)
         threshold = float((bound.get(case, 0.0) if isinstance(bound, Mapping) else bound) or 0.0)
         limit = math.log(threshold) if self.log and threshold else threshold
@@ -269,11 +274,11 @@ class Claim:
         else:
             found = mean_ci(samples, limit, overlap=self.overlap)
         agrees = wins > losses if self.sign_test else side * (found.mean - limit) >= 0
-        return Tested(self, case, found, threshold, limit, agrees, wins)
+        return TestedClaim(self, case, found, threshold, limit, agrees, wins)
 
 
 @dataclass(frozen=True)
-class Tested:
+class TestedClaim:
     """One case of a claim: its mean and, after `judge`, p-value and verdict.
 
     limit is the threshold, or its logarithm for claims with `log`. agrees: whether the mean (or most samples, for a
@@ -282,19 +287,19 @@ class Tested:
 
     claim: Claim
     case: str
-    found: Mean
+    estimate: Mean
     threshold: float = 0.0
     limit: float = 0.0
     agrees: bool = True
     wins: int = 0
     p: float = math.nan
     verdict: str = NOT_MEASURED
-    level: float = LEVEL  # level of the interval that `shown` prints
+    level: float = LEVEL  # level of the interval that `to_text` prints
 
     @property
     def number(self) -> float:
         """The mean, as a ratio for claims with `log`."""
-        return math.exp(self.found.mean) if self.claim.log else self.found.mean
+        return math.exp(self.estimate.mean) if self.claim.log else self.estimate.mean
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -302,32 +307,32 @@ class Tested:
 
         The interval excludes the threshold exactly if the verdict is supported or contradicted.
         """
-        half, n = self.found.half, self.found.n - 1
+        half, n = self.estimate.half, self.estimate.n - 1
         if n > 0 and half > 0:
             half *= float(stats.t.isf(self.level / 2, n) / stats.t.isf(LEVEL / 2, n))
-        ends = self.found.mean - half, self.found.mean + half
+        ends = self.estimate.mean - half, self.estimate.mean + half
         return tuple(math.exp(end) for end in ends) if self.claim.log else ends
 
-    def shown(self) -> str:
+    def to_text(self) -> str:
         """Format the value with its interval and unit."""
         claim, sign = self.claim, "" if self.threshold or self.claim.log or self.claim.power else "+"
         text = f"{self.number:{sign}.3g}"
         low, high = self.ends
         if claim.sign_test:
-            text = f"{text} (median; {self.wins} of {self.found.n} samples {self.word} the threshold)"
+            text = f"{text} (median; {self.wins} of {self.estimate.n} samples {self.side} the threshold)"
         elif claim.power:
-            text = f"e^{text}" + (f" [e^{low:.3g}, e^{high:.3g}]" if self.found.n > 1 else "")
-        elif self.found.n > 1:
+            text = f"e^{text}" + (f" [e^{low:.3g}, e^{high:.3g}]" if self.estimate.n > 1 else "")
+        elif self.estimate.n > 1:
             text += f" [{low:.3g}, {high:.3g}]" if claim.log else f" ± {(high - low) / 2:.2g}"
         return f"{text} {claim.unit}".rstrip()
 
     @property
-    def plain(self) -> str:
+    def base_verdict(self) -> str:
         """The verdict without a note on scale or data."""
         return self.verdict.partition(" (")[0]
 
     @property
-    def word(self) -> str:
+    def side(self) -> str:
         return "above" if self.claim.below is None else "below"
 
     @property
@@ -336,7 +341,7 @@ class Tested:
         return given.get(self.case, "") if isinstance(given, Mapping) else given
 
 
-def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") -> list[Tested]:
+def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") -> list[TestedClaim]:
     """Return all cases of a page's claims with verdicts, corrected by Holm's method.
 
     reduced: the runs are smaller than the paper's. stand_in: prefix of cases whose data replace the paper's data.
@@ -345,19 +350,19 @@ def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") ->
     tested = [claim.of(case) for claim in claims for case in ([""] if claim.not_measured else claim.cases)
               if claim.not_measured or np.size(claim.cases[case])]
     judged = [each for each in tested if not each.claim.not_measured and each.case not in each.claim.fails]
-    corrected = dict(zip(map(id, judged), holm([each.found.p for each in judged])))
+    corrected = dict(zip(map(id, judged), holm([each.estimate.p for each in judged])))
     return [_with_verdict(each, corrected.get(id(each), math.nan), reduced, stand_in) for each in tested]
 
 
-def _with_verdict(each: Tested, p: float, reduced: bool, stand_in: str) -> Tested:
+def _with_verdict(each: TestedClaim, p: float, reduced: bool, stand_in: str) -> TestedClaim:
     if each.claim.not_measured:
         return each
     word = DECIDED[not each.agrees]
-    if (each.claim.theory.get(each.case, each.limit) - each.limit) * (each.found.mean - each.limit) < 0:
+    if (each.claim.theory.get(each.case, each.limit) - each.limit) * (each.estimate.mean - each.limit) < 0:
         word = CONFLICT
     if not p <= LEVEL:
         word = UNDECIDED
     note = "stand-in data" if stand_in and each.case.startswith(stand_in) else "reduced scale" if reduced else ""
     note = f" ({note})" if note and word in DECIDED else ""
-    level = LEVEL * each.found.p / p if p and p == p and each.found.p else LEVEL
+    level = LEVEL * each.estimate.p / p if p and p == p and each.estimate.p else LEVEL
     return replace(each, p=p, verdict=word + note, level=level)

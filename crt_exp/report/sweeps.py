@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from crt_exp.options import split_words, written
+from crt_exp.options import split_words, to_text
 from crt_exp.config import CONF, ConfigError, json_object, own_folders
 from crt_exp.data.corpora import prepare
 from crt_exp.report.rows import ORIGIN
@@ -69,11 +69,11 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
     choices, names = [], ["method" if key in METHODS else key.rpartition(".")[2] for key in axes]
     for key, values in axes.items():
         if key in METHODS:
-            choices.append([(text, _method(key, text)) for text in values])
+            choices.append([(text, _method_overrides(key, text)) for text in values])
         elif isinstance(values, Mapping):
             choices.append([(value, shlex.split(text)) for value, text in values.items()])
         else:
-            choices.append([(value, [f"{key}={value if isinstance(value, str) else written(value)}"])
+            choices.append([(value, [f"{key}={value if isinstance(value, str) else to_text(value)}"])
                             for value in values])
     runs = []
     for chosen in itertools.product(*choices):
@@ -83,12 +83,12 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
     return runs
 
 
-def _method(group: str, text: str) -> list[str]:
+def _method_overrides(group: str, text: str) -> list[str]:
     """Return the overrides of a method such as "favorpp m=256" or "pos sampler=iid"."""
     name, options = split_words(text)
     places = {"m": "features.m", "sampler": "sampler", "features": "features"}
     return [f"{group}={name}", *(f"{places.get(key, key if '.' in key else f'{group}.{key}')}="
-                                 f"{written(value)}" for key, value in options.items())]
+                                 f"{to_text(value)}" for key, value in options.items())]
 
 
 # ---- running
@@ -110,7 +110,7 @@ def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "
         jobs = [(run, _overrides(run, home)) for run in group]
         for _, overrides in jobs:
             prepare(overrides)
-        failed += (_in_new_processes if alone else _launched)(jobs, folder, launcher)
+        failed += (_run_in_processes if alone else _launch)(jobs, folder, launcher)
     if failed:
         raise RunsFailed(f"{len(failed)} of {len(runs)} runs failed, see the errors above: "
                          f"{', '.join(str(folder / name) for name in failed[:5])}; `make data` fetches missing data")
@@ -126,7 +126,7 @@ def _overrides(run: Run, home: Path) -> list[str]:
     return [*(override.replace(HOME, str(home)) for override in run.overrides), f"logger={logger}", "resume=auto"]
 
 
-def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
+def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
     """Execute runs by a Hydra launcher; yield the names of failed runs."""
     from hydra import initialize_config_dir
     from hydra._internal.callbacks import Callbacks
@@ -161,7 +161,7 @@ def _launched(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
                     (directory / DIVERGED).touch()
 
 
-def _in_new_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
+def _run_in_processes(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
     """Execute runs one after another, each in a new process."""
     own = with_folders(own_folders())
     for run, overrides in jobs:

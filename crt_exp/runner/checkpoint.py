@@ -85,11 +85,13 @@ def newest(root: Path) -> Path | None:
     """Return the newest intact checkpoint, or None; remove damaged ones."""
     for path in root.glob(".step-*"):  # incomplete checkpoints of a killed process
         shutil.rmtree(path, ignore_errors=True)
-    for step in reversed(steps(root)):
-        path = root / f"step-{step}"
+    intact = steps(root)
+    while intact:
+        path = root / f"step-{intact.pop()}"
         if not (reason := damage(path)):
             return path
-        print(f"checkpoint {path}: damaged ({reason}); removed, using the previous one")
+        rest = f"trying step-{intact[-1]}" if intact else "no earlier checkpoint"
+        print(f"checkpoint {path}: damaged ({reason}); removed, {rest}")
         shutil.rmtree(path)
     return None
 

@@ -22,10 +22,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from crt_exp.config import ALIASES, CONF, ConfigError, canonical, known, own_folders, own_names
+from crt_exp.config import ALIASES, CONF, ConfigError, canonical, known_names, own_folders, own_names
 from crt_exp.data import inside_torchrun, rank
-from crt_exp.options import unknown, written
-from crt_exp.runner.configuration import GROUPS, check_early, explained, plain
+from crt_exp.options import to_text, unknown
+from crt_exp.runner.configuration import GROUPS, check_early, explain_error, plain_config
 
 COLUMN = 40  # column of the comments in --help
 LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # indentation, key and comment of a line
@@ -115,7 +115,7 @@ def one_line() -> Iterator[None]:
         if isinstance(cause, ConfigAttributeError | ConfigKeyError):
             raise unknown_key(cause) from None
         if isinstance(cause, OmegaConfBaseException):
-            raise explained(cause) from None
+            raise explain_error(cause) from None
         raise ConfigError(" ".join(str(error).split())) from None
     except ValueError as error:  # features=null
         raise ConfigError(f"{error}; to remove a group, write ~group") from None
@@ -145,8 +145,8 @@ def check_writable(directory: Path) -> None:
 
 def help_text(cfg: DictConfig) -> str:
     """Fill the help template of conf/config.yaml for a composed configuration."""
-    groups = [wrap(f"{group}: {', '.join(known(group))}", 2) for group in sorted([*GROUPS, "experiment"])]
-    keys = lines_of(plain(cfg), comments(cfg), "")
+    groups = [wrap(f"{group}: {', '.join(known_names(group))}", 2) for group in sorted([*GROUPS, "experiment"])]
+    keys = lines_of(plain_config(cfg), comments(cfg), "")
     template = cfg.hydra.help.template.replace("$APP_CONFIG_GROUPS", "\n".join([*groups, ""]))
     return template.replace("$CONFIG", "\n".join([*keys, ""]))
 
@@ -172,7 +172,7 @@ def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
     """
     for key, value in node.items():
         name, inner = f"{prefix}{key}", isinstance(value, dict) and bool(value)
-        shown = f"{name}.*" if inner else f"{name}={written(value)}"
+        shown = f"{name}.*" if inner else f"{name}={to_text(value)}"
         if not key.startswith("_") and (name in comments or not inner):
             yield wrap(f"{shown:<{COLUMN - 2}}  {comments.get(name, '')}", COLUMN)
         if inner:

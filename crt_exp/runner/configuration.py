@@ -44,28 +44,28 @@ def output_directory() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-def in_sweep() -> bool:
+def is_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def place() -> tuple[str, Path]:
+def directory_override() -> tuple[str, Path]:
     """Return the key and value that select this run's or sweep's directory again."""
-    if in_sweep():
+    if is_sweep():
         return "hydra.sweep.dir", Path(HydraConfig.get().sweep.dir).absolute()
     return "hydra.run.dir", output_directory()
 
 
-def key_of(override: str) -> str:
+def override_key(override: str) -> str:
     """Return the key of an override, without signs."""
     return override.split("=")[0].lstrip("+~")
 
 
-def part_of(override: str) -> str | None:
+def mechanism_part(override: str) -> str | None:
     """Return the part of a mechanism that an override sets, or None.
 
     Parts: attention, features, sampler, m.
     """
-    key = key_of(override)
+    key = override_key(override)
     group = key.split(".")[0]
     return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
 
@@ -94,7 +94,7 @@ GROUPS = {
 }
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def plain_config(cfg: DictConfig) -> dict[str, Any]:
     """Return the configuration without Hydra's node, with interpolations resolved.
 
     Raises ConfigError if an interpolation fails.
@@ -103,10 +103,10 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), resolve=True,
                                       throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise explained(error) from None
+        raise explain_error(error) from None
 
 
-def explained(error: OmegaConfBaseException) -> ConfigError:
+def explain_error(error: OmegaConfBaseException) -> ConfigError:
     """Return a one-line ConfigError with the key and the problem."""
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(f"{error.full_key}=???: missing, expected {error.full_key}=...")
@@ -120,7 +120,7 @@ def check_early(cfg: DictConfig) -> None:
 
     Raises ConfigError.
     """
-    given = plain(cfg)
+    given = plain_config(cfg)
     check_top(given)
     for name, group in GROUPS.items():
         check_source(name, given.get(name), group)
@@ -142,7 +142,7 @@ def check_composed(cfg: DictConfig) -> None:
 
     Raises ConfigError for the first unknown, missing or invalid key, and for unused choices.
     """
-    given = plain(cfg)
+    given = plain_config(cfg)
     check_plain(given)
     check_unused(given.get("attention"))
 
@@ -168,7 +168,8 @@ def check_top(given: dict[str, Any]) -> None:
 
 def check_unused(attention: dict[str, Any] | None) -> None:
     """Raise ConfigError for choices that the attention does not use."""
-    unused = [o for o in overrides() if attention and part_of(o) in {"features", "sampler", "m"} - uses(attention)]
+    unused = [o for o in overrides()
+              if attention and mechanism_part(o) in {"features", "sampler", "m"} - uses(attention)]
     if unused:
         raise ConfigError(f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it")
 
@@ -176,7 +177,7 @@ def check_unused(attention: dict[str, Any] | None) -> None:
 # ---- the configuration in a run directory
 
 
-def kept_task(run: str | Path, **changes: Any) -> Any:
+def load_task(run: str | Path, **changes: Any) -> Any:
     """Create the task of a run as configured, with changes to some keys.
 
     The file is untrusted data: only tasks of this package with plain option values are created. Raises ConfigError for

@@ -19,7 +19,7 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
 from crt_exp.data import inside_torchrun, rank
-from crt_exp.runner.configuration import in_sweep, output_directory, override, place
+from crt_exp.runner.configuration import directory_override, is_sweep, output_directory, override
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
 NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")
@@ -36,9 +36,9 @@ class Stopped(Exception):
 # ---- signals
 
 
-def stopped_by(signum: int) -> Stopped:
+def stop_error(signum: int) -> Stopped:
     """Return the error of a run stopped by a signal, with the command to continue."""
-    words = shlex.quote(override(*place()))
+    words = shlex.quote(override(*directory_override()))
     return Stopped(f"stopped by {signal.Signals(signum).name}; continue with resume=auto {words}", 128 + signum)
 
 
@@ -80,20 +80,20 @@ class StopSignals:
 
 
 @contextmanager
-def errors_reported() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """End the run with one message, without traceback, for user errors and signals."""
     from crt_exp.data import DataError
 
     try:
         yield
     except KeyboardInterrupt:
-        end_run(stopped_by(signal.SIGINT), 128 + signal.SIGINT)
+        end_run(stop_error(signal.SIGINT), 128 + signal.SIGINT)
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
         no_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
         if isinstance(error, RuntimeError) and not no_memory or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            wait_for_the_first()
+            wait_for_first_error()
             raise  # a bug: keep the traceback
         if no_memory:
             error = ConfigError(f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
@@ -106,7 +106,7 @@ def end_run(error: Exception, code: int) -> None:
     if rank() == 0:
         with suppress(OSError):  # not empty, or missing
             output_directory().rmdir()
-    if not in_sweep() or code > 128:
+    if not is_sweep() or code > 128:
         fail(error, code)
     message = f"the run in {output_directory()} failed: {error}"
     print(f"crt_exp: {message}", file=sys.stderr, flush=True)
@@ -118,7 +118,7 @@ def end_run(error: Exception, code: int) -> None:
 def fail(error: Exception, code: int = ERROR_CODE) -> None:
     """Print an error and exit."""
     if code <= 128:
-        wait_for_the_first()
+        wait_for_first_error()
     kind = "" if isinstance(error, Stopped) else f"error on process {rank()}: " if rank() else "error: "
     with suppress(OSError):  # the terminal may be closed (SIGHUP)
         if rank() == 0 or code <= 128:
@@ -126,7 +126,7 @@ def fail(error: Exception, code: int = ERROR_CODE) -> None:
     sys.exit(code)
 
 
-def wait_for_the_first() -> None:
+def wait_for_first_error() -> None:
     """Wait, so that the first process prints its error before torchrun ends all.
 
     Most errors occur on every process.
@@ -135,7 +135,7 @@ def wait_for_the_first() -> None:
         time.sleep(10)
 
 
-def leave() -> None:
+def exit_process() -> None:
     """Exit a process of several without Python's cleanup.
 
     Threads of a process group can abort Python's own exit (torch 2.12).

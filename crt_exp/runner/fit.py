@@ -10,10 +10,10 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from crt_exp.config import ConfigError, imported, instantiate
+from crt_exp.config import ConfigError, import_object, instantiate
 from crt_exp.data import rank, world_size
-from crt_exp.runner.configuration import (check_composed, choice, in_sweep, key_of, output_directory, overrides,
-                                          part_of)
+from crt_exp.runner.configuration import (check_composed, choice, is_sweep, mechanism_part, output_directory,
+                                          override_key, overrides)
 from crt_exp.runner.loggers import CURVES, draw_curves
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import check_direction, direction
@@ -24,14 +24,14 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     from crt_exp.mechanism import Mechanism
 
     check_composed(cfg)
-    if in_sweep():
-        check_direction(imported(cfg.task._target_), HydraConfig.get().sweeper.get("direction"))
+    if is_sweep():
+        check_direction(import_object(cfg.task._target_), HydraConfig.get().sweeper.get("direction"))
     task = instantiate(cfg.task)
-    mechanism = Mechanism.composed(cfg, choice)
+    mechanism = Mechanism.from_config(cfg, choice)
     if mechanism.features is not None and not (mechanism.own_kernel and getattr(task, "of_rows", False)):
         with errors_of("features"):
             mechanism.map()
-    refuse([o for o in overrides() if (part := part_of(o)) and part not in getattr(task, "uses", {part})])
+    refuse([o for o in overrides() if (part := mechanism_part(o)) and part not in getattr(task, "uses", {part})])
     (check_measurement if hasattr(task, "records") else check_training)(cfg, task, mechanism)
     return task, mechanism
 
@@ -51,16 +51,16 @@ def refuse(unused: list[str]) -> None:
         raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
 
 
-def given(node: str) -> list[str]:
+def overrides_of(node: str) -> list[str]:
     """Return the overrides of a node of the configuration and of keys below it."""
-    return [o for o in overrides() if f"{key_of(o)}.".startswith(f"{node}.")]
+    return [o for o in overrides() if f"{override_key(o)}.".startswith(f"{node}.")]
 
 
 def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     """Raise ConfigError for several processes, or a mechanism that is not measurable."""
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: supports one process only; remove torchrun")
-    refuse(given("trainer"))
+    refuse(overrides_of("trainer"))
     whole = getattr(task, "measures_whole", None)  # the task accepts attention without a feature map
     if not (mechanism.estimates or mechanism.is_exact or whole and whole(mechanism)):
         raise ConfigError(f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
@@ -76,7 +76,7 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
         task.check_shards()
     if config.adapt:
         task.check_adapters()
-    elif unused := given("trainer.lora"):
+    elif unused := overrides_of("trainer.lora"):
         raise ConfigError(f"trainer.adapt=null: does not use {' '.join(unused)}; set trainer.adapt=lora")
     planned_steps(config, task, world_size())
     if choice("attention"):
@@ -93,7 +93,7 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
     stand_in = getattr(task, "stand_in", "")
     if stand_in and rank() == 0:
         print(stand_in, flush=True)
-    records = (measured if hasattr(task, "records") else trained)(cfg, task, mechanism)
+    records = (run_measurement if hasattr(task, "records") else run_training)(cfg, task, mechanism)
     if not records:
         return None
     part = f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
@@ -101,7 +101,7 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
     return records[-1][task.metric]
 
 
-def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
+def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """Return the records of a task that only measures."""
     from accelerate.utils import set_seed
 
@@ -109,7 +109,7 @@ def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
         set_seed(cfg.seed)
         if hasattr(task, "directory"):  # tasks with a state of their own
             task.directory = run.directory
-        for record in () if finished(run.records) else task.records(mechanism, cfg.seed, done=list(run.records)):
+        for record in () if is_finished(run.records) else task.records(mechanism, cfg.seed, done=list(run.records)):
             ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
             if ending and hasattr(task, "keep"):  # write all files before the final record marks the run as done
                 task.keep([*run.records, record | ending], run.directory)
@@ -117,7 +117,7 @@ def measured(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     return run.records
 
 
-def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
+def run_training(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """Return the records of a task that trains; empty except on the first process."""
     from accelerate.utils import set_seed
 
@@ -128,13 +128,13 @@ def trained(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     with Distributed(config.precision, config.cpu, config.find_unused_parameters) as distributed, \
             Run(cfg, task, output_directory(), distributed.main) as run:
         set_seed(cfg.seed)
-        if not distributed.broadcast(finished(run.records)):
+        if not distributed.broadcast(is_finished(run.records)):
             Trainer(config, task, mechanism, run, distributed, cfg.seed).fit()
         if distributed.main and not (run.directory / CURVES).is_file():
             draw_curves(run.records, task.metric, run.directory)
     return run.records
 
 
-def finished(records: list[dict]) -> bool:
+def is_finished(records: list[dict]) -> bool:
     """Return whether nothing is left to run."""
     return bool(records and records[-1].get("final"))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crt_exp.config import ConfigError
-from crt_exp.runner.configuration import in_sweep, place
+from crt_exp.runner.configuration import directory_override, is_sweep
 
 EVERY = 10.0  # seconds between lines of progress
 CURVES = "curves.png"
@@ -42,7 +42,8 @@ class WandbLogger:
 
         known = directory / "wandb_id"
         settings = wandb.setup(wandb.Settings(silent=True)).settings
-        self.options["group"] = self.options["group"] or settings.run_group or (in_sweep() and place()[1].name) or None
+        sweep = directory_override()[1].name if is_sweep() else None
+        self.options["group"] = self.options["group"] or settings.run_group or sweep
         if self.mode is None and "mode" not in settings.model_fields_set:
             self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         try:

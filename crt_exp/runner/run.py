@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
 from crt_exp.data import world_size
 from crt_exp.runner.configuration import overrides
@@ -147,7 +147,7 @@ def read_records(path: Path) -> list[dict]:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file atomically, so that readers see the old or the new content."""
-    with whole(path) as temporary, temporary.open("wb") as file:
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

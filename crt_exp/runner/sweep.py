@@ -32,7 +32,7 @@ def check_direction(task_class: type, asked: Any) -> None:
         raise ConfigError(f"hydra.sweeper.direction={asked}: expected {needed} for the metric of the task")
 
 
-class Begun(Callback):
+class SweepStart(Callback):
     """Hydra callback that records directory and start time of a sweep for `show`."""
 
     def on_multirun_start(self, config, **kwargs) -> None:

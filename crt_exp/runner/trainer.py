@@ -30,7 +30,7 @@ from crt_exp.runner import checkpoint
 from crt_exp.runner.trainer_config import Adapters, TrainerConfig, freeze, make_optimizer, schedule
 from crt_exp.runner.checkpoint import TrainingState
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, shard
-from crt_exp.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stopped_by
+from crt_exp.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.runner.loggers import ProgressLine
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import direction
@@ -137,7 +137,7 @@ class Trainer:
             self.state.save()
             self.overdue = False
         if self.stopping:
-            raise stopped_by(self.signals.signum or signal.SIGTERM)
+            raise stop_error(self.signals.signum or signal.SIGTERM)
         if due:
             self._evaluate_validation()
         return p.step >= self.total
@@ -160,9 +160,9 @@ class Trainer:
             loss = self._forward_backward(batches)
         except NotFinite as error:  # on this process only; others may be waiting
             first = None if self.sharded else self._first_nonfinite(batches, before)
-            raise self._diverged("no loss", first or layer_of(error, self.module)) from None
+            raise self._divergence_error("no loss", first or layer_of(error, self.module)) from None
         norm = full_tensor(self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf))
-        loss, norm = self._agree(loss, norm, batches, before)
+        loss, norm = self._reduce_loss(loss, norm, batches, before)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._advance(loss, norm)
@@ -220,7 +220,7 @@ class Trainer:
         with self.autocast():
             return self.task.loss(model, batch)
 
-    def _agree(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
+    def _reduce_loss(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
         """Return the loss over all processes and the gradient norm, as floats.
 
         One transfer from the device. Also records whether any process must stop or save. Raises Stopped on all
@@ -233,9 +233,9 @@ class Trainer:
         loss, *noted, norm = torch.cat([summed, norm.detach().float().reshape(1)]).tolist()
         (self.stopping, self.overdue), scaler = map(bool, noted), self.accelerator.scaler
         if not math.isfinite(loss) or not (math.isfinite(norm) or (scaler and scaler.get_scale() > 1)):
-            first = self._first_named(self._first_nonfinite(batches, before))
-            raise self._diverged(f"loss {loss:.6g}, gradient norm {norm:.6g}",
-                                 first or "not seen again when the step was repeated")
+            first = self._first_location(self._first_nonfinite(batches, before))
+            raise self._divergence_error(f"loss {loss:.6g}, gradient norm {norm:.6g}",
+                                         first or "not seen again when the step was repeated")
         return loss, norm
 
     def _advance(self, loss: float, norm: float) -> None:
@@ -256,12 +256,12 @@ class Trainer:
         set_rng_state(before)
         return first_nonfinite(self.module, batches, self._loss)
 
-    def _first_named(self, place: str | None) -> str | None:
+    def _first_location(self, place: str | None) -> str | None:
         """Return the first location that any process reports."""
         places = self.distributed.gather(place)
         return next((f"{where} on process {i}" if i else where for i, where in enumerate(places) if where), None)
 
-    def _diverged(self, what: str, where: str, step: int | None = None) -> Stopped:
+    def _divergence_error(self, what: str, where: str, step: int | None = None) -> Stopped:
         """Return the error of a diverged run.
 
         step: a completed step, which is evaluated or saved. None: the current step.
@@ -276,9 +276,9 @@ class Trainer:
 
         Their metrics can look valid, and their checkpoint would replace the last good one.
         """
-        first = self._first_named(next(iter(nonfinite_parameters(self.module)), None))
+        first = self._first_location(next(iter(nonfinite_parameters(self.module)), None))
         if first:
-            raise self._diverged(what, first, self.progress.step)
+            raise self._divergence_error(what, first, self.progress.step)
 
     # ---- evaluation
 
@@ -308,7 +308,8 @@ class Trainer:
                                 config.evaluate)
                 result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
-            raise self._diverged(f"evaluation on {split}", layer_of(error, self.module), self.progress.step) from None
+            raise self._divergence_error(f"evaluation on {split}", layer_of(error, self.module),
+                                         self.progress.step) from None
         self.module.train()
         set_rng_state(generators)
         if any(world.gather(reader.partial)):

@@ -136,7 +136,7 @@ def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
 # ---- frozen weights, and adapters
 
 
-def named(names: Iterable[str], parts: Sequence[str], option: str) -> list[str]:
+def match_names(names: Iterable[str], parts: Sequence[str], option: str) -> list[str]:
     """Return the dotted names that contain one of the parts, such as "layer.0".
 
     Raises ConfigError for parts that no name contains.
@@ -150,7 +150,7 @@ def named(names: Iterable[str], parts: Sequence[str], option: str) -> list[str]:
 
 def freeze(model: nn.Module, parts: Sequence[str]) -> None:
     parameters = dict(model.named_parameters())
-    for name in named(parameters, parts, "trainer.freeze"):
+    for name in match_names(parameters, parts, "trainer.freeze"):
         parameters[name].requires_grad_(False)
 
 
@@ -166,7 +166,7 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     # nn.MultiheadAttention reads the weights of its layers without calling them, so adapters would have no effect
     linear = {path: part for path, part in parents.items() if not isinstance(part, nn.MultiheadAttention)}
     if targets is not None:
-        return named(linear, targets, "trainer.lora.targets")
+        return match_names(linear, targets, "trainer.lora.targets")
     found = [name for name, part in linear.items()
              if families.family(part) or any(isinstance(child, AttentionLayer) for child in part.children())]
     if not found:
@@ -189,7 +189,7 @@ class Adapters:
         parameters = dict(model.named_parameters())
         anew = [f"{path}.{name}".lstrip(".") for path, part in model.named_modules()
                 for name in part.__dict__.get("made_anew", ())]  # such as a new head
-        whole = [*anew, *named(parameters, lora["also"], "trainer.lora.also")]
+        whole = [*anew, *match_names(parameters, lora["also"], "trainer.lora.also")]
         targets = linear_layers(model, lora["targets"])
         self.model, self.config = model, LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"],
                                                     lora_dropout=lora["dropout"], target_modules=targets)

@@ -19,7 +19,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.times import ratio
 from crt_exp.mechanism import Mechanism
@@ -162,11 +162,11 @@ class Advice:
         folder, table = Path(directory), self.table
         folder.mkdir(parents=True, exist_ok=True)
         sentence = f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed."
-        with whole(folder / "advise.md") as part:
+        with atomic_path(folder / "advise.md") as part:
             part.write_text("\n\n".join([markdown(list(table.columns), table.values.tolist()).rstrip(), sentence,
                                          *self.notes, f"```python\n{self.code}\n```\n"]))
         values = [vars(row) | {f"ms_{length}": ms for length, ms in row.ms.items()} for row in self.rows]
-        with whole(folder / "advise.csv") as part:
+        with atomic_path(folder / "advise.csv") as part:
             pd.DataFrame(values).drop(columns="ms").to_csv(part, index=False)
         save_figure(figure(self), folder / "advise.png")
 

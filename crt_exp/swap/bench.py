@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
 from crt_exp.features.base import NotFinite
-from crt_exp.times import LONG, added, again, give_back, in_turns
+from crt_exp.times import NO_WARMUP_MS, in_turns, peak_increase, time_after_warmup, trim_memory
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
 from crt_exp.swap.saved import holders
@@ -167,15 +167,15 @@ class Bench:
 
         def within(attention: Mechanism | None) -> float:
             with self.swapped(attention):
-                return again(body, piece, below=LONG, device=self.device)
+                return time_after_warmup(body, piece, below=NO_WARMUP_MS, device=self.device)
         return in_turns(attentions, rounds, within, warm=0)
 
     @torch.no_grad()
     def memory(self, attention: Mechanism | None, piece: Any) -> float | None:
         """Peak MiB of a forward pass above the memory in use before; None if unknown."""
         with self.swapped(attention), suppress(OSError):
-            give_back()
-            return added(lambda: self.body(piece), self.device)
+            trim_memory()
+            return peak_increase(lambda: self.body(piece), self.device)
         return None
 
 

@@ -53,7 +53,7 @@ def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder
         raise ConfigError(f"{folder}: saved by crt_exp {record.get('version')}, unsupported; {ANEW}")
     if objects := [each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)]:
         raise ConfigError(f"{folder}: attention {objects[0]} was built from Python objects, not restorable; {ANEW}")
-    mechanisms = [Mechanism.of_saved(each, str(folder)) for each in record["mechanisms"]]
+    mechanisms = [Mechanism.from_saved(each, str(folder)) for each in record["mechanisms"]]
     numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
     for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
         if layers := [i for i, other in enumerate(numbers) if other == number]:

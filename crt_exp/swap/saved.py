@@ -59,7 +59,7 @@ def take_record(holder: nn.Module) -> dict[str, Any] | None:
 def check_record(record: Any, source: Any) -> dict[str, Any]:
     """Validate a record read from a file and return it.
 
-    `Mechanism.of_saved` checks the mechanisms. Raises ConfigError, naming `source`.
+    `Mechanism.from_saved` checks the mechanisms. Raises ConfigError, naming `source`.
     """
     try:
         check(KEY, record, dict)

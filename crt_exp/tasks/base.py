@@ -243,7 +243,7 @@ def pearson(predictions: Any, labels: Any) -> float:
     from scipy.stats import pearsonr
 
     predictions, labels = checked(predictions, labels)
-    return 0.0 if constant(predictions, labels) else float(pearsonr(unit(predictions), unit(labels)).statistic)
+    return 0.0 if constant(predictions, labels) else float(pearsonr(rescale(predictions), rescale(labels)).statistic)
 
 
 def spearman(predictions: Any, labels: Any) -> float:
@@ -296,7 +296,7 @@ def constant(*vectors: np.ndarray) -> bool:
     return any((values == values[0]).all() for values in vectors)
 
 
-def unit(values: np.ndarray) -> np.ndarray:
+def rescale(values: np.ndarray) -> np.ndarray:
     """Scale to [0, 1], so that a large offset does not hide a correlation."""
     return (values - values.min()) / np.ptp(values)
 

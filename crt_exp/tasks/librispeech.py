@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.atomic_write import whole
+from crt_exp.atomic_write import atomic_path
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, speech, warn
 from crt_exp.data.loading import Workers, by_workers
@@ -257,7 +257,7 @@ class LibriSpeech(Task):
         """Save <run>/model, and <run>/transcripts.tsv of the last evaluated split."""
         conformer_transducer.save_model(self.recogniser, tensors, directory)
         rows = [("split", "utterance", "transcript", "greedy"), *self.transcripts]
-        with whole(directory / "transcripts.tsv") as part:
+        with atomic_path(directory / "transcripts.tsv") as part:
             part.write_text("".join("\t".join(row) + "\n" for row in rows))
 
     def summary(self, records: list[dict]) -> str:

@@ -71,7 +71,7 @@ def test_controls_by_name():
     with pytest.raises(ValueError, match="needs L == S"):
         Window(H, D)(q, torch.randn(B, H, 9, D), torch.randn(B, H, 9, D))
     for name in ("uniform", "window"):
-        with pytest.raises(ValueError, match=f"attention {name} does not use m"):
+        with pytest.raises(ValueError, match=f"attention={name}: does not use m=8; remove it"):
             Mechanism.of(name, m=8)
 
 

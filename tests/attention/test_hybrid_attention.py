@@ -282,7 +282,7 @@ def test_swapped_models(name, capsys):
 
 def test_a_mechanism_with_clusters_is_saved_by_names():
     ours = Mechanism.of("hrf_cluster", m=8, fit_steps=3)
-    assert Mechanism.of_saved(ours.saved(), "run") == ours and ours.layer(2, 4).clusters.steps == 3
+    assert Mechanism.from_saved(ours.to_saved(), "run") == ours and ours.layer(2, 4).clusters.steps == 3
     assert Mechanism.of(features="angular", sampler="orthogonal", m=24).map().width(24) == 4 * 24 * 16
 
 

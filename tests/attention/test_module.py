@@ -23,7 +23,7 @@ from crt_exp.attention import (
     softmax_attention,
 )
 from crt_exp.attention.base import Redraws, same_step
-from crt_exp.config import known
+from crt_exp.config import known_names
 from crt_exp.features import GERF, OPRF, ClusteredHybrid, GeomRF, GeomRFPlus, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 
@@ -319,7 +319,7 @@ AVERAGES = {
     "torch with buffers": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
     "mean with buffers": lambda model: AveragedModel(model, use_buffers=True),
 }
-DRAWN = [name for name in known("attention") if isinstance(Mechanism.of(name).layer(2, 4), Redraws)]
+DRAWN = [name for name in known_names("attention") if isinstance(Mechanism.of(name).layer(2, 4), Redraws)]
 
 
 def average(averaged, model):

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from crt_exp.config import CONF
 from crt_exp.models import conformer_transducer, language
 from crt_exp.runner.command_line import compose
-from crt_exp.runner.configuration import check_plain, plain
+from crt_exp.runner.configuration import check_plain, plain_config
 
 FOLDER = CONF / "experiment"
 PAPERS = {row["recipe"]: row for row in csv.DictReader((Path(__file__).parent / "papers.csv").open())}
@@ -32,7 +32,7 @@ def test_every_recipe_has_its_row_and_its_small_one():
 @recipes
 def test_full_size_is_the_papers(name):
     cfg, row = composed(name), PAPERS[name]
-    check_plain(plain(cfg))
+    check_plain(plain_config(cfg))
     assert cfg.trainer.steps == number(row["steps"]) and cfg.trainer.lr == pytest.approx(float(row["lr"]))
     assert cfg.trainer.steps or cfg.trainer.epochs == number(row["epochs"])
     assert row["batch"] == "" or cfg.trainer.batch == int(row["batch"])

@@ -64,7 +64,8 @@ def _layer(name: str, sizes: dict, length: int, S: int, dtype):
     """After two training passes, by which what is learned of the data is there."""
     torch.manual_seed(0)
     mechanism = Mechanism.parse(name)
-    layer = (mechanism.projecting(32) if mechanism.draws else mechanism).layer(H, D, kv_heads=KV, layer=1, **sizes)
+    mechanism = mechanism.with_projections(32) if mechanism.draws else mechanism
+    layer = mechanism.layer(H, D, kv_heads=KV, layer=1, **sizes)
     layer = layer.to(dtype)
     for seed in (1, 2):
         layer(*_qkv(length, S, dtype, seed))

@@ -65,7 +65,7 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
 ], ids=str)
 def test_chances(choice, expected):
     order = torch.tensor([2, 0, 3, 1])
-    torch.testing.assert_close(choice.chances(LOGITS[:, order])[0], torch.tensor(expected).double()[order])
+    torch.testing.assert_close(choice.probabilities(LOGITS[:, order])[0], torch.tensor(expected).double()[order])
 
 
 def test_a_symbol_without_a_chance_is_never_drawn():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from crt_exp.config import imported
+from crt_exp.config import import_object
 from crt_exp.mechanism import Mechanism
 from crt_exp.report import pages
 from crt_exp.report.__main__ import main
@@ -27,7 +27,7 @@ def at_root(monkeypatch):
 def test_the_committed_page_is_that_of_its_rows(name):
     module, rows = pages.load(name), read_rows(name)
     page = module.page
-    tested = pages.judged(module, rows)
+    tested = pages.verdicts(module, rows)
     made = pages.page_text(page, rows, tested, module.tables(rows), hasattr(module, "figure"), FOLDER, "small", "")
     assert made == (FOLDER / f"{name}.md").read_text()
     visible = re.sub(r"<details.*?</details>", "", made, flags=re.S)
@@ -51,7 +51,7 @@ def test_measurements_accept_every_method_of_their_page(name):
         chosen = dict(each.partition("=")[::2] for each in run.overrides)
         if "task" in chosen and "attention" in chosen:
             conf = yaml.safe_load((ROOT / f"conf/task/{chosen['task']}.yaml").read_text())
-            task = imported((conf if "_target_" in conf else conf["task"])["_target_"])
+            task = import_object((conf if "_target_" in conf else conf["task"])["_target_"])
             mechanism = Mechanism.parse(chosen["attention"])
             if hasattr(task, "records") and not (mechanism.estimates or mechanism.is_exact):
                 assert task.measures_whole(mechanism), run.name

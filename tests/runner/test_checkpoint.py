@@ -88,8 +88,10 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
     harm(write(tmp_path, 10))
     assert checkpoint.newest(tmp_path) == tmp_path / "step-5" == checkpoint.newest(tmp_path)
     said, = capsys.readouterr().out.splitlines()
-    assert "step-10: damaged" in said and reason in said and "removed, using the previous one" in said
+    assert "step-10: damaged" in said and reason in said and "removed, trying step-5" in said
     assert checkpoint.steps(tmp_path) == [5]
+    harm(tmp_path / "step-5")
+    assert checkpoint.newest(tmp_path) is None and "removed, no earlier checkpoint" in capsys.readouterr().out
 
 
 def test_nothing_to_continue_from(tmp_path):

@@ -10,9 +10,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from crt_exp.options import annotations_in_source, describe, parameters
-from crt_exp.config import CONF, ConfigError, choices, imported
+from crt_exp.config import CONF, ConfigError, choices, import_object
 from crt_exp.runner import command_line
-from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain
+from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain_config
 from crt_exp.runner.command_line import comments, lines_of
 
 
@@ -32,7 +32,7 @@ def compositions():
 
 @pytest.fixture(scope="module")
 def configurations(compositions):
-    return {choice: plain(cfg) for choice, cfg in compositions.items()}
+    return {choice: plain_config(cfg) for choice, cfg in compositions.items()}
 
 
 def targets(whole, choice):
@@ -61,7 +61,7 @@ def test_the_source_states_what_the_class_states(configurations):
     """For most options; some annotations need an import."""
     known = read = 0
     for target in {node["_target_"] for choice in EVERY for node in targets(configurations[choice], choice)[1]}:
-        source, real = annotations_in_source(target), parameters(imported(target))
+        source, real = annotations_in_source(target), parameters(import_object(target))
         assert source.keys() - {"self"} == real.keys(), target
         found = {key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"}
         assert found == {key: describe(real[key].hint) for key in found}, target
@@ -164,9 +164,9 @@ class Own:
         self.n = n
 
     def records(self, mechanism, seed, done=()):
-        from crt_exp.config import choices, known
+        from crt_exp.config import choices, known_names
 
-        assert "own" in known("task") and "own" not in choices("task")
+        assert "own" in known_names("task") and "own" not in choices("task")
         yield {"split": "test", "x": self.n, "final": True}
 
     def summary(self, records):

@@ -16,7 +16,7 @@ from crt_exp.runner import fit
 def printed(typed, tmp_path, monkeypatch):
     """The lines of a run that is not trained."""
     def run(*args):
-        monkeypatch.setattr(fit, "trained", lambda *_: [defaultdict(float, split="test")])
+        monkeypatch.setattr(fit, "run_training", lambda *_: [defaultdict(float, split="test")])
         code, out, err = typed(*args, "logger=none", "trainer.steps=0")
         assert code == 0, err
         return out.splitlines()
