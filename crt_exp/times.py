@@ -67,7 +67,7 @@ def in_turns(methods: Mapping[Name, Method], rounds: int, measure: Callable[[Met
     """Measure every method once in every round, and drop the first `warm` rounds.
 
     Args:
-        arms: name -> object that `measure` takes, by default a call.
+        methods: name -> object that `measure` takes, by default a call.
         measure: returns the value of one measurement. Default: milliseconds.
         turn: rotates the order of the methods, so that different processes start with different methods.
     """
