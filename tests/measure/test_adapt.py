@@ -102,15 +102,6 @@ def test_rows_are_of_the_seed(reader):
         training_rows("", 64, 0, 438)
 
 
-def test_minutes_are_of_the_training_so_far(monkeypatch, reader):
-    """Reading takes long here, and counts nothing."""
-    monkeypatch.setattr(AdaptPretrained, "readings", lambda *_: {"new": [sum(range(2_000_000))]})
-    found = [row for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse("hedgehog m=4"), 0) if "minutes" in row]
-    assert [row["step"] for row in found] == LANGUAGE["steps"]
-    start, transfer, first, last = (row["minutes"] for row in found)
-    assert start == 0 < transfer < first < last < 1
-
-
 def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
     hedgehog = Mechanism.parse("hedgehog m=4")
     plain, lower = ([row["above"] for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)

@@ -11,7 +11,6 @@ import torch
 from crt_exp.attention import attention_reference, softmax_attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.config import CONF
-from crt_exp.data import DataError
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
@@ -169,16 +168,6 @@ def test_command(folder, typed, tmp_path):
     assert lines[-1]["final"] and len([r for r in lines if r["split"] == "layer"]) == 2 * 3
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"model": "bert", "text": "text.txt", "length": 12, "layers": [0, 3]}, "expected indices of 3 layers"),
-    ({"model": "bert", "text": "text.txt"}, "19 tokens, fewer than a block of 38"),
-    ({"layers": [0]}, "task.layers=.0.: expected task.model")])
-def test_bad_input(given, message, folder):
-    paths = {k: str(folder / v) for k, v in given.items() if k in ("model", "text")}
-    with pytest.raises((ValueError, DataError), match=message):
-        Approximation(**SMALL | given | paths)
-
-
 # ---- the reports
 
 def head_errors(text, ms, turn=0.3, **sizes):
@@ -191,12 +180,6 @@ def test_errors_of_heads_are_over_those_of_uniform_attention():
     few, many = head_errors("oprf", [2, 4096], sum=16)
     assert np.min(few) > np.max(many) and np.max(many) < 1
     assert head_errors("uniform", [8]) == [pytest.approx([1.0] * 3)]
-
-
-def test_near_far_attention_is_nearer_than_its_window_on_heads_that_match_positions():
-    (near, longer), (window,) = head_errors("nearfar exact_until=0", [8, 256]), head_errors("window block=32 first=16",
-                                                                                            [8])
-    assert near == longer and np.max(near) < np.min(window) and np.max(window) < 1
 
 
 def test_matched_queries_lie_near_the_keys_at_their_positions():

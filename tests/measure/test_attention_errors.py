@@ -36,13 +36,6 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
     assert not [name for name, _ in task.source.model.named_modules() if "swapped" in name]
 
 
-def test_growth_is_from_the_first_layer_to_the_last():
-    [found] = ErrorByLayer(**SIZES).records(Mechanism.parse("pos m=8 sampler=iid"), 0)
-    assert found["layer"] == [1, 2, 3] and found["growth"] == found["error"][2] / found["error"][0] and found["final"]
-    with pytest.raises(ValueError, match="attention=exact"):
-        next(ErrorByLayer(**SIZES).rows(Mechanism.of("exact"), 0))
-
-
 def test_hadamard_rows_of_one_block_are_biased_along_an_axis_only():
     [biased], [exact] = (KernelBias(16, 4000).rows(Mechanism.parse(f"pos sampler={sampler}"), 0)
                          for sampler in ("hadamard sampler.blocks=1", "orthogonal"))
@@ -68,12 +61,6 @@ def test_similarity_is_that_of_the_shares_and_blind_to_frequencies():
     np.testing.assert_allclose(similarity(shares * rng.random(20)), found, atol=1e-9)
     with pytest.raises(ValueError, match="8 heads or sequences, equal in ACDEFGHIKLMNPQRSTVWY"):
         similarity(np.full((8, 20), 0.05))
-
-
-def test_blosum62_is_the_published_one():
-    matrix, at = blosum62(), STANDARD.index
-    assert (matrix == matrix.T).all()
-    assert [matrix[at(a), at(b)] for a, b in ("WW", "DE", "FY", "CW", "AR")] == [11, 2, 3, -2, -1]
 
 
 def test_permutations_move_rows_and_columns_alike():

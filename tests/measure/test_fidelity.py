@@ -13,7 +13,7 @@ from small_bert import VOCABULARY, write_text
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.fidelity import Fidelity, Subject, SwapLoss
+from crt_exp.measure.fidelity import Subject, SwapLoss
 from crt_exp.runner.run import read_records
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -133,27 +133,6 @@ def test_what_is_refused(folder, tmp_path):
         Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
 
 
-# ---- a run's model on WikiText-2
-
-
-@pytest.mark.slow
-def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
-    """Rows of documents and of layers, and the loss of the model itself."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
-    for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
-        write_text(tmp_path / "data" / "wikitext2" / f"wiki.{part}.tokens", lines)
-    code, _, err = typed("task=mlm", "attention=exact", "task.sizes.hidden_size=16", "task.sizes.num_attention_heads=2",
-                         "task.sizes.num_hidden_layers=2", "task.cache_dir=null", "task.vocabulary_size=300",
-                         "task.block=32", "trainer.batch=4", "trainer.steps=4", "logger=none", "hydra.run.dir=run")
-    assert code == 0, err
-    probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, None)
-    texts, *layers, last = probe.rows(Mechanism.parse("exact"), 0)
-    assert np.allclose(texts["above"], 0, atol=1e-4) and len(texts["above"]) == len(texts["cosine"]) == 3
-    assert [row["layer"] for row in layers] == [0, 1] and abs(last["cost"]) < 1e-4 and last["loss"] > 0
-    texts, *layers, last = probe.rows(Mechanism.parse("favorpp m=8"), 1)
-    assert last["cost"] == pytest.approx(np.mean(texts["above"])) and "loss" not in last
-    assert [row["layer"] for row in layers] == [0, 1]
 
 
 # ---- task=swap_loss

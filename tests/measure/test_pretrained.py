@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from crt_exp.attention import exact_attention
 from crt_exp.config import ConfigError
 from crt_exp.measure import pretrained, recall, whisper
-from crt_exp.measure.recall import Baseline, FarKey, SwapCopying, attention_of
+from crt_exp.measure.recall import FarKey, SwapCopying
 from crt_exp.measure.whisper import Dictation, exact_transcript
 from crt_exp.mechanism import Mechanism
 
@@ -66,11 +66,6 @@ def test_a_row_repeats_its_first_half(reader):
     assert again.places[0] == 256 + pretrained.MIN_CONTEXT
 
 
-def test_a_text_that_is_too_short_is_refused(reader):
-    with pytest.raises(ValueError, match="seed=3: rows of 8192 tokens.*28000"):
-        read("exact", "new", 8192, 3)
-
-
 def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
     (tmp_path / "wiki.valid.tokens").write_text(" one @-@ way , ( 24 @.@ 5 in ) of <unk> . \n \n")
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: tmp_path / "wiki.valid.tokens")
@@ -106,14 +101,6 @@ def test_images_are_seen_with_each_attention(arm, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained.images, "load", lambda dataset: digits)
     [found] = pretrained.SwapImages(str(tmp_path), "digits", 32, 3, 4).rows(Mechanism.parse(arm), 0)
     assert len(found["cosine"]) == 3 and (min(found["cosine"]) > 1 - 1e-5) == (arm == "exact")
-
-
-def test_baselines_refuse_padding():
-    layer = Baseline(recall.top_weight_keys, 2, 4, kv_heads=1, causal=True)
-    q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 1, 3, 4)
-    with pytest.raises(ValueError, match="key_mask: not supported"):
-        layer(q, k, k, torch.tensor([[True, True, False]]))
-    assert attention_of("exact") is None
 
 
 @pytest.mark.parametrize("arm", ["uniform", "favorpp m=8", "bfloat16"])

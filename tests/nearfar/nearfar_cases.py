@@ -146,13 +146,13 @@ def head(x, y, v, keep, queries, *, block, heavy, cells, first_order=False, cros
     far = ~near & pool
     logits = (x @ y.T).masked_fill(~(near & keep | is_heavy), EMPTY)
     virtual, values = cell_logits(x, y, v, z, root, tilt, pool, far, cell, len(centres))
-    out = mixed(logits, v, virtual, values)
+    out, share = mixed(logits, v, virtual, values)
     if first_order:
         u = torch.where(pool, torch.exp(y @ tilt - w[pool].max()), 0.0) if pool.any() else torch.zeros(S).to(y)
         means = torch.stack([(u[cell == k, None] * y[cell == k]).sum(0) / u[cell == k].sum().clamp(min=1e-30)
                              for k in range(len(centres))])
         C = (u[:, None] * v).T @ (y - means[cell]) / u.sum().clamp(min=1e-30)
-        out = out + shares(logits, virtual) * ((x - tilt) @ C.T)
+        out = out + share * ((x - tilt) @ C.T)
     return out
 
 
@@ -182,11 +182,7 @@ def mixed(logits, v, virtual, values):
     none = all_logits.isinf().all(-1, keepdim=True)
     weights = torch.where(none, 0.0, torch.where(none, 0.0, all_logits).softmax(-1))
     own, far = weights.split([logits.shape[-1], virtual.shape[-1]], -1)
-    return own @ v + (far[..., None] * values).sum(1)
-
-
-def shares(logits, virtual):
-    return torch.cat([logits, virtual], -1).softmax(-1)[:, logits.shape[-1]:].sum(-1, keepdim=True)
+    return own @ v + (far[..., None] * values).sum(1), far.sum(-1, keepdim=True)
 
 
 def all_pairs(x, y, v, keep=None, **sizes):

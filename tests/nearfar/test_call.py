@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 
 from crt_exp.attention import exact_attention, softmax_attention, uniform_attention
 from crt_exp.features.base import NotFinite
-from crt_exp.nearfar import NearFar, call as nearfar, native, near_far_attention
-from crt_exp.nearfar.choice import Sizes, centres_of, largest
+from crt_exp.nearfar import call as nearfar, native, near_far_attention
+from crt_exp.nearfar.choice import Sizes, centres_of
 from crt_exp.nearfar.decoding import RecallState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,14 +43,6 @@ def test_outputs_and_gradients_are_those_of_all_pairs(sizes, options, masked):
     if masked and not cross:  # what padded queries see depends on no law
         out, expected = (torch.where(keep[:, None, :, None], t, 0.0) for t in (out, expected))
     same(out, expected, (x, y, v))
-
-
-def test_derivatives_under_transforms():
-    x, y, v, _ = tensors(B=1, L=13)
-    call = lambda x, y, v: near_far_attention(x, y, v, Sizes(3, 2, 3)).square().sum()
-    expected = torch.autograd.grad(call(x, y, v), (x, y, v))
-    for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(x, y, v), expected):
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("which, causal", [(0, False), (1, True), (2, True), (2, False)])
@@ -91,20 +83,6 @@ def test_each_key_is_in_one_set(causal):
         out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep)
         close = {"rtol": 0, "atol": 1e-6} if causal else {}             # logits of cells deviate by SHARPEST at least
         torch.testing.assert_close(out, uniform_attention(x, y, v, causal=causal, key_mask=keep), **close)
-
-
-def test_a_cell_of_equal_keys_is_exact():
-    x, y, v, _ = tensors(B=1, L=24)
-    y = y.detach()[:, :, :4].repeat(1, 1, 6, 1).requires_grad_()
-    out = near_far_attention(x, y, v, Sizes(2, 0, 24))      # eight centres at a time may be of equal keys
-    same(out, softmax_attention(x, y, v), (x, v), rtol=1e-6, atol=1e-8)      # a mean key moves with all its keys alike
-
-
-@torch.no_grad()
-def test_a_shift_of_all_keys_changes_nothing():
-    x, y, v, _ = tensors(L=40)
-    out = near_far_attention(x, y, v, Sizes(3, 4, 5, True))
-    torch.testing.assert_close(near_far_attention(x, y + 7 * torch.randn(4).double(), v, Sizes(3, 4, 5, True)), out)
 
 
 @torch.no_grad()
@@ -159,39 +137,6 @@ def test_no_key_gives_no_output_and_no_gradient():
         assert (out[1, :, :4] == 0).all() == causal
 
 
-# ---- more is nearer
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("causal", [False, True])
-def test_more_of_anything_is_nearer(causal):
-    """On average over heads of queries and keys that are alike in places, as those of models are."""
-    g = torch.Generator().manual_seed(0)
-    base = torch.randn(1, 16, 6, 8, generator=g)[:, :, torch.arange(192) // 8 % 6]
-    x, y = (1.2 * (base + 0.7 * torch.randn(1, 16, 192, 8, generator=g)) for _ in range(2))
-    v = torch.randn(1, 16, 192, 8, generator=g) + base
-    exact = softmax_attention(x, y, v, causal=causal)
-
-    def error(**changes):
-        sizes = {"block": 8, "heavy": 4, "cells": 8, "first_order": False, "open": 4} | changes
-        layer = NearFar(16, 8, causal=causal, scaling=1.0, exact_until=0, **sizes).eval()
-        return float((layer(x, y, v) - exact).norm() / exact.norm())
-
-    least = error()
-    for more in ({"block": 32}, {"heavy": 64}, {"cells": 48}):
-        assert error(**more) < 0.9 * least, more
-    assert least < float((uniform_attention(x, y, v, causal=causal) - exact).norm() / exact.norm())
-
-
-@torch.no_grad()
-def test_values_to_first_order():
-    """Where keys of a cell differ little and values are linear in them, what is left is of second order."""
-    x, y, _, _ = tensors(B=1, L=120, d=4)
-    y = 0.1 * y.detach()
-    v = y @ torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    exact = softmax_attention(x, y, v)
-    error = lambda first: float((near_far_attention(x, y, v, Sizes(2, 0, 1, first)) - exact).norm())
-    assert error(True) < 0.3 * error(False)
 
 
 # ---- numbers and memory
@@ -226,13 +171,6 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
         for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), (x, y, v), retain_graph=True)
                                   for t in (call(x, y, v), whole))):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_no_matrix_of_pairs():
-    """2^15 tokens: the matrix would take 4 GB, and its gradient as much."""
-    x = torch.randn(1, 1, 2**15, 4).requires_grad_()
-    near_far_attention(x, x, x, Sizes(64, 4, 4)).square().mean().backward()
-    assert x.grad.isfinite().all()
 
 
 # ---- scales, copies and sizes, in both engines
@@ -291,13 +229,6 @@ def test_with_few_different_keys_the_past_alone_decides(engine):
     spans = [slice(0, 190), *(slice(i, i + 1) for i in range(190, S))]
     parts = [state.step(x[:, :, at], y[:, :, at], v[:, :, at]) for at in spans]
     assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
-
-
-def test_of_equal_numbers_the_first_are_largest():
-    t = torch.tensor([[3.0, 1, 3, 5, 3, 3, 0], [2, 2, 2, 2, 2, 2, 2]])
-    values, places = largest(t, 3)
-    assert values.tolist() == [[5, 3, 3], [2, 2, 2]] and places.tolist() == [[3, 0, 2], [0, 1, 2]]
-    assert largest(t, 0)[1].shape == (2, 0)
 
 
 @pytest.mark.parametrize("copies", [1, 8])

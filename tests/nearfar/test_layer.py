@@ -4,16 +4,14 @@ import pytest
 import torch
 from nearfar_cases import tensors
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from crt_exp import calibrate_attention, describe_attention, swap_attention
+from crt_exp import swap_attention
 from crt_exp.attention import exact_attention, softmax_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
 from crt_exp.features.base import NotFinite
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.decoding import RecallState
-from crt_exp.swap.call import attend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,37 +54,6 @@ def test_long_rows_alone_are_to_first_order(monkeypatch):
     torch.testing.assert_close(out[[1]], layer(*(t[[1]] for t in (x, y, v))))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("causal", [False, True])
-def test_where_all_keys_are_seen_a_call_is_one_of_the_kernel(causal):
-    """Nothing else that takes time, of PyTorch or of Python, forward: the sum is how NaN is noticed."""
-    layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
-    layer.path = "here"
-    q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
-    with Operators() as seen:
-        out, _ = attend(layer, q, k, v, causal=causal)
-    assert [name.split(".")[1] for name in seen.names] == [
-        "_scaled_dot_product_flash_attention_for_cpu", "sum", "_local_scalar_dense"]
-    torch.testing.assert_close(out, exact_attention(q, k, v, causal=causal, scale=8**-0.5))
-    for wrong in ((q[..., :7], k, v), (q, k[:, :2], v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
-        with pytest.raises(ValueError):
-            layer(*wrong)
-    with pytest.raises(NotFinite, match="NaN, infinity"):
-        layer(q.clone().fill_(torch.nan), k, v)
-
-
-class Operators(TorchDispatchMode):
-    """Which run within."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_across_a_query_depends_on_no_other_but_earlier_ones():
     layer = NearFar(2, 4, cross=True, heavy=2, cells=3, exact_until=0, fit_steps=1)
     q, k, v, keep = tensors(L=9, S=23)
@@ -106,6 +73,19 @@ def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
             layer.train()(*(t.float() for t in (x, y, v)))
     assert int(layer.clusters.fits) == 2 and not any(t.is_inference() for t in layer.buffers())
     layer.load_state_dict(layer.state_dict())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_of_the_kernel_refuses_what_others_do(causal):
+    layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
+    q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
+    torch.testing.assert_close(layer(q, k, v), exact_attention(q, k, v, causal=causal, scale=8**-0.5))
+    for wrong in ((q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
+        with pytest.raises(ValueError):
+            layer(*wrong)
+    with pytest.raises(NotFinite, match="NaN, infinity"):
+        layer(q.clone().fill_(torch.nan), k, v)
 
 
 # ---- empty batches, transforms, graphs, names
@@ -174,21 +154,6 @@ def test_names_and_sizes():
 
 
 # ---- swapped models
-
-
-@torch.no_grad()
-def test_swapped_encoders_are_described():
-    transformers = pytest.importorskip("transformers")
-    model = transformers.BertModel(transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=40)).eval()
-    ids = torch.randint(40, (2, 50))
-    exact = model(ids).last_hidden_state
-    swap_attention(model, "nearfar", block=4, heavy=4, cells=8)
-    calibrate_attention(model, [ids])
-    rows = describe_attention(model)
-    assert rows["mechanism"].tolist() == ["nearfar"] * 2
-    assert (rows["error on calibration"] < rows["uniform's error"]).all()
-    assert (model(ids).last_hidden_state - exact).norm() < 0.1 * exact.norm()
 
 
 @torch.no_grad()

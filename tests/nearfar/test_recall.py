@@ -7,11 +7,9 @@ from native_cases import needs_library
 from nearfar_cases import as_integers, choices, same
 from scipy.special import log_ndtr
 
-from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.nearfar import causal as recall, decoding as past, native, near_far_attention, retrieval
 from crt_exp.nearfar.choice import DRAWN, RIDGE, Sizes
 from crt_exp.nearfar.decoding import RecallState
-from crt_exp.nearfar.layer import NearFar
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
@@ -168,17 +166,6 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
         assert (ours - theirs).norm() <= most * theirs.norm()
 
 
-@needs_library
-@torch.no_grad()
-def test_places_and_past_alone_in_c():
-    x, y, v = drawn(1, 2, 1, 800, d=64, dv=16, dtype=torch.float32)     # in tiles where the processor has them
-    sizes = Sizes(16, 4, 8, open=16, exact_until=100)
-    whole = attend(x, y, v, sizes)
-    for n in (100, 333, 500):
-        torch.testing.assert_close(attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes), whole[:, :, :n])
-        torch.testing.assert_close(attend(x[:, :, -n:], y, v, sizes), whole[:, :, -n:])
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_library)])
 def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
@@ -211,20 +198,6 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
                 ahead.step(*(token(t, j - 200, rows) for t in (x, y, v)))
 
 
-@needs_library
-@torch.no_grad()
-def test_one_thread_takes_a_token(monkeypatch):
-    """Several would wait for each other longer than it takes."""
-    threads, call = [], native.Call
-    monkeypatch.setattr(native, "Call", lambda **fields: (threads.append(fields.get("threads")), call(**fields))[1])
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    x, y, v = drawn(1, 4, 4, d=16, dv=16, dtype=torch.float32)
-    state = RecallState(SIZES._replace(block=8), 4)
-    for at in (slice(0, 200), slice(200, 201), slice(201, 202)):
-        state.step(*(t[:, :, at] for t in (x, y, v)))
-    assert threads == [None, 3, 1, 1]       # the first is asked for a size
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("d, dv, before, after", [(16, 16, 1, 16), (24, 7, 16, 1), (16, 16, 16, 16)])
 def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
@@ -242,23 +215,6 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
 
 
 # ---- what is found ----
-
-
-@torch.no_grad()
-def test_one_key_of_many_is_found():
-    """Every query asks for a key of its own, with 0.9 of its weight: cells alone lose it."""
-    g = torch.Generator().manual_seed(0)
-    S, d = 1024, 32
-    y, v = torch.randn(1, 2, S, d, generator=g), torch.randn(1, 2, S, d, generator=g)
-    target = (torch.rand(2, S, generator=g) * (torch.arange(S) - 96).clamp(min=1)).long()
-    x = 0.45 * y[0].gather(1, target.unsqueeze(-1).expand(-1, -1, d))[None]
-    exact = exact_attention(x, y, v, causal=True)[:, :, 512:]
-    error = lambda **sizes: float((attend(x, y, v, Sizes(open=1, exact_until=128)._replace(**sizes))[:, :, 512:]
-                                   - exact).norm() / exact.norm())
-    uniform = uniform_attention(x, y, v, causal=True)[:, :, 512:]
-    assert float((uniform - exact).norm() / exact.norm()) > 0.9
-    few, many = error(open=8), error(open=128)
-    assert few < 0.25 and many < 0.15
 
 
 def test_centres_are_of_keys_from_everywhere():
@@ -286,15 +242,6 @@ def test_keys_are_measured_about_the_means_of_their_blocks(masked):
         torch.testing.assert_close(metric.root[z] @ metric.root[z].T, moments / torch.linalg.matrix_norm(moments))
 
 
-def test_a_layer_needs_no_calibration_and_holds_nothing():
-    layer = NearFar(2, 5, kv_heads=1, causal=True, block=4, cells=6, open=12, exact_until=16, scaling=1.0)
-    x, y, v = drawn(dtype=torch.float32)
-    assert not layer.state_dict() and not layer.learns and layer.serves_causal
-    out, sizes = layer(x, y, v), layer.sizes
-    torch.testing.assert_close(out, attend(x, y, v, sizes))
-    assert type(layer.decoding()) is RecallState
-
-
 def test_tokens_that_do_not_fit_a_state_are_refused():
     _, y, v = drawn(S=20)
     with pytest.raises(ValueError, match="2 sequences, got 1"):
@@ -303,14 +250,6 @@ def test_tokens_that_do_not_fit_a_state_are_refused():
         state.take(y[:1], v[:1])
     with pytest.raises(ValueError, match=r"d, dv = \(5, 3\), got \(4, 3\)"):
         state.take(y[..., :4], v)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_compiled_queries_read_the_same_keys():
-    x, y, v = (t.float() for t in drawn(B=1, S=170))
-    eager = attend(x, y, v)
-    torch.testing.assert_close(torch.compile(attend)(x, y, v), eager, rtol=1e-4, atol=1e-5)
 
 
 # ---- which keys are read is decided by whole numbers, the same in C and in PyTorch
@@ -324,12 +263,6 @@ def test_numbers_are_those_of_the_definition(d):
     assert (numbers - expected).abs().max() <= 1 and (numbers != expected).double().mean() < 1e-3   # at halves alone
     torch.testing.assert_close(step.double(), width, rtol=1e-6, atol=0)
     assert numbers.abs().amax(-1).eq(127).all()
-
-
-def test_a_vector_of_zeros_is_seen_as_zero():
-    numbers, step = retrieval.Integers.of(torch.zeros(2, 7))
-    assert not numbers.any() and not step.any()
-    assert not retrieval.eight_bit_scores(torch.zeros(1, 3, 7), torch.ones(1, 4, 7)).any()
 
 
 def test_scores_are_near_to_logits():
@@ -387,11 +320,3 @@ def test_c_and_pytorch_choose_the_same_keys(seed):
     keep = None if seed % 4 < 2 else torch.rand(len(y), S, generator=g) < 0.7
     ours, theirs = choices(x, y, v, sizes, keep)
     assert torch.equal(ours, theirs)
-
-
-@needs_library
-@torch.no_grad()
-def test_keys_of_equal_looks_are_read_from_the_first_on():
-    x, y, v = vectors("equal keys", 1, 1, 150, 16, seed=0)
-    ours, _ = choices(x, y, v, Sizes(16, 0, 3, open=4, exact_until=64))
-    assert torch.equal(ours, torch.arange(4).expand_as(ours))
