@@ -3,6 +3,7 @@ that is judged."""
 
 import json
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,18 +139,16 @@ def test_what_is_refused(folder, tmp_path):
 # ---- task=swap_loss
 
 
-def test_a_saved_run_with_another_attention(typed, tmp_path, one_thread):
-    """Its losses are those of a run of no steps that starts from it, with the same projections."""
-    def measured(name, *options):
-        code, _, errors = typed("task=imagenet", "task.dataset=digits", "task.size=8", "task.workers=0", *options,
-                                "logger=none", f"hydra.run.dir={name}")
-        assert code == 0, errors
-        return read_records(tmp_path / name / "metrics.jsonl")[-1]
-
-    measured("start", "task.sizes.patch=2", "task.sizes.width=16", "task.sizes.depth=1", "task.sizes.heads=2",
-             "attention=exact", "trainer.steps=1")
-    run = measured("run", "task.init=start", "attention=favorpp", "features.m=8", "seed=3", "trainer.steps=0")
-    task = SwapLoss("start", ["val"], offset=2)
-    [found], [exact] = (task.rows(Mechanism.of(name, **own), 1) for name, own in (("favorpp", {"m": 8}), ("exact", {})))
-    assert found["accuracy"] == pytest.approx(run["accuracy"]) and found["split"] == "val"
-    assert exact["loss"] != pytest.approx(found["loss"])
+def test_a_saved_run_with_another_attention(typed, one_thread):
+    """Exact attention has the losses of the run itself, and projections are those of the seed beyond the offset."""
+    code, _, errors = typed("task=imagenet", "task.dataset=digits", "task.size=8", "task.workers=0", "attention=exact",
+                            "task.sizes.patch=2", "task.sizes.width=16", "task.sizes.depth=1", "task.sizes.heads=2",
+                            "trainer.steps=1", "logger=none", "hydra.run.dir=start")
+    assert code == 0, errors
+    found = lambda name, offset, seed, **own: [*SwapLoss("start", ["val"], offset).rows(
+        Mechanism.of(name, **own), seed)][0]
+    own = read_records(Path("start/metrics.jsonl"))[-1]
+    exact, swapped = found("exact", 0, 0), found("favorpp", 2, 1, m=8)
+    assert exact["accuracy"] == pytest.approx(own["accuracy"]) and exact["split"] == "val"
+    assert exact["loss"] != pytest.approx(swapped["loss"]) and swapped == found("favorpp", 0, 3, m=8)
+    assert swapped != found("favorpp", 0, 1, m=8)

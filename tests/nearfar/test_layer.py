@@ -116,7 +116,7 @@ def test_vmap_and_derivatives():
     torch.testing.assert_close(tangent, torch.ones_like(out))            # weights sum to 1
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_is_of_a_fixed_length(causal):
     layer, inputs = layer_of(causal, block=4), [t.detach() for t in tensors(H=4, L=10)[:3]]
     program = torch.export.export(layer, tuple(inputs), strict=False).module()
