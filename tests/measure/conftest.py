@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperForConditionalGeneration
 
 from crt_exp.data.text import bert_tokenizer
-from crt_exp.measure import whisper
+from crt_exp.measure import adapt, pretrained, whisper
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,30 @@ def saved_models():
 
 
 @pytest.fixture
+def letters():
+    """A tokenizer of characters."""
+    return lambda texts, **_: {"input_ids": [1 + ord(letter) % 96 for letter in texts]}
+
+
+@pytest.fixture
+def reader(monkeypatch, letters):
+    """A Llama of two query heads that share one of keys, and texts without words."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.5)).eval()
+    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name: pretrained.Opened(model, letters))
+    texts = {split: torch.randint(1, 97, (28_000,), generator=torch.Generator().manual_seed(len(split)))
+             for split in ("train", "valid")}
+    monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
+    for cached in (pretrained.exact_reading, adapt.exact_readings):
+        cached.cache_clear()
+    yield model
+    for cached in (pretrained.exact_reading, adapt.exact_readings):
+        cached.cache_clear()
+
+
+@pytest.fixture
 def speaker(monkeypatch):
     """Of the probes of Whisper: a tiny one, and five utterances, each by a speaker of its own."""
     torch.manual_seed(0)
@@ -42,4 +66,6 @@ def speaker(monkeypatch):
     monkeypatch.setattr(whisper, "utterances", lambda subset, seconds=0: said)
     monkeypatch.setattr(whisper, "features", lambda processor, each: torch.randn(
         1, 8, 128, generator=torch.Generator().manual_seed(each.number)))
-    return model
+    whisper.exact_transcript.cache_clear()
+    yield model
+    whisper.exact_transcript.cache_clear()

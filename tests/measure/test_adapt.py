@@ -1,15 +1,17 @@
-"""What a swap loses and light training brings back: rows, methods that are exact where nothing is lost, and seeds."""
+"""What a swap loses and light training brings back, of small models, language models and Whisper: rows, methods that
+are exact where nothing is lost, seeds, and who is evaluated."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.testing import assert_close
 
 from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure import adapt, pretrained
+from crt_exp.measure import adapt
 from crt_exp.measure.adapt import Adapt, AdaptPretrained, training_rows
+from crt_exp.measure.whisper import Whisper
 
 
 @pytest.fixture
@@ -48,30 +50,22 @@ def losses(setting, method, **steps):
     return {row["stage"]: row["loss"] for row in Adapt(setting, **SIZES, **steps).rows(Mechanism.parse(method), 0)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", ["copying", "vision"])
+@pytest.mark.parametrize("setting", ["copying", pytest.param("vision", marks=pytest.mark.slow)])
 def test_a_method_at_each_stage(setting, at_home):
-    """Exact attention loses nothing by a swap; methods without parameters are not transferred."""
+    """Exact attention loses nothing by a swap, methods without parameters are not transferred, the control is not
+    adapted; and a measurement is the same whatever was drawn before, adapters too."""
     model = adapt.SETTINGS[setting].model()
     model.load_state_dict(adapt.exact(setting, 0, 2, 3e-3), strict=False)
     loss = adapt.test_loss(model, setting, 0)
     exact = losses(setting, "exact", transfer=1, lora=1)
     assert [*exact] == STAGES and exact["swapped"] == exact["transferred"] == pytest.approx(loss)
-    window = losses(setting, "window block=4 first=2", transfer=1, lora=1)
-    assert window["transferred"] == window["swapped"]
-    hedgehog = losses(setting, "hedgehog m=32", transfer=2, lora=1)
-    assert hedgehog["transferred"] != hedgehog["swapped"]
-    near = losses(setting, "nearfar block=4 heavy=2 cells=4 open=8 exact_until=8", transfer=1, lora=1)
-    assert abs(near["transferred"] - loss) < 0.5
-
-
-def test_a_measurement_is_the_same_whatever_was_drawn_before(at_home):
-    """Adapters too, which the library draws from the global generator; and the control is not adapted."""
-    first = losses("copying", "window block=4 first=2", transfer=1, lora=2)
+    window = losses(setting, "window block=4 first=2", transfer=1, lora=2)
+    assert window["transferred"] == window["swapped"] != window["LoRA"]
     torch.randn(7)
-    assert losses("copying", "window block=4 first=2", transfer=1, lora=2) == first
-    assert first["LoRA"] != first["swapped"]
-    assert [*losses("copying", "uniform", transfer=1, lora=1)] == STAGES[:2]
+    assert losses(setting, "window block=4 first=2", transfer=1, lora=2) == window
+    hedgehog = losses(setting, "hedgehog m=8", transfer=2, lora=1)
+    assert hedgehog["transferred"] != hedgehog["swapped"]
+    assert [*losses(setting, "uniform", transfer=1, lora=1)] == STAGES[:2]
 
 
 # ---- a pretrained language model
@@ -82,24 +76,6 @@ LANGUAGE = {"model": "", "texts": ["new", "repeated"], "length": 64, "tested": 2
 STEPS = [(setting, steps) for steps in (0, 3, 4, 5) for setting in ("new", "repeated")]
 
 
-@pytest.fixture
-def reader(monkeypatch):
-    """A Llama of two query heads that share one of keys, and a text without words."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=16, pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.5)).eval()
-    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name: pretrained.Opened(model, None))
-    texts = {split: torch.randint(1, 40, (9_000,), generator=torch.Generator().manual_seed(len(split)))
-             for split in ("train", "valid")}
-    monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
-    for cached in (pretrained.exact_reading, adapt.exact_readings):
-        cached.cache_clear()
-    yield model
-    for cached in (pretrained.exact_reading, adapt.exact_readings):
-        cached.cache_clear()
-
-
 def above(method, seed=0):
     found = [row for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(method), seed) if "text" in row]
     assert all(len(row["above"]) == 2 for row in found)
@@ -108,33 +84,22 @@ def above(method, seed=0):
 
 def test_a_language_model_at_each_step(reader):
     """Exact attention loses nothing before it is trained, and what has nothing to learn stays as it is till then; the
-    model that all methods start from stays as well."""
+    model that all methods start from stays as well. A repetition is the same, another seed is not."""
     before = {name: p.clone() for name, p in reader.named_parameters()}
     exact, window, hedgehog = map(above, ("exact", "window block=8 first=2", "hedgehog m=4"))
     assert [*exact] == [*window] == [*hedgehog] == STEPS
     assert exact["new", 0] == exact["repeated", 3] == [0, 0] and exact["new", 5] != exact["new", 4] != [0, 0]
+    assert above("hedgehog m=4") == hedgehog != above("hedgehog m=4", 1)
     assert window["new", 3] == window["new", 0] != window["new", 5]
     assert hedgehog["new", 3] != hedgehog["new", 0]
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in reader.named_parameters())
 
 
-def test_rows_are_of_the_seed_and_a_repetition_is_the_same(reader):
+def test_rows_are_of_the_seed(reader):
     rows, others = training_rows("", 64, 0, 20), training_rows("", 64, 1, 20)
     assert len({*map(tuple, rows.tolist())}) == 20 and not torch.equal(rows, others)
-    torch.randn(3)
-    assert above("hedgehog m=4") == above("hedgehog m=4") != above("hedgehog m=4", 1)
-    with pytest.raises(ValueError, match="141 rows of 64 tokens: the training text of WikiText-2 has only 140"):
-        training_rows("", 64, 0, 141)
-
-
-@pytest.mark.parametrize("method", ["exact", "hedgehog m=4"])
-def test_minutes_are_of_the_training_so_far(method, monkeypatch, reader):
-    """Reading takes long here, and counts nothing."""
-    monkeypatch.setattr(AdaptPretrained, "readings", lambda *_: {"new": [sum(range(2_000_000))]})
-    found = [row for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(method), 0) if "minutes" in row]
-    assert [row["step"] for row in found] == LANGUAGE["steps"]
-    start, transfer, first, last = (row["minutes"] for row in found)
-    assert start == 0 and (transfer > 0) == (method != "exact") and start <= transfer < first < last < 1
+    with pytest.raises(ValueError, match="438 rows of 64 tokens: the training text of WikiText-2 has only 437"):
+        training_rows("", 64, 0, 438)
 
 
 def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
@@ -143,3 +108,44 @@ def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
                      if "text" in row] for bf16 in (False, True))
     assert lower[:4] == plain[:4] and lower[4:] != plain[4:]
     torch.testing.assert_close(torch.tensor(lower), torch.tensor(plain), atol=0.1, rtol=0)
+
+
+# ---- Whisper
+
+
+SPEECH = {"model": "", "subset": "train", "speakers": ["1", "3"], "tested": 2, "steps": [0, 2, 4], "lr": 1e-2}
+
+
+def spoken(method, **changes):
+    return [*Whisper(**SPEECH | changes).rows(Mechanism.parse(method), 0)]
+
+
+def test_each_method_is_evaluated_after_each_step(speaker):
+    """Exact attention is where it was before it is trained, other attention is not; training changes both, and the
+    model that all start from stays."""
+    before = {name: p.clone() for name, p in speaker.named_parameters()}
+    exact, other = spoken("exact"), spoken("favorpp m=8")
+    assert [row["steps"] for row in exact] == [0, 2, 4] and all(len(row[key]) == 2 for row in [*exact, *other]
+                                                               for key in ("above", "agrees", "wer"))
+    assert exact[0]["above"] == pytest.approx([0, 0], abs=1e-6) and other[0]["above"] != pytest.approx([0, 0])
+    assert exact[0]["above"] != exact[2]["above"] and other[0]["above"] != other[2]["above"]
+    assert other == spoken("favorpp m=8")
+    assert_close(dict(speaker.named_parameters()), before)
+
+
+def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
+    read, loss = set(), Whisper.loss
+    monkeypatch.setattr(Whisper, "loss", lambda self, model, each: read.add(each.name) or loss(self, model, each))
+    spoken("uniform")
+    assert read == {"0", "2", "4"} and [each.name for each in Whisper(**SPEECH).utterances()[0]] == ["1", "3"]
+    for changes in ({"tested": 3}, {"speakers": ["0", "1", "2", "3", "4"]}):
+        with pytest.raises(ValueError, match="task.tested=.*: expected at most"):
+            spoken("uniform", **changes)
+
+
+def test_only_the_encoder_is_trained(speaker):
+    task = Whisper(**SPEECH)
+    model = task.swapped(Mechanism.parse("favorpp m=8"), 0, task.utterances()[1][-1])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all(name.startswith("model.encoder.") for name in trained)
+    assert not model.get_encoder().embed_positions.weight.requires_grad

@@ -11,12 +11,11 @@ import torch
 from crt_exp.attention import attention_reference, softmax_attention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.config import CONF
-from crt_exp.data import DataError
-from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
+from crt_exp.features import OPRF, GeomRF, PosRF, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
 from crt_exp.measure import approximation
-from crt_exp.measure.approximation import Approximation, Pretrained, Synthetic, states
+from crt_exp.measure.approximation import Approximation, Pretrained, Synthetic
 from crt_exp.measure.attention_errors import HeadErrors
 
 transformers = pytest.importorskip("transformers")
@@ -31,12 +30,7 @@ MODELS = {
     "roberta": lambda: transformers.RobertaModel(transformers.RobertaConfig(**SIZES, pad_token_id=1)),
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=3, n_head=4, vocab_size=16,
                                                                          n_positions=40)),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "vit": lambda: transformers.ViTModel(transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4)),
-    "bloom": lambda: transformers.BloomModel(transformers.BloomConfig(
-        hidden_size=16, n_layer=1, n_head=4, vocab_size=16))}
-READERS = ("bert", "roberta", "gpt2", "llama")  # of text, with attention that can be swapped
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))}
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +38,7 @@ def folder(tmp_path_factory, saved_models):
     """Tiny models of random weights, a tokenizer beside each, and texts."""
     root = tmp_path_factory.mktemp("models")
     saved_models(root, MODELS, ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS))
-    bert = MODELS["bert"]()
-    bert.save_pretrained(root / "bare")
-    tensors = {name: t for name, t in bert.state_dict().items()
-               if "layer.0.attention.self" not in name or "bias" in name}
-    bert.save_pretrained(root / "cut", state_dict=tensors)
-    for name, text in (("text", TEXT), ("long", " ".join([TEXT] * 4)), ("empty", " \n"), ("strange", "xyz zyx " * 3)):
-        (root / f"{name}.txt").write_text(text)
-    (root / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (root / "text.txt").write_text(TEXT)
     return root
 
 
@@ -61,8 +48,7 @@ def mechanism(features="oprf", sampler="orthogonal"):
 
 # ---- the matrix
 
-@pytest.mark.parametrize("phi", [OPRF(), PosRF(), TrigRF(), GeomRF()], ids=repr)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("phi, causal", [(OPRF(), True), (PosRF(), False), (GeomRF(), True)], ids=repr)
 def test_matrix_is_attention_to_unit_vectors(phi, causal):
     x, y = torch.randn(2, 4, 5, 8, dtype=torch.float64), torch.randn(2, 4, 7, 8, dtype=torch.float64)
     noise, params = orthogonal(16, 8), phi.fit(Statistics.of(x, y))
@@ -79,7 +65,7 @@ def test_matrix_is_attention_to_unit_vectors(phi, causal):
 
 # ---- what is captured
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_captured_tensors_give_the_models_own_attention(folder, name):
     source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS)
@@ -101,26 +87,17 @@ def test_captured_tensors_give_the_models_own_attention(folder, name):
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_errors_go_through_the_chosen_layers_only(folder, name):
     source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS, layers=[1])
-    assert [layer.path.count("1") for layer in source.layers(0, 0)] == [1]
     errors = source.hidden_errors(mechanism(), 2, 0)
     assert errors.shape == (2, 3) and (errors[:, 0] == 0).all() and (errors[:, 1:] > 1e-4).all()
     assert not torch.equal(errors[0], errors[1])  # other noise
     torch.testing.assert_close(source.hidden_errors(mechanism(), 2, 0), errors)  # nothing was left behind
-
-
-def test_exact_attention_has_no_error(folder):
-    assert (Synthetic(32, 2, 8, 1.0, 4).hidden_errors(Mechanism.of("exact"), 2, 0) < 1e-5).all()
+    assert (source.hidden_errors(Mechanism.of("exact"), 1, 0) < 1e-5).all()
 
 
 def test_synthetic_queries_have_the_scale_that_is_asked_for():
     for scale in (0.5, 2.0):
-        source, seen = Synthetic(256, 4, 16, scale, 1), []
-        module = Mechanism.of("exact").layer(4, 16)
-        module.register_forward_pre_hook(lambda _, given, seen=seen: seen.extend(t.std().item() for t in given[:2]))
-        states(approximation._random_transformer(4, 16, scale, 1, 0), torch.randn(1, 256, 64), [module])
-        layer = source.layers(0, 0)[0]
+        layer = Synthetic(256, 4, 16, scale, 1).layers(0, 0)[0]
         assert [layer.x.std() * 2, layer.y.std() * 2] == pytest.approx([scale] * 2, rel=0.03)
-        assert seen == pytest.approx([scale] * 2, rel=0.1)
 
 
 # ---- the records
@@ -129,7 +106,7 @@ def test_records_resume_and_hold_what_they_say():
     task, other = Approximation(**SMALL, length=64), Approximation(**SMALL, length=64)
     whole = list(task.records(mechanism(), 3))
     assert [r["split"] for r in whole] == ["heads", "layer", "layer", "depth", "depth", "test"] and whole[-1]["final"]
-    for done in (1, 2, 4, 5):
+    for done in (4,):
         assert list(other.records(mechanism(), 3, whole[:done])) == whole[done:]
     assert json.loads(json.dumps(whole, allow_nan=False)) == whole
     heads, few, many = whole[:3]
@@ -144,8 +121,8 @@ def test_records_resume_and_hold_what_they_say():
         next(task.records(Mechanism.of("exact"), 0))
 
 
-@pytest.mark.parametrize("features, sampler", [("pos", "iid"), ("pos", "orthogonal"), ("trig", "orthogonal"),
-                                               ("oprf", "iid"), ("hyp", "simplex"), ("geom", "iid")])
+@pytest.mark.parametrize("features, sampler", [("pos", "orthogonal"), ("trig", "orthogonal"), ("oprf", "iid"),
+                                               ("geom", "iid")])
 def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypatch):
     monkeypatch.setattr(approximation, "DRAWS", 20_000)
     task = Approximation(**SMALL | {"scale": 0.5, "depth": 0}, length=64)
@@ -158,21 +135,8 @@ def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypat
         assert found["log_variance_coupled"] < found["log_variance"] - 0.1  # the law above has power
 
 
-@pytest.mark.slow
-def test_predicted_best_is_near_the_measured_best():
-    for scale in (0.5, 1.5):
-        task = Approximation(ms=[72], samples=8, rows=1, pairs=0, heads=1, d=16, scale=scale, depth=0, length=64)
-        heads = task.of_heads(0, 0)
-        measured = {}
-        for name in heads["log_relative_mse"]:
-            by = mechanism(name, "iid")
-            m = 72 // by.map("softmax").width(1)
-            measured[name] = task.measure(by, m, 0, 0)[0]["output_error"].log().mean().item()
-        assert measured[heads["best"][0]] < min(measured.values()) + 0.2, measured  # nats
-
-
 def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_told():
-    weak = Approximation(**SMALL | {"ms": [2, 2048], "samples": 1, "depth": 0}, length=64)
+    weak = Approximation(**SMALL | {"ms": [2, 1024], "samples": 1, "depth": 0}, length=64)
     records = list(weak.records(mechanism(), 0))
     few, many, last = (r for r in records if r["split"] in ("layer", "test"))
     layer = weak.source.layers(0, 0)[0]
@@ -186,63 +150,22 @@ def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_t
     assert weak.warning([many]) == ""
 
 
-@pytest.mark.parametrize("features", ["gaussian_mixture", "hybrid"])
-def test_maps_of_several_parts_are_measured(features):
-    task = Approximation(**SMALL | {"ms": [8], "samples": 1, "depth": 0}, length=32)
-    assert math.isfinite([*task.records(mechanism(features), 0)][-1]["output_error"])
+# ---- the command
 
 
 # ---- the command
 
-@pytest.fixture
-def run(typed, tmp_path):
-    return lambda *args: typed("task=approximation", "logger=none", f"hydra.run.dir={tmp_path}/run", *args)
-
-
-@pytest.mark.parametrize("source", ["synthetic", "llama"])
-def test_command(source, folder, run, tmp_path):
-    model = [f"task.model={folder / source}", f"task.text={folder}/text.txt", f"task.length={TOKENS}"]
-    given = ["task.length=32", "task.depth=2"] if source == "synthetic" else model
-    code, out, err = run(*given, "task.ms=[4,16]", "task.samples=2", "features=pos",
-                         "sampler=hadamard")
+def test_command(folder, typed, tmp_path):
+    run = lambda *args: typed("task=approximation", "logger=none", f"hydra.run.dir={tmp_path}/run",
+                              f"task.model={folder}/llama", *args)
+    code, _, err = run()
+    assert code == 2 and "task.model and task.text: expected both" in err and not (tmp_path / "run").exists()
+    code, out, err = run(f"task.text={folder}/text.txt", f"task.length={TOKENS}", "task.ms=[4,16]", "task.samples=2",
+                         "features=pos", "sampler=hadamard")
     assert code == 0, err
-    assert "relative error of the output" in out and "approximate sampler" in out and "predict best" in out
+    assert "relative error of the output" in out and "approximate sampler" in out
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["final"] and math.isfinite(lines[-1]["output_error"])
-    assert len([r for r in lines if r["split"] == "layer"]) == 2 * (1 if source == "synthetic" else 3)
-
-
-def test_mistakes_are_told_before_anything_is_written(folder, run, tmp_path):
-    code, _, err = run(f"task.model={folder}/bert")
-    assert code == 2 and "task.model and task.text: expected both" in err and "Traceback" not in err
-    assert not (tmp_path / "run").exists()
-    code, _, err = run("task.length=8", "features=geom", "sampler=givens")
-    assert code == 2 and "GeomRF needs exactly Gaussian" in err and not (tmp_path / "run").exists()
-
-
-BAD = [
-    ({"model": "bert", "text": "text.txt", "length": 12, "layers": [0, 3]},
-     "layers=.0, 3.: expected indices of 3 layers"),
-    ({"model": "bert", "text": "text.txt", "length": 12, "layers": []}, "layers=..: expected indices of 3 layers"),
-    ({"model": "bert", "text": "text.txt"}, "19 tokens, fewer than a block of 38"),
-    ({"text": "text.txt"}, "expected both or neither"),
-    ({"layers": [0]}, "task.layers=.0.: expected task.model"),
-    ({"tokenizer": "bert"}, "task.tokenizer=bert: expected task.model"),
-    ({"ms": []}, "task.ms=.*: expected a list of length >= 1"),
-    ({"scale": -1.0}, "task.scale=-1.0: expected a number > 0"),
-]
-
-
-@pytest.mark.parametrize("given, message", BAD, ids=[m[:24] for _, m in BAD])
-def test_bad_input(given, message, folder):
-    paths = {k: str(folder / v) for k, v in given.items() if k in ("model", "text")}
-    with pytest.raises((ValueError, DataError), match=message):
-        Approximation(**SMALL | given | paths)
-
-
-def test_tokenizer_from_a_vocabulary(folder):
-    source = Pretrained(str(folder / "bare"), str(folder / "text.txt"), str(folder / "vocab.txt"), length=6)
-    assert source.rows.shape == (1, 6) and source.layers(0, 0)[0].x.shape == (1, 4, 6, 4)
+    assert lines[-1]["final"] and len([r for r in lines if r["split"] == "layer"]) == 2 * 3
 
 
 # ---- the reports
@@ -257,12 +180,6 @@ def test_errors_of_heads_are_over_those_of_uniform_attention():
     few, many = head_errors("oprf", [2, 4096], sum=16)
     assert np.min(few) > np.max(many) and np.max(many) < 1
     assert head_errors("uniform", [8]) == [pytest.approx([1.0] * 3)]
-
-
-def test_near_far_attention_is_nearer_than_its_window_on_heads_that_match_positions():
-    (near, longer), (window,) = head_errors("nearfar exact_until=0", [8, 256]), head_errors("window block=32 first=16",
-                                                                                            [8])
-    assert near == longer and np.max(near) < np.min(window) and np.max(window) < 1
 
 
 def test_matched_queries_lie_near_the_keys_at_their_positions():

@@ -3,18 +3,18 @@ that is judged."""
 
 import json
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from refusals import check_refused
 from small_bert import VOCABULARY, write_text
 
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.fidelity import Fidelity, Subject
+from crt_exp.measure.fidelity import Subject, SwapLoss
 from crt_exp.runner.run import read_records
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -26,10 +26,7 @@ MODELS = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=1)),
     "bare": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
-    "albert": lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(embedding_size=8, **SIZES)),
-    "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(
-        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        vocab_size=len(VOCABULARY), encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64))}
+    "albert": lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(embedding_size=8, **SIZES))}
 OPTIONS = {"calibration": None, "tokenizer": None, "length": 24, "texts": 3, "calibration_texts": 2, "seed": 0}
 
 
@@ -111,12 +108,6 @@ def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
         assert found["attention"][2, layer] == pytest.approx(float(error), rel=1e-5)
 
 
-def test_texts_and_masks_are_the_same_for_all(folder):
-    one, two, other = (subject(folder, "bert", seed=seed) for seed in (0, 0, 1))
-    assert torch.equal(one.rows, two.rows) and torch.equal(one.inputs_and_labels(2)[0], two.inputs_and_labels(2)[0])
-    assert not torch.equal(one.inputs_and_labels(2)[1], other.inputs_and_labels(2)[1])
-
-
 def test_a_run_and_its_rows(folder, typed, tmp_path):
     code, out, err = typed("task=fidelity", f"task.model={folder / 'gpt2'}", f"task.text={folder / 'text.txt'}",
                            f"task.calibration={folder / 'other.txt'}", "task.length=24", "task.texts=3", "task.draws=2",
@@ -132,70 +123,32 @@ def test_a_run_and_its_rows(folder, typed, tmp_path):
     np.testing.assert_allclose(texts["above"], np.mean(both, 0), atol=1e-6)
 
 
-@pytest.mark.parametrize("args, words", [
-    ([], ["task.model", "task.text"]),
-    (["model=bert"], ["task.model", "task.text"]),
-    (["model=bert", "text=text.txt", "task.length=65"], ["length=65: expected 1 to 64 tokens"]),
-    (["model=bert", "text=text.txt", "task.texts=500"], ["task.texts=500", "pieces of 24 tokens"]),
-    (["model=bert", "text=none.txt"], ["none.txt: expected a UTF-8 text file"]),
-    (["model=bart", "text=text.txt"], ["expected a text encoder or decoder"]),
-    (["model=gpt2", "text=text.txt", "attention=linformer"], ["causal", "linformer"]),
-], ids=str)
-@pytest.mark.slow
-def test_bad_options(args, words, folder, typed, tmp_path):
-    given = [f"task.{a.split('=')[0]}={folder / a.split('=')[1]}" if a[:5] in ("model", "text=") else a for a in args]
-    own = [] if any("task.length=" in a for a in args) else ["task.length=24"]
-    check_refused(typed("task=fidelity", "logger=none", f"hydra.run.dir={tmp_path / 'run'}", *own, *given), words,
-                  tmp_path / "run")
-
-
-def test_a_model_of_other_attention_is_refused(folder, tmp_path):
+def test_what_is_refused(folder, tmp_path):
+    for options, said in (({"length": 65}, "length=65: expected 1 to 64 tokens"), ({"texts": 500}, "task.texts=500")):
+        with pytest.raises(ValueError, match=said):
+            subject(folder, "bert", **options)
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert")
     swap_attention(model, "favorp", m=8)
     model.save_pretrained(tmp_path / "linear")
-    with pytest.raises(ValueError, match=f"task.model={tmp_path / 'linear'}: expected exact attention"):
+    with pytest.raises(ValueError, match="expected exact attention"):
         Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
 
 
-# ---- a run's model on WikiText-2
-
-
-@pytest.mark.slow
-def test_a_run_with_another_attention(tmp_path, monkeypatch, typed):
-    """Rows of documents and of layers, and the loss of the model itself."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
-    for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
-        write_text(tmp_path / "data" / "wikitext2" / f"wiki.{part}.tokens", lines)
-    code, _, err = typed("task=mlm", "attention=exact", "task.sizes.hidden_size=16", "task.sizes.num_attention_heads=2",
-                         "task.sizes.num_hidden_layers=2", "task.cache_dir=null", "task.vocabulary_size=300",
-                         "task.block=32", "trainer.batch=4", "trainer.steps=4", "logger=none", "hydra.run.dir=run")
-    assert code == 0, err
-    probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, None)
-    texts, *layers, last = probe.rows(Mechanism.parse("exact"), 0)
-    assert np.allclose(texts["above"], 0, atol=1e-4) and len(texts["above"]) == len(texts["cosine"]) == 3
-    assert [row["layer"] for row in layers] == [0, 1] and abs(last["cost"]) < 1e-4 and last["loss"] > 0
-    texts, *layers, last = probe.rows(Mechanism.parse("favorpp m=8"), 1)
-    assert last["cost"] == pytest.approx(np.mean(texts["above"])) and "loss" not in last
-    assert [row["layer"] for row in layers] == [0, 1]
 
 
 # ---- task=swap_loss
 
 
-def test_a_saved_run_with_another_attention(typed, tmp_path, one_thread):
-    """Its losses are those of a run of no steps that starts from it, with the same projections."""
-    def measured(name, *options):
-        code, _, errors = typed(*options, "logger=none", f"hydra.run.dir={name}")
-        assert code == 0, errors
-        return read_records(tmp_path / name / "metrics.jsonl")
-
-    digits = ["task=imagenet", "task.dataset=digits", "task.size=8", "task.workers=0"]
-    swap, ours = ["task=swap_loss", "task.start=start", "task.splits=[val]"], ["attention=favorpp", "features.m=8"]
-    measured("start", *digits, "task.sizes.patch=2", "task.sizes.width=32", "task.sizes.depth=2", "task.sizes.heads=2",
-             "attention=exact", "trainer.steps=3")
-    found, = measured("loss", *swap, *ours, "task.offset=2", "seed=1")
-    *_, run = measured("run", *digits, "task.init=start", *ours, "seed=3", "trainer.steps=0")
-    assert found["accuracy"] == pytest.approx(run["accuracy"])
-    exact, = measured("exact", *swap, "attention=exact")
-    assert exact["loss"] != pytest.approx(found["loss"]) and exact["split"] == "val" and exact["final"]
+def test_a_saved_run_with_another_attention(typed, one_thread):
+    """Exact attention has the losses of the run itself, and projections are those of the seed beyond the offset."""
+    code, _, errors = typed("task=imagenet", "task.dataset=digits", "task.size=8", "task.workers=0", "attention=exact",
+                            "task.sizes.patch=2", "task.sizes.width=16", "task.sizes.depth=1", "task.sizes.heads=2",
+                            "trainer.steps=1", "logger=none", "hydra.run.dir=start")
+    assert code == 0, errors
+    found = lambda name, offset, seed, **own: [*SwapLoss("start", ["val"], offset).rows(
+        Mechanism.of(name, **own), seed)][0]
+    own = read_records(Path("start/metrics.jsonl"))[-1]
+    exact, swapped = found("exact", 0, 0), found("favorpp", 2, 1, m=8)
+    assert exact["accuracy"] == pytest.approx(own["accuracy"]) and exact["split"] == "val"
+    assert exact["loss"] != pytest.approx(swapped["loss"]) and swapped == found("favorpp", 0, 3, m=8)
+    assert swapped != found("favorpp", 0, 1, m=8)

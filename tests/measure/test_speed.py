@@ -1,17 +1,14 @@
 """task=speed and task=memory: what is timed, the baselines, rows, and what is refused."""
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
 
 from crt_exp.attention import attention_reference
-from crt_exp.config import ConfigError
 from crt_exp.features import PosRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure import speed
-from crt_exp.measure.speed import FORMED, Memory, Speed, Work, attention_work, chunked
+from crt_exp.measure.speed import FORMED, Speed, attention_work, chunked
 from crt_exp.samplers import orthogonal
 
 
@@ -24,21 +21,11 @@ def test_a_row_for_each_length_method_and_round(one_thread):
     assert [(row["length"], row["method"]) for row in made] == [
         (length, name) for length in (16, 32) for name in ("exact", "favorpp m=8") for _ in range(2)]
     assert all(row["training"] > 0 < row["inference"] for row in made)
-    assert {row["method"] for row in rows("small", None)} == {*speed.IN_MODELS}
 
 
 def test_the_attention_of_the_run_where_no_method_is_named(one_thread):
     (row,) = rows("one_head", None, 32, 1, run="favorpp m=8")
     assert row["method"] == "favorpp m=8" and row["ms"] > 0
-
-
-@pytest.mark.parametrize("make, words", [
-    (lambda: Speed("huge", [32], 1), "task.what"),
-    (lambda: Speed("attention", [4], 1, ["favorppp causal"]), "favorppp"),
-    (lambda: Memory("vit_ti", 4, "exact causal"), "causal")])
-def test_what_is_refused(make, words):
-    with pytest.raises((ValueError, ConfigError), match=words):
-        make()
 
 
 @pytest.mark.parametrize("length", [3, 16, 37])
@@ -74,22 +61,3 @@ def test_every_vision_transformer_has_its_own_attention(one_thread):
         assert sum(hasattr(block.attn, "swapped") for block in model.blocks) == (0 if name.startswith("exact") else 12)
     outputs = [model.eval()(image) for model, image in (speed.vit(name, 16) for name in ("exact", FORMED))]
     assert torch.allclose(*outputs, atol=1e-5)
-
-
-def test_projections_of_one_head_are_drawn_anew(one_thread):
-    made = speed.OneHead("pos m=4 sampler=iid", 8)
-    first, second = (made.drawn()(made.x, made.y, made.v) for _ in range(2))
-    assert first.shape == (1, 1, 8, 16) and not torch.equal(first, second)
-    assert speed.OneHead("exact", 8).times()["ms"] > 0
-
-
-@pytest.mark.slow
-def test_memory_of_a_method():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        assert pool.submit(memory).result() > 8  # MiB of a matrix of 8 x 512 x 512 numbers, and more
-    assert isinstance(attention_work("exact", 8), Work)
-
-
-def memory():
-    (row,) = Memory("attention", 512, "chunked causal").rows(None, 0)
-    return row["mib"]

@@ -1,56 +1,54 @@
-"""Near-far attention equals its reference of all pairs, and obeys the laws of its definition."""
+"""Near-far attention equals its definition by all pairs, obeys the laws of its definition, and does not depend on the
+scale of keys against queries, copies of a key or sizes beyond the keys."""
 
-import near_far_reference as reference
 import pytest
 import torch
-from nearfar_cases import same, tensors
+from native_cases import needs_library
+from nearfar_cases import all_pairs, same, tensors
 from torch.autograd import forward_ad
 
-from crt_exp.attention import softmax_attention, uniform_attention
-from crt_exp.nearfar import NearFar, call as nearfar, native, near_far_attention
-from crt_exp.nearfar.both_directions import far_sums, levels, weights
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, moments, one_hot, sum_clusters
+from crt_exp.attention import exact_attention, softmax_attention, uniform_attention
+from crt_exp.features.base import NotFinite
+from crt_exp.nearfar import call as nearfar, native, near_far_attention
+from crt_exp.nearfar.choice import Sizes, centres_of
+from crt_exp.nearfar.decoding import RecallState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+S, D = 220, 16
+SMALL = Sizes(8, 4, 12, open=16, exact_until=32)
+ENGINES = [pytest.param(True, marks=needs_library, id="C"), pytest.param(False, id="PyTorch")]
+
+
+@pytest.fixture
+def engine(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(native, "applies", lambda *_: False)
+    return request.param
 
 
 @pytest.mark.parametrize("sizes, options, masked", [
-    (Sizes(3, 4, 5), {}, False),
     (Sizes(3, 4, 9, True), {"H": 4}, True),
-    (Sizes(4, 0, 5), {"kv_heads": 1}, True),
+    (Sizes(4, 0, 5), {"kv_heads": 1}, False),
     (Sizes(64, 4, 9), {}, True),
     (Sizes(3, 20, 90), {"L": 12}, False),
+    (Sizes(3, 4, 5), {"L": 9, "S": 23}, True),
+    (Sizes(3, 4, 9, True), {"L": 9, "S": 23, "H": 4}, False),
 ])
-def test_in_both_directions(sizes, options, masked):
+def test_outputs_and_gradients_are_those_of_all_pairs(sizes, options, masked):
+    """In both directions, and to another sequence where S is given."""
     x, y, v, keep = tensors(**options)
-    expected = reference.both(x, y, v, keep if masked else None, **dict(zip(Sizes._fields[:4], sizes)))
-    out = near_far_attention(x, y, v, sizes, key_mask=keep if masked else None)
-    if masked:  # what padded queries see depends on no law
+    cross, keep = "S" in options, keep if masked else None
+    expected = all_pairs(x, y, v, keep, cross=cross, **dict(zip(Sizes._fields[:4], sizes)))
+    out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=cross)
+    if masked and not cross:  # what padded queries see depends on no law
         out, expected = (torch.where(keep[:, None, :, None], t, 0.0) for t in (out, expected))
     same(out, expected, (x, y, v))
 
 
-@pytest.mark.parametrize("sizes, options, masked", [(Sizes(3, 4, 5), {}, True),
-                                                    (Sizes(3, 4, 9, True), {"H": 4}, False)])
-def test_across(sizes, options, masked):
-    x, y, v, keep = tensors(L=9, S=23, **options)
-    keep = keep if masked else None
-    out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=True)
-    same(out, reference.both(x, y, v, keep, cross=True, **dict(zip(Sizes._fields[:4], sizes))), (x, y, v))
-
-
-def test_derivatives_under_transforms():
-    x, y, v, _ = tensors(B=1, L=13)
-    call = lambda x, y, v: near_far_attention(x, y, v, Sizes(3, 2, 3)).square().sum()
-    expected = torch.autograd.grad(call(x, y, v), (x, y, v))
-    for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(x, y, v), expected):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("sizes, causal", [(Sizes(4, 2, 3, open=4, exact_until=8), True), (Sizes(4, 2, 3), False)])
-def test_a_tangent_of_one_alone(sizes, causal, which):
+@pytest.mark.parametrize("which, causal", [(0, False), (1, True), (2, True), (2, False)])
+def test_a_tangent_of_one_alone(which, causal):
     """The engine is chosen once, by queries, keys and values: a tangent of any rules the C engine out."""
+    sizes = Sizes(4, 2, 3, open=4, exact_until=8 * causal)
     inputs = [t.detach().float() for t in tensors(L=40)[:3]]
     expected = near_far_attention(*inputs, sizes, causal=causal)
     with forward_ad.dual_level():
@@ -62,11 +60,11 @@ def test_a_tangent_of_one_alone(sizes, causal, which):
         torch.testing.assert_close(tangent, torch.ones_like(out), rtol=1e-4, atol=1e-4)
 
 
-# ---- sets and cells --------------------------------------------------------------------------------------------------
+# ---- sets and cells
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("sizes", [Sizes(23, 0, 1), Sizes(2, 23, 1), Sizes(1, 0, 23), Sizes(40, 3, 2, True)])
+@pytest.mark.parametrize("sizes, masked", [(Sizes(23, 0, 1), True), (Sizes(2, 23, 1), True), (Sizes(1, 0, 23), True),
+                                           (Sizes(1, 0, 23, True), False)])
 def test_exact_where_every_key_has_its_own(sizes, masked):
     x, y, v, keep = tensors()
     keep = keep if masked else None
@@ -79,64 +77,12 @@ def test_exact_where_every_key_has_its_own(sizes, masked):
 def test_each_key_is_in_one_set(causal):
     """For queries that are 0 all keys weigh the same: the output is the mean of all values, each once."""
     g = torch.Generator().manual_seed(0)
-    for L, block, heavy, cells in torch.randint(1, 40, (25, 4), generator=g).tolist():
+    for L, block, heavy, cells in torch.randint(1, 40, (12, 4), generator=g).tolist():
         x, y, v, keep = tensors(B=2, L=L, seed=L)
         keep, x, sizes = keep if L % 2 else None, torch.zeros_like(x), Sizes(1 + block // 4, heavy // 3, cells, open=3)
         out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep)
         close = {"rtol": 0, "atol": 1e-6} if causal else {}             # logits of cells deviate by MIN_SD at least
         torch.testing.assert_close(out, uniform_attention(x, y, v, causal=causal, key_mask=keep), **close)
-
-
-@torch.no_grad()
-def test_sums_of_cells_are_those_of_the_far_keys():
-    u, v, cell = torch.rand(2, 6, 4), torch.randn(2, 6, 4, 3), torch.randint(5, (2, 6, 4))
-    rows = torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)
-    found = far_sums(one_hot(cell, 5, rows.dtype).mT @ rows)
-    for t in range(6):
-        far = torch.tensor([abs(s - t) > 1 for s in range(6)])
-        torch.testing.assert_close(found[:, t, :, -1].sum(-1), u[:, far].sum((1, 2)))
-        for k in range(5):
-            weight = u[:, far] * (cell[:, far] == k)
-            torch.testing.assert_close(found[:, t, k, :3], (weight.unsqueeze(-1) * v[:, far]).sum((1, 2)))
-
-
-def cells_of(y, keep=None, K=4):
-    metric = KeyMetric.of(torch.randn(1, 30, 4).double() + 0.2, y, None, keep)
-    y = y - metric.shift
-    choice = Choice.of(y, metric, 0, K, keep)
-    level = levels(y, metric, choice)
-    u = weights(y, metric, choice.pool, choice.cluster, level)
-    members = one_hot(choice.cluster, choice.centres.shape[1], y.dtype)
-    sums = (members.mT @ moments(y, u, metric, choice.cluster, choice.centres)).unsqueeze(1)
-    return y, metric, choice, sums, level
-
-
-@torch.no_grad()
-def test_a_mean_key_weighs_less_than_its_keys():
-    """Jensen's inequality, without the mass factor."""
-    y, metric, choice, sums, level = cells_of(torch.randn(1, 40, 4).double())
-    cells = sum_clusters(sums, metric, choice.centres, level, mass=False)
-    x = torch.randn(200, 4).double()
-    ours = x @ cells.mu[0, 0].T + cells.bias[0, 0] + sums[0, 0, :, -1].log()          # (200, K)
-    for k in range(4):
-        exact = (x @ y[0, choice.cluster[0] == k].T).logsumexp(-1)
-        assert (ours[:, k] <= exact + 1e-9).all() and (exact - ours[:, k]).max() > 0.01
-
-
-def test_a_cell_of_equal_keys_is_exact():
-    x, y, v, _ = tensors(B=1, L=24)
-    y = y.detach()[:, :, :4].repeat(1, 1, 6, 1).requires_grad_()
-    out = near_far_attention(x, y, v, Sizes(2, 0, 24))      # eight centres at a time may be of equal keys
-    same(out, softmax_attention(x, y, v), (x, v), rtol=1e-6, atol=1e-8)      # a mean key moves with all its keys alike
-    *_, metric, choice, sums, level = cells_of(y.detach()[:, 0], K=24)
-    assert sum_clusters(sums, metric, choice.centres, level).spread.max() < 1e-12
-
-
-@torch.no_grad()
-def test_a_shift_of_all_keys_changes_nothing():
-    x, y, v, _ = tensors(L=40)
-    out = near_far_attention(x, y, v, Sizes(3, 4, 5, True))
-    torch.testing.assert_close(near_far_attention(x, y + 7 * torch.randn(4).double(), v, Sizes(3, 4, 5, True)), out)
 
 
 @torch.no_grad()
@@ -150,36 +96,22 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)), shifted, rtol=1e-4, atol=1e-5)
 
 
-# ---- padding, the future, numbers ------------------------------------------------------------------------------------
+# ---- padding and the future
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("L", [8, 13])
-def test_padding_is_truncation(causal, L):
-    x, y, v, _ = tensors(L=20)
-    keep = (torch.arange(20) < L).expand(2, -1)
-    bad = [t.detach().masked_fill(~keep[:, None, :, None], torch.nan) for t in (y, v)]
-    queries = x.detach().masked_fill(~keep[:, None, :, None], 0.0)
-    call = lambda *t, **mask: near_far_attention(*t, Sizes(3, 2, 3, True, open=2), causal=causal, **mask)
-    out = call(queries, *bad, key_mask=keep)
-    torch.testing.assert_close(out[:, :, :L], call(*(t[:, :, :L] for t in (x, y, v))))
-    assert out.isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])     # float32: in C, where it is for that
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lead", [3, 5, 12])
-def test_rows_that_begin_with_padding_are_as_alone(causal, lead, dtype):
-    """On both sides: `lead` places of padding before the first token of row 0, one behind that of row 1."""
+@pytest.mark.parametrize("causal, lead, dtype", [(True, 3, torch.float64), (False, 5, torch.float64),
+                                                 (False, 12, torch.float64), (True, 12, torch.float32),
+                                                 (False, 3, torch.float32)])     # float32: in C, where it is for that
+def test_padding_is_truncation(causal, lead, dtype):
+    """On both sides: `lead` places of padding before the first token of row 0, seven behind those of row 1."""
     x, y, v, keep = tensors(L=24, H=4, dtype=dtype)
     keep[:] = True
-    keep[0, :lead], keep[1, -1] = False, False
+    keep[0, :lead], keep[1, 17:] = False, False
     bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
     call = lambda *t, **mask: near_far_attention(*t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask)
     out = call(*bad, key_mask=keep)
     close = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    rows = slice(lead, 24), slice(0, 23)
+    rows = slice(lead, 24), slice(0, 17)
     alone = [call(*(t[[i], :, at] for t in (x, y, v))) for i, at in enumerate(rows)]
     same(torch.cat([out[[i], :, at] for i, at in enumerate(rows)], 2), torch.cat(alone, 2), (x, y, v), **close)
     assert out.isfinite().all()
@@ -205,51 +137,12 @@ def test_no_key_gives_no_output_and_no_gradient():
         assert (out[1, :, :4] == 0).all() == causal
 
 
-def test_nothing_of_the_future():
-    x, y, v, _ = tensors(L=26)
-    sizes = Sizes(3, 2, 3, open=2)
-    call = lambda n: near_far_attention(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes, causal=True)
-    whole = call(26)
-    for n in (1, 3, 4, 11, 25):
-        torch.testing.assert_close(call(n), whole[:, :, :n])
-    for grad in torch.autograd.grad(whole[:, :, :11].sum(), (y, v)):
-        assert (grad[:, :, 11:] == 0).all() and (grad[:, :, :11] != 0).any()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("causal", [False, True])
-def test_more_of_anything_is_nearer(causal):
-    """On average over heads of queries and keys that are alike in places, as those of models are."""
-    g = torch.Generator().manual_seed(0)
-    base = torch.randn(1, 16, 6, 8, generator=g)[:, :, torch.arange(192) // 8 % 6]
-    x, y = (1.2 * (base + 0.7 * torch.randn(1, 16, 192, 8, generator=g)) for _ in range(2))
-    v = torch.randn(1, 16, 192, 8, generator=g) + base
-    exact = softmax_attention(x, y, v, causal=causal)
-
-    def error(**changes):
-        sizes = {"block": 8, "heavy": 4, "cells": 8, "first_order": False, "open": 4} | changes
-        layer = NearFar(16, 8, causal=causal, scaling=1.0, exact_until=0, **sizes).eval()
-        return float((layer(x, y, v) - exact).norm() / exact.norm())
-
-    least = error()
-    for more in ({"block": 32}, {"heavy": 64}, {"cells": 48}):
-        assert error(**more) < 0.9 * least, more
-    assert least < float((uniform_attention(x, y, v, causal=causal) - exact).norm() / exact.norm())
+# ---- numbers and memory
 
 
-@torch.no_grad()
-def test_values_to_first_order():
-    """Where keys of a cell differ little and values are linear in them, what is left is of second order."""
-    x, y, _, _ = tensors(B=1, L=120, d=4)
-    y = 0.1 * y.detach()
-    v = y @ torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    exact = softmax_attention(x, y, v)
-    error = lambda first: float((near_far_attention(x, y, v, Sizes(2, 0, 1, first)) - exact).norm())
-    assert error(True) < 0.3 * error(False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal, dtype", [(False, torch.float32), (True, torch.bfloat16)])
 def test_large_scores(causal, dtype):
     x, y, v, _ = tensors(L=40, d=8, dtype=torch.float32)
     x, y, v = ((t.detach() * s).to(dtype).requires_grad_() for t, s in ((x, 20.0), (y, 20.0), (v, 1.0)))
@@ -280,8 +173,94 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_no_matrix_of_pairs():
-    """2^15 tokens: the matrix would take 4 GB, and its gradient as much."""
-    x = torch.randn(1, 1, 2**15, 4).requires_grad_()
-    near_far_attention(x, x, x, Sizes(64, 4, 4)).square().mean().backward()
-    assert x.grad.isfinite().all()
+# ---- scales, copies and sizes, in both engines
+
+
+def drawn():
+    g = torch.Generator().manual_seed(0)
+    x, y, v = (torch.randn(1, 2, S, D, generator=g) for _ in range(3))
+    return 1.5 * x, y + 0.5, v
+
+
+def attend(x, y, v, sizes, causal=True):
+    return near_far_attention(x, y, v, sizes, causal=causal)
+
+
+def gradients(x, y, v, scale, call):
+    """Output and gradients where keys are times `scale` and queries over it, as those of scale 1."""
+    x, y, v = ((t * s).requires_grad_() for t, s in ((x, 1 / scale), (y, scale), (v, 1)))
+    out = call(x, y, v)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    dx, dy, dv = torch.autograd.grad((out * weight).sum(), (x, y, v))
+    return out.detach(), dx / scale, dy * scale, dv
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_times_a_number_and_queries_over_it(engine, causal):
+    """Powers of 2 change no rounding, so that nothing may change at all but for what squares lose."""
+    call = lambda *t: attend(*t, SMALL, causal)
+    expected = gradients(*drawn(), 1, call)
+    for scale in (2.0**-10, 2.0**10):
+        for ours, own in zip(gradients(*drawn(), scale, call), expected):
+            assert (ours - own).norm() < 1e-4 * own.norm(), scale
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
+    expected = gradients(*drawn(), 1, lambda *t: exact_attention(*t, causal=True))
+    for scale in (1e-3, 1.0, 1e3):
+        for ours, own in zip(gradients(*drawn(), scale, lambda *t: attend(*t, SMALL._replace(open=S))), expected):
+            assert (ours - own).norm() < 1e-4 * own.norm(), scale
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_with_few_different_keys_the_past_alone_decides(engine):
+    """20 different keys, each many times: 8-bit scores tie, and so do scores and distances."""
+    g = torch.Generator().manual_seed(0)
+    x, y, v = drawn()
+    y = torch.randn(1, 2, 20, D, generator=g)[:, :, torch.randint(20, (S,), generator=g)]
+    run = lambda n: attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], SMALL)
+    whole = run(S)
+    for n in (S // 2, S - 1):
+        assert (run(n) - whole[:, :, :n]).norm() < 1e-5 * whole.norm(), n
+    state = RecallState(SMALL, 2)
+    spans = [slice(0, 190), *(slice(i, i + 1) for i in range(190, S))]
+    parts = [state.step(x[:, :, at], y[:, :, at], v[:, :, at]) for at in spans]
+    assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
+
+
+@pytest.mark.parametrize("copies", [1, 8])
+def test_there_are_as_many_centres_as_different_vectors(copies):
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 100, D, generator=g)
+    z = z.repeat_interleave(copies, 1)[:, torch.randperm(100 * copies, generator=g)]
+    for cells, there in ((64, 64), (100, 100), (min(128, 100 * copies), 100)):
+        centres = centres_of(z, z.new_zeros(z.shape[:2]), cells)
+        for head in centres:
+            assert len(head[head.abs().amax(-1) < 1e6].unique(dim=0)) == there
+
+
+@needs_library
+@torch.no_grad()
+@pytest.mark.parametrize("name, size", [("cells", 2**60), ("heavy", 2**32), ("open", 10**7)])
+def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
+    x, y, v = drawn()
+    many, all_keys = (SMALL._replace(**{name: n}) for n in (size, S))
+    whole, state = attend(x, y, v, many), RecallState(many, 2)
+    assert (whole - attend(x, y, v, all_keys)).abs().max() < 1e-5
+    parts = [state.step(*(t[:, :, at] for t in (x, y, v))) for at in (slice(0, 200), slice(200, 201), slice(201, S))]
+    assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("length", [3, 20, S])
+@pytest.mark.parametrize("part, wrong", [(0, torch.nan), (1, -torch.inf)])
+def test_queries_and_keys_that_are_not_finite_are_named(engine, length, part, wrong):
+    inputs = [t[:, :, :length] for t in drawn()]
+    inputs[part][0, 0, length // 2, 0] = wrong
+    for until in (32, 0):
+        for causal in (True, False):
+            with pytest.raises(NotFinite, match="NaN, infinity"):
+                attend(*inputs, SMALL._replace(exact_until=until), causal)

@@ -1,20 +1,17 @@
 """Near-far attention as a layer: names, what it learns, swapped models."""
 
-import sys
-
 import pytest
 import torch
 from nearfar_cases import tensors
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from crt_exp import calibrate_attention, describe_attention, swap_attention
+from crt_exp import swap_attention
 from crt_exp.attention import exact_attention, softmax_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
-from crt_exp.nearfar.choice import Sizes
 from crt_exp.features.base import NotFinite
-from crt_exp.swap.call import attend
+from crt_exp.nearfar.choice import Sizes
+from crt_exp.nearfar.decoding import RecallState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,96 +54,6 @@ def test_long_rows_alone_are_to_first_order(monkeypatch):
     torch.testing.assert_close(out[[1]], layer(*(t[[1]] for t in (x, y, v))))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_an_empty_batch(causal):
-    layer = layer_of(causal)
-    q, k, v = (torch.zeros(0, heads, 9, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out = layer(q, k, v, torch.ones(0, 9, dtype=torch.bool))
-    out.sum().backward()
-    assert out.shape == q.shape and v.grad.shape == v.shape
-
-
-def test_vmap_and_export():
-    layer = layer_of(causal=False)
-    q, k, v = (torch.stack(parts) for parts in zip(*(tensors(H=4, seed=seed)[:3] for seed in range(3))))
-    keep = torch.ones(3, 2, 23, dtype=torch.bool)
-    keep[1, 0, :5] = False
-    expected = torch.stack([layer(*row) for row in zip(q, k, v, keep)])
-    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v, keep), expected)
-    plain = torch.stack([layer(*row) for row in zip(q, k, v)])
-    torch.testing.assert_close(torch.func.vmap(layer)(q, k, v), plain)
-    inputs = q[0].detach(), k[0].detach(), v[0].detach()
-    program = torch.export.export(layer, inputs, strict=False).module()
-    torch.testing.assert_close(program(*inputs), layer(*inputs))
-    with pytest.raises(ValueError, match="fixed length"):
-        open_length = {2: torch.export.Dim("length", min=2, max=99)}
-        torch.export.export(layer, inputs, dynamic_shapes=(open_length,) * 3, strict=False)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("causal", [False, True])
-def test_where_all_keys_are_seen_a_call_is_one_of_the_kernel(causal):
-    """Nothing else that takes time, of PyTorch or of Python, forward: the sum is how NaN is noticed."""
-    layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
-    layer.path = "here"
-    q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
-    with Operators() as seen:
-        out, _ = attend(layer, q, k, v, causal=causal)
-    assert [name.split(".")[1] for name in seen.names] == [
-        "_scaled_dot_product_flash_attention_for_cpu", "sum", "_local_scalar_dense"]
-    torch.testing.assert_close(out, exact_attention(q, k, v, causal=causal, scale=8**-0.5))
-    assert functions_called(lambda: attend(layer, q, k, v, causal=causal)) <= 16
-    for wrong in ((q[..., :7], k, v), (q, k[:, :2], v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
-        with pytest.raises(ValueError):
-            layer(*wrong)
-    with pytest.raises(NotFinite, match="NaN, infinity"):
-        layer(q.clone().fill_(torch.nan), k, v)
-
-
-class Operators(TorchDispatchMode):
-    """Which run within."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def functions_called(call):
-    """How many of Python."""
-    names = []
-    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return len(names)
-
-
-def test_names_and_sizes():
-    sizes = lambda **options: Mechanism.of("nearfar", **options).layer(2, 4).sizes
-    assert sizes() == Sizes(32, 16, 64, False, 96, 1536)
-    assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 1536)
-    assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 1536)
-    for wrong in ({"block": 0}, {"heavy": -1}, {"cells": 0}, {"preset": "best"}, {"open": 0}, {"open": 1.5},
-                  {"exact_until": -1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            sizes(**wrong)
-    with pytest.raises(ValueError, match="does not use m"):
-        Mechanism.of("nearfar", m=8)
-
-
-def test_what_is_refused():
-    x, y, v, _ = tensors()
-    with pytest.raises(ValueError, match="cross=True"):
-        near_far_attention(x[:, :, :5], y, v, Sizes())
-    with pytest.raises(ValueError, match="NaN, infinity"):
-        near_far_attention(x * torch.nan, y, v, Sizes())
-
-
 def test_across_a_query_depends_on_no_other_but_earlier_ones():
     layer = NearFar(2, 4, cross=True, heavy=2, cells=3, exact_until=0, fit_steps=1)
     q, k, v, keep = tensors(L=9, S=23)
@@ -159,14 +66,6 @@ def test_across_a_query_depends_on_no_other_but_earlier_ones():
     torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), after[:, :, 4:5])
 
 
-def bert(**options):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.BertModel(transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=40,
-        **options)).eval()
-
-
 def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
     layer, (x, y, v, _) = NearFar(2, 4, cross=True, fit_steps=1, exact_until=0), tensors(L=5, S=20)
     with torch.inference_mode():
@@ -177,67 +76,102 @@ def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
 
 
 @torch.no_grad()
-def test_swapped_encoders_are_described():
-    model, ids = bert(), torch.randint(40, (2, 50))
-    exact = model(ids).last_hidden_state
-    swap_attention(model, "nearfar", block=4, heavy=4, cells=8)
-    calibrate_attention(model, [ids])
-    rows = describe_attention(model)
-    assert rows["mechanism"].tolist() == ["nearfar"] * 2
-    assert (rows["error on calibration"] < rows["uniform's error"]).all()
-    assert (model(ids).last_hidden_state - exact).norm() < 0.1 * exact.norm()
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_of_the_kernel_refuses_what_others_do(causal):
+    layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
+    q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
+    torch.testing.assert_close(layer(q, k, v), exact_attention(q, k, v, causal=causal, scale=8**-0.5))
+    for wrong in ((q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
+        with pytest.raises(ValueError):
+            layer(*wrong)
+    with pytest.raises(NotFinite, match="NaN, infinity"):
+        layer(q.clone().fill_(torch.nan), k, v)
 
 
-@torch.no_grad()
-def test_swapped_decoders_generate_what_they_do_without_a_cache():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=40, max_position_embeddings=80, bos_token_id=0, eos_token_id=None, pad_token_id=None)).eval()
-    swap_attention(model, "nearfar", block=4, heavy=2, cells=4)
-    calibrate_attention(model, [torch.randint(40, (2, 60))])
-    ids, calls = torch.randint(40, (2, 13)), {"do_sample": False, "max_new_tokens": 14}
-    with_cache = model.generate(ids, **calls)
-    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **calls))
-    padded = torch.cat([torch.zeros(1, 6, dtype=torch.long), ids[:1, :7]], 1)             # beside a row without padding
-    mask = torch.tensor([[0] * 6 + [1] * 7, [1] * 13])
-    both = model.generate(torch.cat([padded, ids[1:]]), attention_mask=mask, **calls)[:, 13:]
-    for row, alone in enumerate((ids[:1, :7], ids[1:])):
-        assert torch.equal(both[[row]], model.generate(alone, **calls)[:, alone.shape[1]:])
+# ---- empty batches, transforms, graphs, names
 
 
-def test_the_study_of_approximation_takes_it(typed):
-    code, out, err = typed("task=approximation", "attention=nearfar", "attention.block=4", "attention.heavy=4",
-                           "attention.cells=8", "task.length=64", "task.samples=2", "task.depth=2", "task.heads=2",
-                           "task.d=8", "logger=none")
-    assert code == 0, err
-    assert "relative error of the output" in out and "of the last hidden states" in out
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_empty_batch(causal):
+    layer = layer_of(causal)
+    q, k, v = (torch.zeros(0, heads, 9, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out = layer(q, k, v, torch.ones(0, 9, dtype=torch.bool))
+    out.sum().backward()
+    assert out.shape == q.shape and v.grad.shape == v.shape
+    assert RecallState(layer.sizes, 2).step(q.detach(), k.detach(), v.detach()).shape == q.shape
 
 
-@pytest.mark.parametrize("options", [{"open": 5}, pytest.param({"open": 9, "exact_until": 24}, marks=pytest.mark.slow)],
-                         ids=str)
-def test_a_graph_for_any_length_ends_before_keys_are_opened(options, fresh_graphs):
+def test_vmap_and_derivatives():
+    layer = layer_of(causal=False)
+    q, k, v = (torch.stack(parts) for parts in zip(*(tensors(H=4, seed=seed)[:3] for seed in range(3))))
+    keep = torch.ones(3, 2, 23, dtype=torch.bool)
+    keep[1, 0, :5] = False
+    for given in ((q, k, v, keep), (q, k, v)):
+        torch.testing.assert_close(torch.func.vmap(layer)(*given), torch.stack([layer(*row) for row in zip(*given)]))
+    causal = layer_of()
+    with pytest.raises(ValueError, match="key_mask: not supported by causal near-far"):
+        torch.func.vmap(causal)(q, k, v, keep)
+    out, tangent = torch.func.jvp(lambda v: causal(q[0], k[0], v), (v[0],), (torch.ones_like(v[0]),))
+    torch.testing.assert_close(out, causal(q[0], k[0], v[0]))
+    torch.testing.assert_close(tangent, torch.ones_like(out))            # weights sum to 1
+
+
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_export_is_of_a_fixed_length(causal):
+    layer, inputs = layer_of(causal, block=4), [t.detach() for t in tensors(H=4, L=10)[:3]]
+    program = torch.export.export(layer, tuple(inputs), strict=False).module()
+    torch.testing.assert_close(program(*inputs), layer(*inputs))
+    if not causal:
+        open_length = {2: torch.export.Dim("length", min=2, max=99)}
+        with pytest.raises(ValueError, match="fixed length"):
+            torch.export.export(layer, tuple(inputs), dynamic_shapes=(open_length,) * 3, strict=False)
+
+
+def test_a_graph_for_any_length_ends_before_keys_are_opened():
     """It took minutes a length: blocks, renewals and parts were unrolled with a length that is left open."""
-    layer = layer_of(**options)
-    graphs = CompileCounter()
+    torch.compiler.reset()
+    layer, graphs = layer_of(), CompileCounter()
     compiled = torch.compile(layer, dynamic=True, backend=graphs)
-    for L in (30, 41, 57):
+    for L in (15, 22):
         x, y, v, _ = tensors(H=4, L=L)
         torch.testing.assert_close(compiled(x, y, v), layer(x, y, v))
     assert graphs.op_count < 100
-
-
-def test_one_graph_for_any_length_is_refused_where_keys_are_opened(fresh_graphs):
-    layer = layer_of()
-    x, y, v, _ = tensors(H=4, L=30)
-    compiled = torch.compile(layer, dynamic=True, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match="attention=nearfar: causal calls need compile.dynamic=False"):
-        compiled(x, y, v)
-
-
-@pytest.fixture
-def fresh_graphs():
     torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+
+
+def test_names_and_sizes():
+    sizes = lambda **options: Mechanism.of("nearfar", **options).layer(2, 4).sizes
+    assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 1536)
+    assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 1536)
+    with pytest.raises(ValueError, match="heavy"):
+        sizes(heavy=-1)
+    x, y, v, _ = tensors()
+    for given, said in (({"block": 0}, "block=0"), ({"heavy": -1}, "heavy=-1"), ({"open": 0}, "open=0")):
+        with pytest.raises(ValueError, match=said):
+            near_far_attention(x, y, v, Sizes()._replace(**given), causal=True)
+    with pytest.raises(ValueError, match="cross=True"):
+        near_far_attention(x[:, :, :5], y, v, Sizes())
+
+
+# ---- swapped models
+
+
+@torch.no_grad()
+def test_a_swapped_decoder_generates_as_without_a_cache():
+    """Rows of two lengths, padded on the left: greedy text, and that of each row alone."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=50, max_position_embeddings=512, pad_token_id=0, eos_token_id=None, bos_token_id=1)).double().eval()
+    for p in model.parameters():
+        p.normal_(std=0.4) if p.ndim > 1 else None
+    swap_attention(model, "nearfar", block=4, cells=6, heavy=2, open=8, exact_until=16)
+    ids = torch.randint(2, 50, (2, 110))
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    text = model.generate(**given)
+    assert torch.equal(text, model.generate(**given, use_cache=False))
+    alone = model.generate(input_ids=ids[:1, 37:], max_new_tokens=12, do_sample=False)
+    assert torch.equal(alone[0], text[0, 37:])
+    assert model.generate(**given, num_beams=3).shape == text.shape
