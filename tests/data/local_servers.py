@@ -1,13 +1,83 @@
-"""A server on this machine that answers like the Hugging Face hub, for the models and sets that lie in a folder."""
+"""Servers on this machine: one of files and archives, whole, truncated or late, and one like the Hugging Face hub."""
 
+import gzip
 import hashlib
+import io
 import json
 import re
+import tarfile
+import threading
+import time
+import zipfile
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def running(server: ThreadingHTTPServer):
+    """Answer in a thread until the end of the block."""
+    with server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `content` by path. cut: bytes of a body after which it hangs up, or falls silent for `silence` seconds."""
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), FileHandler)
+        self.content, self.asked, self.cut, self.status, self.silence = {}, [], None, 200, 0.0
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+
+class FileHandler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        server = self.server
+        server.asked.append(self.path)
+        body = server.content.get(self.path.lstrip("/"))
+        if server.status != 200 or body is None:
+            return self.send_error(server.status if body is not None else 404)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:server.cut])
+        self.wfile.flush()
+        time.sleep(server.silence)
+        return None
+
+    def log_message(self, *_):
+        pass
+
+
+def held(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def zipped(entries: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in entries.items():
+            archive.writestr(name, body)
+    return stream.getvalue()
+
+
+def tarred(entries: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, body in entries.items():
+            info = tarfile.TarInfo("./" + name)
+            info.size = len(body)
+            archive.addfile(info, io.BytesIO(body))
+    return gzip.compress(stream.getvalue(), mtime=0)  # the same bytes in every process that collects the tests
 
 
 class HubServer(ThreadingHTTPServer):
@@ -16,7 +86,7 @@ class HubServer(ThreadingHTTPServer):
     daemon_threads, block_on_close = True, False
 
     def __init__(self, root: Path):
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", 0), HubHandler)
         self.root, self.asked = root, []
 
     @property
@@ -24,7 +94,7 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
