@@ -4,6 +4,7 @@ import functools
 import gzip
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from crt_exp.data import DataError, arena, corpora
 from crt_exp.data.tabular import BLANKS, LAYOUTS, file_of, load, read_own
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks import uci
+from crt_exp.tasks.books import Books
+from crt_exp.tasks.mlm import MLM
 
 official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
                               reason="CRT_DATA is not set: the official files are needed")
@@ -127,10 +130,17 @@ def test_official_file(name):
     assert table.encode()[0].tolist() == first.get(name, table.encode()[0].tolist())
 
 
+def task_with(**options) -> SimpleNamespace:
+    return SimpleNamespace(**{"text": None, "validation_text": None, "test_text": None, "hub": {"name": None}} | options)
+
+
 @pytest.mark.parametrize("read, by", [
     (lambda folder: load("iris", folder), "task.dataset=iris, which is embedded"),
     (lambda folder: corpora.word_files("some.txt", folder), "task.corpus=some.txt"),
-    (lambda folder: arena.load("pathfinder", folder, {}, "small", None), "task.dataset=pathfinder")])
+    (lambda folder: arena.load("pathfinder", folder, {}, "small", None), "task.dataset=pathfinder"),
+    (lambda folder: Books.files(task_with(data_dir=folder, text="some.txt")), "task.text"),
+    (lambda folder: MLM.named_texts(task_with(data_dir=folder, text="some.txt")), "task.text"),
+    (lambda folder: MLM.named_texts(task_with(data_dir=folder, hub={"name": "some/set"})), "task.hub.name")])
 def test_a_folder_that_is_not_used_is_refused(read, by):
     with pytest.raises(DataError, match=f"task.data_dir=/some/folder: not used by {by}"):
         read("/some/folder")
