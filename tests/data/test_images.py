@@ -66,9 +66,8 @@ def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
     ({"val/class1": "val/other"}, "class1 is in only one of train/ and val/"),
     ({"train/class2/images": "images"}, "train/class2: no images"),
     *[({"train": train, "val": val}, "looks like a split; expected train/<class>/ and val/<class>/, or <class>/ only")
-      for train, val in (("training_set", "test_set"), ("Train", "TEST"), ("seg_train", "seg_test"), ("train", "test"),
-                         ("TrainingSet", "ValidationSet"), ("train2017", "val2017"), ("training", "dev"),
-                         ("train", "bus"), ("bus", "val"), ("cats/train", "cats/val"), ("all/train", "all/test"))]])
+      for train, val in (("training_set", "test_set"), ("seg_train", "seg_test"), ("TrainingSet", "Val2017"),
+                         ("bus", "val"), ("cats/train", "cats/val"))]])
 def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
     source, root = write_images(tmp_path / "source", inner="images"), tmp_path / "a"
     for old, new in moves.items():
@@ -80,7 +79,7 @@ def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
         images.load("mine", root)
 
 
-def test_a_missing_folder_says_what_to_get_and_where_to_put_it(tmp_path, monkeypatch):
+def test_a_missing_folder_is_named_with_its_source(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     with pytest.raises(DataError, match="CRT_DATA is not set.*crt_exp.data fetch images/imagenette2-320"):
         images.load("imagenette2-320")
@@ -89,7 +88,7 @@ def test_a_missing_folder_says_what_to_get_and_where_to_put_it(tmp_path, monkeyp
         images.load("mine")
 
 
-def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
+def test_ignored_files_are_counted_by_their_endings(tmp_path, caplog):
     folder = write_images(tmp_path / "a") / "train" / "class1"
     for name in ("x.heic", "y.HEIC", "z.npy", "boxes", ".hidden"):
         (folder / name).write_bytes(b"")
@@ -101,25 +100,23 @@ def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
 
 def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, caplog):
     """At any depth."""
-    alone, root = write_images(tmp_path / "a", inner="x"), write_images(tmp_path / "b", inner="x")
-    write_images(tmp_path / "c")
-    for name in (".ipynb_checkpoints", *SYSTEM):
-        for place in (root, root / "train", root / "val", root / "val/class0", root / "val/class0/x"):
-            shutil.copytree(tmp_path / "c/train/class1", place / name)
-            shutil.copy(tmp_path / "c/train/class1/0.png", place / f"._{name}.png")
-    expected, found = images.load("mine", alone), images.load("mine", root)
-    for split in expected:
-        assert found[split].classes == expected[split].classes and len(found[split]) == len(expected[split])
-    assert len(files_ending(root, IMAGES)) == len(files_ending(alone, IMAGES)) == 36
-    assert "left out" not in caplog.text
+    root = write_images(tmp_path / "b", inner="x")
+    for name in (".ipynb_checkpoints", *SYSTEM[:2]):
+        for place in (root, root / "train", root / "val/class0", root / "val/class0/x"):
+            (place / name).mkdir()
+            for file in (place / name / "0.png", place / f"._{name}.png"):
+                shutil.copy(root / "train/class1/x/0.png", file)
+    found = images.load("mine", root)
+    assert found["train"].classes == ("class0", "class1", "class2")
+    assert [len(found[split]) for split in ("train", "val")] == [24, 12]
+    assert len(files_ending(root, IMAGES)) == 36 and "ignored" not in caplog.text
 
 
 # ---- single images -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode, suffix, tolerance", [
-    ("L", "png", 0), ("1", "png", 255), ("P", "png", 0), ("LA", "png", 0), ("RGBA", "png", 0), ("I;16", "png", 0),
-    ("CMYK", "jpg", 8), ("L", "jpg", 8), ("RGB", "webp", 8), ("L", "gif", 0)])
+    ("1", "png", 255), ("P", "png", 0), ("LA", "png", 0), ("I;16", "png", 0), ("CMYK", "jpg", 8), ("RGB", "webp", 8)])
 def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     """Black and white is dithered."""
     grey, path = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1)), tmp_path / f"image.{suffix}"
@@ -131,19 +128,18 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
 
 
-TURNED = [lambda x: x, np.fliplr, lambda x: np.rot90(x, 2), np.flipud, lambda x: x.swapaxes(0, 1), np.rot90,
-          lambda x: np.rot90(x, 2).swapaxes(0, 1), lambda x: np.rot90(x, -1)]      # what is stored, by orientation - 1
+TURNED = {3: lambda x: np.rot90(x, 2), 5: lambda x: x.swapaxes(0, 1), 6: np.rot90, 8: lambda x: np.rot90(x, -1)}
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [3, 5, 6, 8])
 def test_an_image_is_turned_upright(orientation, tmp_path):
     """As phones write photographs: the pixels as the sensor lies, and an EXIF tag."""
     upright = np.asarray(picture(0, 0, 20))[:, :12].copy()
-    stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation - 1](upright))), Image.Exif()
+    stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation](upright))), Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored.save(tmp_path / "a.png", exif=exif)
-    assert np.array_equal(np.asarray(images.read_image(tmp_path / "a.png")), upright)
-    assert np.array_equal(np.asarray(images.read_image(((tmp_path / "a.png").read_bytes(), "name"))), upright)
+    for source in (tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")):
+        assert np.array_equal(np.asarray(images.read_image(source)), upright)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
@@ -195,22 +191,20 @@ def part(tmp_path):
     return images.load("mine", write_images(tmp_path / "folder"))["train"]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_starts(part):
     alone = batches(part, Plan(6, seed=3))
     assert len(alone) == 4 and not torch.equal(alone[0]["images"], alone[1]["images"])
-    for workers in (1, 3):
-        assert same(batches(part, Plan(6, seed=3), workers), alone)
+    assert same(batches(part, Plan(6, seed=3), 2), alone)
     assert not same(batches(part, Plan(6, seed=3, epoch=1)), alone)
-    assert same(batches(part, Plan(6, seed=3, start=2), workers=1), alone[2:])
+    assert same(batches(part, Plan(6, seed=3, start=2)), alone[2:])
     parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
     assert torch.equal(torch.cat([parts[0][1]["images"], parts[1][1]["images"]]), alone[1]["images"])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    batches(part, Plan(6), workers)
+    batches(part, Plan(12), workers)
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
 
@@ -219,7 +213,6 @@ def test_without_workers_nothing_is_augmented_beside_training(part):
     micro = Micro(part.read, noisy, together, Plan(6).rng)
     with pytest.raises(ConfigError, match="trainer.prefetch=0"):
         list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 0), 2))
-    assert len(list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 1), 2))) == 4
 
 
 def test_an_image_comes_as_often_as_asked_with_other_draws(part):
@@ -257,9 +250,10 @@ def three_files(request, tmp_path_factory):
     return {"name": request.param, "data_files": files}
 
 
-@pytest.mark.parametrize("buffer, repeats", [(0, 1), (5, 2)])
+@pytest.mark.parametrize("three_files, buffer, repeats", [("webdataset", 5, 2), ("parquet", 0, 1)],
+                         indirect=["three_files"])
 def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repeats, three_files):
-    micro, hub = Micro(images.read_image, noisy, together, Plan(4).rng), HUB | three_files | {"buffer": buffer}
+    hub = HUB | three_files | {"buffer": buffer}
     whole = Streamed(hub)
     feed = whole.training(Plan(4), repeats)
     alone, states = [], []
@@ -267,8 +261,7 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
         alone.append(next(feed))
         whole.trained(step)
         states.append(json.loads(json.dumps(whole.state_dict())))
-    assert same(first(micro, iter(alone), 2), first(micro, iter(alone), 0))
-    for step, state in enumerate(states, 1):
+    for step, state in [*enumerate(states, 1)][1::3]:
         assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
         other = Streamed(hub)
         other.load_state_dict(state)
