@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import io
-import os
 import re
 import subprocess
 import sys
@@ -11,16 +10,15 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from local_servers import HubServer, Server, held, running, tarred, zipped
+from local_servers import held, running_server, tarred, zipped
 
 from crt_exp.config import CONF
 from crt_exp.data import DataError, __main__ as command, corpora, sources
 from crt_exp.data.__main__ import MISSING, OK, SUBSET, WRONG, digest, fetch_source, inspect, main
-from crt_exp.data.sources import SOURCES, File, Source, is_on_hub, missing, select, text_folder
+from crt_exp.data.sources import SOURCES, File, Source, is_on_hub, text_folder
 
 ROWS = "".join(f"{i},{i * i},label{i % 3}\n" for i in range(5000)).encode()
 KNOWN = hashlib.sha256(ROWS).hexdigest()
-NOWHERE = "http://127.0.0.1:9"
 
 
 def refused(source: Source, root: Path) -> str:
@@ -38,7 +36,7 @@ def source_of(*files: File, name: str = "s") -> Source:
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("CRT_DATA", raising=False)
-    with running(Server()) as answering:
+    with running_server() as answering:
         yield answering
 
 
@@ -75,8 +73,8 @@ def test_bad_content_leaves_what_was_there(server, plain, body, problem, tmp_pat
 @pytest.mark.parametrize("how", ["404", "breaks off", "falls silent"])
 def test_servers_that_fail(server, plain, how, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "PATIENCE", 0.05)
-    server.status = 404 if how == "404" else 200
-    server.cut, server.silence = (None if how == "404" else 20_000), 0.2 * (how == "falls silent")
+    server.content = {} if how == "404" else server.content
+    server.cut, server.silence = 20_000, 0.2 * (how == "falls silent")
     message = refused(plain, tmp_path)
     assert plain.page in message and plain.files[0].url in message and not held(tmp_path)
 
@@ -173,13 +171,6 @@ def test_digest_of_rows_sees_the_fields_only(same, tmp_path):
     assert digest(tmp_path / "a", "rows") != digest(tmp_path / "b", "rows")
 
 
-@pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
-@pytest.mark.parametrize("name", ["uci/abalone", "ptb", "mnist"])
-def test_official_files_are_known(name):
-    for file in select(name)[0].files:
-        assert inspect(file, Path(os.environ["CRT_DATA"]) / file.path)[0] in (OK, MISSING)
-
-
 # ---- the command -----------------------------------------------------------------------------------------------------
 def test_list_shows_every_set(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
@@ -224,13 +215,6 @@ def test_importing_the_command_loads_no_heavy_library():
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
-def test_table_is_consistent():
-    for source in SOURCES.values():
-        assert source.page.startswith(("https://", "http://")) and (source.files or source.embedded)
-        assert all(file.path.startswith(source.name.split("/")[0] + "/") for file in source.files)
-    assert [source.name for source in select("protein")] == ["protein"]    # itself, and not what lies below
-
-
 def test_the_table_has_every_file_that_a_recipe_names():
     named = {path for file in (CONF / "experiment").glob("*.yaml")
              for path in re.findall(r"\$\{oc\.env:CRT_DATA,data\}/([\w./-]+)", file.read_text())}
@@ -239,64 +223,20 @@ def test_the_table_has_every_file_that_a_recipe_names():
     assert {"pg19/train", "lm1b/test", "protein/pfam/Pfam-A.regions.uniprot.tsv.gz"} <= named <= known
 
 
-def test_missing_names_what_the_user_needs(monkeypatch):
-    monkeypatch.delenv("CRT_DATA", raising=False)
-    message = str(missing("ptb", None))
-    assert "ptb.train.txt" in message and "fetch ptb --dir DIR" in message and "task.source=hub" in message
-    monkeypatch.setenv("CRT_DATA", "/data")
-    message = str(missing("mnist", Path("/data/mnist/t10k-images-idx3-ubyte.gz"), 2))
-    assert "t10k-images" in message and "fetch mnist --dir /data" in message and "task.data_dir=/data/mnist" in message
-
-
 # ---- files, then the hub ---------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_glue_needs_nothing_but_the_hub_and_later_nothing(tmp_path):
-    from datasets import ClassLabel, Dataset, Features, Value
-    from small_bert import write_model
-
-    write_model(tmp_path / "hub/google-bert/bert-base-uncased")
-    folder = tmp_path / "hub/datasets/nyu-mll/glue/cola"
-    folder.mkdir(parents=True)
-    (folder.parent / "README.md").write_text(
-        "---\nconfigs:\n- config_name: cola\n  data_files:\n" + "".join(
-            f"  - split: {split}\n    path: cola/{split}-*\n" for split in ("train", "validation", "test")) + "---\n")
-    rows = {"sentence": [f"the cat {i}" for i in range(40)], "label": [i % 2 for i in range(40)]}
-    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["unacceptable", "acceptable"])})
-    for split in ("train", "validation", "test"):
-        Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}-00000-of-00001.parquet")
-
-    def glue(endpoint: str, run: str) -> subprocess.CompletedProcess:
-        own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0",
-               "no_proxy": "127.0.0.1"}
-        env = {key: value for key, value in os.environ.items() if key != "CRT_DATA"} | own
-        options = ["task=glue", "task.dataset=cola", "attention=favorpp", "features.m=16", "task.max_length=40",
-                   "trainer.steps=1", "logger=none", f"hydra.run.dir={tmp_path / run}"]
-        return subprocess.run([sys.executable, "-m", "crt_exp", *options], env=env, cwd=tmp_path, capture_output=True,
-                              text=True)
-
-    with running(HubServer(tmp_path / "hub")) as hub:
-        run = glue(hub.url, "run")
-    assert run.returncode == 0 and "40 examples" in run.stdout, run.stderr
-    assert "glue/CoLA: nyu-mll/glue cola of the Hugging Face hub, 377 kB" in run.stderr
-    again = glue(NOWHERE, "again")                               # where nothing answers
-    assert again.returncode == 0 and again.stdout.split("[")[0] == run.stdout.split("[")[0], again.stderr
-
-
 @pytest.mark.parametrize("answers", [False, True])
-def test_the_network_is_asked_once(answers, tmp_path, monkeypatch):
+def test_the_network_is_asked_once(answers, server, monkeypatch):
     import datasets
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", server.url("") if answers else "http://127.0.0.1:9")
     sources.check_network.cache_clear()
-    with running(HubServer(tmp_path)) as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url if answers else NOWHERE)
-        sources.check_network()
-        sources.check_network()
+    sources.check_network()
+    sources.check_network()
     assert constants.HF_HUB_OFFLINE == datasets.config.HF_HUB_OFFLINE == (not answers)
-    assert hub.asked == ["/"] * answers
+    assert server.asked == ["/"] * answers
 
 
 def test_files_come_first(tmp_path):

@@ -1,6 +1,5 @@
 """Laws of the GLUE readers: the official layouts, refusals of other files, and batches."""
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +11,6 @@ from crt_exp.data.glue import TASKS, collate, encode, load
 from crt_exp.data.plan import Plan, bucketed
 from crt_exp.data.text import bert_tokenizer
 
-official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
-                              reason="CRT_DATA is not set: the official files are needed")
-
 # columns of train; MNLI's dev files have more labels
 HEADERS = {name: columns.split(",") for name, columns in (
     ("cola", "source,label,mark,sentence"), ("sst2", "sentence,label"),
@@ -24,7 +20,6 @@ HEADERS = {name: columns.split(",") for name, columns in (
     ("mnli", "index,promptID,pairID,genre,sentence1_parse,sentence2_parse,sentence1,sentence2,label1,gold_label"),
     ("qnli", "index,question,sentence,label"), ("rte", "index,sentence1,sentence2,label"),
     ("wnli", "index,sentence1,sentence2,label"))}
-COUNTS = {"cola": (8551, 1043), "mrpc": (3668, 408), "rte": (2490, 277), "stsb": (5749, 1500), "wnli": (635, 71)}
 PARTS = [(name, "train") for name in TASKS] + [("mnli", "dev_mm"), ("cola", "dev")]
 
 
@@ -86,7 +81,6 @@ def test_subsample_is_deterministic_and_nested(tmp_path):
     assert {*small.texts[0]} < {*large.texts[0]} < {*whole.texts[0]} and len(small.labels) == 50
     places = [whole.texts[0].index(text) for text in small.texts[0]]
     assert places == sorted(places) and small.labels == [whole.labels[i] for i in places]
-    assert whole.subsample(400) is whole and whole.subsample(None) is whole
     assert whole.subsample(4).texts[0] == [f'sentence" {i}' for i in (40, 186, 225, 310)]   # the same on every machine
     train, apart = whole.hold_out(50, 3)
     assert apart == small and {*train.texts[0]}.isdisjoint(apart.texts[0]) and len(train.labels) == 350
@@ -97,7 +91,7 @@ def test_a_missing_file_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     message = refusal("rte", "dev", source="files")
     assert "CRT_DATA" in message and "python -m crt_exp.data fetch glue/RTE" in message and "dev.tsv" in message
-    assert "task.source=hub" in message and str(tmp_path / "dev.tsv") in refusal("rte", "dev", tmp_path)
+    assert "task.source=hub" in message
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     assert str(tmp_path / "glue/MNLI/dev_mismatched.tsv") in refusal("mnli", "dev_mm", source="files")
 
@@ -120,11 +114,9 @@ def test_other_labels_are_refused(name, bad, tmp_path):
     assert f"{path}, line 5: label {bad!r}" in refusal(name, data_dir=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["cola", "rte"])
-def test_files_without_examples_or_columns(name, tmp_path):
-    for rows in ([], rows_of(name)[:1] if name == "rte" else [["a"]], [["other"] * 4, ["x"] * 4]):
-        path = write(tmp_path, name, rows=rows)
-        assert str(path) in refusal(name, data_dir=tmp_path)
+@pytest.mark.parametrize("rows", [[], rows_of("rte")[:1], [["other"] * 4, ["x"] * 4]])
+def test_files_without_examples_or_columns(rows, tmp_path):
+    assert str(write(tmp_path, "rte", rows=rows)) in refusal("rte", data_dir=tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------- hub
@@ -203,13 +195,3 @@ def test_bucketing_saves_padding():
     padded = [sum(10 * LENGTHS[rows].max() for rows in order)
               for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train"))]
     assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]
-
-
-# ---------------------------------------------------------------------------------------------- official files
-@official
-@pytest.mark.parametrize("name", COUNTS)
-def test_published_counts(name):
-    for split, count in zip(("train", "dev"), COUNTS[name]):
-        found = load(name, split)
-        assert len(found.labels) == count and all(found.texts[0])
-        assert not TASKS[name].names or {*found.labels} == {*range(TASKS[name].outputs)}

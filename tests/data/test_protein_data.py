@@ -1,8 +1,7 @@
-"""UniProt's FASTA files, their index, splits, rows and statistics; generated families with a known entropy."""
+"""Laws of protein data: FASTA files, their index, splits, rows and masks."""
 
 import gzip
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +10,6 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.data.plan import Plan
 from crt_exp.data.protein import LETTERS, Chains, Singles, entries, read_files
-
-PROTEINS = Path(os.environ.get("CRT_DATA", "none")) / "protein"
-OPTIONS = {"sequences": 300, "families": 3, "held_out": 1, "shortest": 8, "longest": 30, "nearest": 3, "farthest": 6,
-           "copied": 0.5, "seed": 0}
-
 
 def name(i):
     return f"A{i:05d}"
@@ -125,15 +119,6 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     assert all({*repeated[split]} == {*whole[split]} - {*repeated["ood"]} for split in whole)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (PROTEINS / "UP000000625_83333.fasta").is_file(), reason="needs the proteomes")
-def test_no_split_of_the_proteomes_shares_a_sequence():
-    index = protein.uniprot(str(PROTEINS), None)
-    rows = protein.split_rows(index, protein.held_out_by_file(index, None), 0.05, 0.05)
-    letters = [bytes(index[row]) for chosen in rows.values() for row in chosen]
-    assert len(letters) == len(set(letters)) == len(index) - 107 and {*letters} == {bytes(each) for each in index}
-
-
 def test_held_out_families(tmp_path, monkeypatch):
     """Pfam's table has a line for each region, and is read in parts."""
     monkeypatch.setattr(protein, "LINES", 3)
@@ -162,8 +147,6 @@ def test_held_out_files(tmp_path):
 
 
 def test_files_of_every_ending(tmp_path):
-    with pytest.raises(DataError, match="no FASTA file"):
-        protein.uniprot(str(tmp_path), None)
     taken = ["a.FASTA", "b.faa", "c.fas", "d.Fa.gz", "f.pep"]
     for file in (*taken, "g.fna", "i.fasta.bz2", "._a.fasta"):
         write(tmp_path / file, ["ACD"])
@@ -211,25 +194,3 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     shown = batch["tokens"][chosen]
     assert ((shown < len(LETTERS)) | (shown == protein.MASK)).all()
     assert abs((shown == protein.MASK).float().mean() - 0.8) < 0.05
-
-
-def test_statistics_and_frequencies(tmp_path):
-    index = index_of(tmp_path, 50)
-    found = protein.statistics(index.lengths)
-    assert found["sequences"] == 50 and found["length_max"] == index.lengths.max()
-    assert found["length_std"] == pytest.approx(index.lengths.std())
-    assert found["length_median"] == np.median(index.lengths)
-    shares = protein.frequencies(Singles(index, np.arange(50), 1000))
-    counts = np.bincount(index.tokens, minlength=25) + 1
-    assert shares.sum() == pytest.approx(1) and shares == pytest.approx(counts / counts.sum())
-
-
-# ---- generated families ----------------------------------------------------------------------------------------------
-
-
-def test_held_out_families_are_others():
-    made = protein.Families(OPTIONS)
-    index, again = made.sample(300, 0), made.sample(300, 0)
-    assert (index.files == 3).sum() == 30 and len(index) == 330
-    assert index.lengths.min() >= 8 and index.lengths.max() <= 30 and index.tokens.max() < 20
-    assert (again.tokens == index.tokens).all() and (again.digests == index.digests).all()
