@@ -1,6 +1,5 @@
-"""Laws of the GLUE readers: the official layouts, what is said of files that are not so, and the batches."""
+"""Laws of the GLUE readers: the official layouts, refusals of other files, and batches."""
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +11,6 @@ from crt_exp.data.glue import TASKS, collate, encode, load
 from crt_exp.data.plan import Plan, bucketed
 from crt_exp.data.text import bert_tokenizer
 
-official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
-                              reason="CRT_DATA is not set: the official files are needed")
-
 # columns of train; MNLI's dev files have more labels
 HEADERS = {name: columns.split(",") for name, columns in (
     ("cola", "source,label,mark,sentence"), ("sst2", "sentence,label"),
@@ -24,9 +20,7 @@ HEADERS = {name: columns.split(",") for name, columns in (
     ("mnli", "index,promptID,pairID,genre,sentence1_parse,sentence2_parse,sentence1,sentence2,label1,gold_label"),
     ("qnli", "index,question,sentence,label"), ("rte", "index,sentence1,sentence2,label"),
     ("wnli", "index,sentence1,sentence2,label"))}
-COUNTS = {"cola": (8551, 1043), "sst2": (67349, 872), "mrpc": (3668, 408), "rte": (2490, 277), "stsb": (5749, 1500),
-          "qnli": (None, 5463), "wnli": (635, 71)}
-PARTS = [(name, split) for name, task in TASKS.items() for split in task.splits]
+PARTS = [(name, "train") for name in TASKS] + [("mnli", "dev_mm"), ("cola", "dev")]
 
 
 def spelling(name, i):
@@ -70,9 +64,8 @@ def test_official_layout(name, split, tmp_path):
 def test_line_ends_blank_lines_and_byte_order_mark_do_not_matter(name, tmp_path):
     write(tmp_path, name)
     plain = load(name, data_dir=tmp_path)
-    for end, start in (("\r\n", b""), ("\n", b"\xef\xbb\xbf"), ("\n\n", b"")):
-        write(tmp_path, name, end=end, start=start)
-        assert load(name, data_dir=tmp_path) == plain
+    write(tmp_path, name, end="\r\n\n", start=b"\xef\xbb\xbf")
+    assert load(name, data_dir=tmp_path) == plain
 
 
 def test_broken_rows_that_are_published(tmp_path, caplog):
@@ -83,58 +76,47 @@ def test_broken_rows_that_are_published(tmp_path, caplog):
 def test_subsample_is_deterministic_and_nested(tmp_path):
     write(tmp_path, "sst2", rows=rows_of("sst2", n=400))
     whole = load("sst2", data_dir=tmp_path)
-    small, large, other = (whole.subsample(n, seed) for n, seed in ((50, 3), (90, 3), (50, 4)))
-    assert small == whole.subsample(50, 3) != other
+    small, large = (whole.subsample(n, 3) for n in (50, 90))
+    assert small == whole.subsample(50, 3) != whole.subsample(50, 4)
     assert {*small.texts[0]} < {*large.texts[0]} < {*whole.texts[0]} and len(small.labels) == 50
     places = [whole.texts[0].index(text) for text in small.texts[0]]
     assert places == sorted(places) and small.labels == [whole.labels[i] for i in places]
-    assert whole.subsample(400) is whole and whole.subsample(None) is whole
     assert whole.subsample(4).texts[0] == [f'sentence" {i}' for i in (40, 186, 225, 310)]   # the same on every machine
     train, apart = whole.hold_out(50, 3)
     assert apart == small and {*train.texts[0]}.isdisjoint(apart.texts[0]) and len(train.labels) == 350
 
 
 # --------------------------------------------------------------------------------------------------- bad input
-def test_missing_file(tmp_path, monkeypatch):
+def test_a_missing_file_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     message = refusal("rte", "dev", source="files")
     assert "CRT_DATA" in message and "python -m crt_exp.data fetch glue/RTE" in message and "dev.tsv" in message
-    assert "task.source=hub" in message and str(tmp_path / "dev.tsv") in refusal("rte", "dev", tmp_path)
+    assert "task.source=hub" in message
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     assert str(tmp_path / "glue/MNLI/dev_mismatched.tsv") in refusal("mnli", "dev_mm", source="files")
 
 
-@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("change", [lambda row: row[:-1], lambda row: [*row, "more"]])
-def test_malformed_row(name, change, tmp_path):
-    rows = rows_of(name)
+def test_rows_of_another_width_are_refused(change, tmp_path):
+    rows = rows_of("rte")
     rows[3] = change(rows[3])
-    path = write(tmp_path, name, rows=rows)
-    message = refusal(name, data_dir=tmp_path)
+    path = write(tmp_path, "rte", rows=rows)
+    message = refusal("rte", data_dir=tmp_path)
     assert f"{path}, line 4: expected" in message and "fetch glue/" in message
 
 
 @pytest.mark.parametrize(("name", "bad"), [
-    ("cola", "2"), ("mrpc", ""), ("rte", "1"), ("mnli", "-"), ("qnli", "Entailment"),
-    ("stsb", "5.1"), ("stsb", "-0.1"), ("stsb", "nan"), ("stsb", "high"), ("wnli", "01")])
-def test_label_out_of_range(name, bad, tmp_path):
+    ("cola", "2"), ("mnli", "-"), ("stsb", "5.1"), ("stsb", "-0.1"), ("stsb", "nan")])
+def test_other_labels_are_refused(name, bad, tmp_path):
     rows = rows_of(name)
     rows[4][HEADERS[name].index(TASKS[name].label)] = bad
     path = write(tmp_path, name, rows=rows)
     assert f"{path}, line 5: label {bad!r}" in refusal(name, data_dir=tmp_path)
 
 
-@pytest.mark.parametrize("name", ["cola", "rte"])
-def test_files_without_examples_or_columns(name, tmp_path):
-    for rows in ([], rows_of(name)[:1] if name == "rte" else [["a"]], [["other"] * 4, ["x"] * 4]):
-        path = write(tmp_path, name, rows=rows)
-        assert str(path) in refusal(name, data_dir=tmp_path)
-
-
-def test_not_text(tmp_path):
-    path = write(tmp_path, "rte")
-    path.write_bytes(path.read_bytes() + b"7\t\xff\t\t\n")
-    assert f"{path}, line 9: expected UTF-8 text" in refusal("rte", data_dir=tmp_path)
+@pytest.mark.parametrize("rows", [[], rows_of("rte")[:1], [["other"] * 4, ["x"] * 4]])
+def test_files_without_examples_or_columns(rows, tmp_path):
+    assert str(write(tmp_path, "rte", rows=rows)) in refusal("rte", data_dir=tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------- hub
@@ -149,7 +131,7 @@ def hub_set(name, labels, names=None):
     return datasets.Dataset.from_dict(rows | {"label": labels}, features=features)
 
 
-def test_hub(monkeypatch):
+def test_the_copy_on_the_hub(monkeypatch):
     asked = []
     sets = {("mnli", "validation_mismatched"): hub_set("mnli", [2, 0]),
             ("stsb", "validation"): hub_set("stsb", [2.5, 5.0]),
@@ -159,9 +141,7 @@ def test_hub(monkeypatch):
     assert mnli.texts == [["premise 0", "premise 1"], ["hypothesis 0", "hypothesis 1"]] and mnli.labels == [2, 0]
     assert load("stsb", "dev", source="hub").labels == [2.5, 5.0] and asked[0] == "nyu-mll/glue"
     assert "expected the classes" in refusal("rte", source="hub")
-
-
-def test_hub_without_network(monkeypatch):
+    monkeypatch.undo()
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     message = refusal("rte", source="hub")
     assert "network" in message and "python -m crt_exp.data fetch glue/RTE" in message and "CRT_DATA" in message
@@ -176,7 +156,7 @@ def tokenizer(tmp_path_factory):
     return bert_tokenizer(path)
 
 
-@pytest.mark.parametrize("name", ["cola", "qnli", "stsb"])
+@pytest.mark.parametrize("name", ["cola", "stsb"])
 def test_encoding_and_batches_equal_the_tokenizers_own(name, tokenizer, tmp_path):
     write(tmp_path, name, rows=rows_of(name, n=25))
     examples = load(name, data_dir=tmp_path)
@@ -215,21 +195,3 @@ def test_bucketing_saves_padding():
     padded = [sum(10 * LENGTHS[rows].max() for rows in order)
               for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train"))]
     assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]
-
-
-# ---------------------------------------------------------------------------------------------- official files
-@official
-@pytest.mark.parametrize("name", COUNTS)
-def test_published_counts(name):
-    for split, count in zip(("train", "dev"), COUNTS[name]):
-        if count is not None:
-            found = load(name, split)
-            assert len(found.labels) == count and all(found.texts[0])
-            assert not TASKS[name].names or {*found.labels} == {*range(TASKS[name].outputs)}
-    if name == "cola":
-        assert load(name).texts[0][0] == "Our friends won't buy this analysis, let alone the next one we propose."
-
-
-def test_a_folder_beside_the_hub_is_refused(tmp_path):
-    with pytest.raises(DataError, match="task.data_dir=.*: not used by task.source=hub"):
-        load("cola", "train", tmp_path, source="hub")

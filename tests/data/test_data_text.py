@@ -1,7 +1,5 @@
-"""Laws of text: tokenizers, vocabularies, blocks, masks, order and resuming."""
+"""Laws of text: tokenizers, blocks, masks, order, resuming; corpora of words and documents; prepared files; cache."""
 
-import hashlib
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,31 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from crt_exp.data import DataError, text, vocabularies
-from crt_exp.data.text import (
-    IGNORED,
-    HubText,
-    Masking,
-    bert_tokenizer,
-    check_vocabulary,
-    fingerprint,
-    generator_of,
-    lines_of,
-    local_blocks,
-    official_file,
-    running_blocks,
-    text_files,
-    uniforms,
-)
+from crt_exp.data import DataError, corpora, glue, text, vocabularies
+from crt_exp.data.corpora import Rows, TokenText, columns, word_corpus
+from crt_exp.data.files import cached
+from crt_exp.data.text import (IGNORED, HubText, Masking, bert_tokenizer, fingerprint, generator_of, lines_of,
+                               local_blocks, running_blocks, text_files, uniforms)
 from crt_exp.data.vocabularies import new_tokenizer
 from crt_exp.tasks.base import Plan
 
-official = pytest.mark.skipif(not os.environ.get("CRT_DATA"),
-                              reason="CRT_DATA is not set: the official files are needed")
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 WORDS = [*SPECIALS, *LETTERS, *(f"##{letter}" for letter in LETTERS), "-", ",", "."]
 SENTENCES = ["a b cde f", "gh i jklm", "n", "opq r s t", "uv w xyz"]
+WORD_ENDS = np.array([0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +34,16 @@ def tokenizer(vocabulary):
     return bert_tokenizer(vocabulary)
 
 
+@pytest.fixture(scope="module")
+def byte_pairs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "a.txt"
+    path.write_text("one two\n\nthree\n")
+    return new_tokenizer("byte_pairs", path, 300)
+
+
 def refused(call, *arguments, **options) -> str:
     with pytest.raises(DataError) as caught:
         call(*arguments, **options)
-    assert 1 <= len(str(caught.value).splitlines()) <= 3
     return str(caught.value)
 
 
@@ -61,25 +53,6 @@ def test_tokenizer_from_a_vocabulary(vocabulary, tokenizer):
     assert tokenizer("Abc d", "[UNK] é")["input_ids"] == [WORDS.index(word) for word in words]
     assert bert_tokenizer(vocabulary.parent).get_vocab() == {word: i for i, word in enumerate(WORDS)}
     assert bert_tokenizer(vocabulary, lowercase=False).tokenize("A a") == ["[UNK]", "a"]
-
-
-def test_vocabularies_that_are_none(tmp_path):
-    path = tmp_path / "vocab.txt"
-    assert str(path) in refused(bert_tokenizer, path)
-    for content in ("", "a\nb\n", "\n".join([*SPECIALS, "a", "a"])):
-        path.write_text(content)
-        assert "expected a BERT vocabulary" in refused(bert_tokenizer, path)
-    path.write_bytes(b"[PAD]\n\xff\n")
-    assert "line 2" in refused(bert_tokenizer, path)
-
-
-def test_tokenizer_and_model_must_agree(tokenizer):
-    size = len(WORDS)
-    check_vocabulary(tokenizer, size, pad_token_id=0)
-    check_vocabulary(tokenizer, size + 10)
-    message = refused(check_vocabulary, tokenizer, size - 1)
-    assert f"up to {size - 1} ('.')" in message and f"ends at {size - 2}" in message
-    assert "pads with id 0" in refused(check_vocabulary, tokenizer, size, pad_token_id=1)
 
 
 def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokenizer, tmp_path):
@@ -92,8 +65,8 @@ def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokeni
 
 
 @pytest.mark.parametrize("kind", ["byte_pairs", "sentencepiece"])
-def test_vocabularies_give_texts_back(kind, tmp_path, monkeypatch):
-    """Also blanks side by side, line ends, and letters that the text has not; made once."""
+def test_decoding_inverts_encoding(kind, tmp_path, monkeypatch):
+    """Also of adjacent blanks, line ends, and letters that the text lacks; the vocabulary is made once."""
     path = tmp_path / "a.txt"
     path.write_text("".join(f"{' '.join(SENTENCES[i % 5:])} the old tree {i % 7}\n" for i in range(200)))
     make = lambda size=310: new_tokenizer(kind, path, size, False, tmp_path / "cache")
@@ -144,17 +117,14 @@ def test_blocks_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
     assert len([*cache.iterdir()]) == 3
 
 
-def test_bad_text(tokenizer, tmp_path):
-    for path in (tmp_path / "none.txt", tmp_path):
-        assert f"{path}: expected a UTF-8 text file" in refused(local_blocks, path, tokenizer, 8)
+def test_bad_text_is_refused(tokenizer, tmp_path):
+    assert f"{tmp_path}: expected a UTF-8 text file" in refused(local_blocks, tmp_path, tokenizer, 8)
     file = tmp_path / "a.txt"
     file.write_text("a b\n")
     assert "2 tokens, fewer than a block" in refused(local_blocks, file, tokenizer, 8)
     assert "length=2" in refused(local_blocks, file, tokenizer, 2)
     file.write_bytes(b"a\nb \xff\n")
     assert f"{file}, line 2" in refused(local_blocks, file, tokenizer, 8)
-    file.write_text("")
-    assert "0 tokens" in refused(local_blocks, file, tokenizer, 8)
 
 
 def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
@@ -168,24 +138,8 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
     assert "task.hub.column=body: expected a column" in refused(HubText.load, "text", None, "train", "body", str(file))
     file.write_text("another")
     assert HubText.load("text", None, "train", "text", {"train": str(file)}).key != found.key
-
-
-def test_hub_without_network(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    message = refused(HubText.load, "someone/some-text", None, "train", "text")
-    assert "someone/some-text" in message and "network" in message
-
-
-def test_wordnet_is_the_same_plain_text_everywhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    (path,) = text_files("wordnet")
-    assert path == tmp_path / "cache/crt_exp/wordnet.txt" and path.read_bytes().isascii()
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == text.WORDNET_DIGEST
-    path.write_text("cut")
-    assert "remove this file" in refused(text_files, "wordnet")
-    (tmp_path / "wordnet").write_text("mine\n")
-    assert text_files("wordnet")[0].read_text() == "mine\n"
+    assert "network" in refused(HubText.load, "someone/some-text", None, "train", "text")
 
 
 # ----------------------------------------------------------------------------------------------------- masking
@@ -219,29 +173,22 @@ def test_masking_has_berts_shares(tokenizer):
     assert replaced.min() == 0 and replaced.max() == len(WORDS) - 1 and len(np.unique(replaced)) == len(WORDS) - 1
 
 
-def test_every_row_is_asked_something(tokenizer):
+def test_every_row_has_a_masked_token(tokenizer):
     labels = masked(Masking.of(tokenizer), np.array([[2, 7, 3]] * 300 + [[2, 1, 3]]))[1]
     assert (labels[:300, 1] == 7).all() and (labels[300] == IGNORED).all()
 
 
-def test_the_largest_draw_is_still_a_token(tokenizer):
-    for size in (len(WORDS), 30522):
-        masking = replace(Masking.of(tokenizer), special=np.zeros(size, bool))
-        assert masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist() == [[size - 1]]
+def test_the_largest_random_number_gives_a_token(tokenizer):
+    masking = replace(Masking.of(tokenizer), special=np.zeros(30522, bool))
+    assert masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist() == [[30521]]
 
 
-def test_uniforms_of_either_kind_of_generator():
-    for generators in (lambda: map(generator_of, range(4)), lambda: map(np.random.default_rng, range(4))):
-        found = uniforms(generators(), 500)
-        assert found.shape == (3, 4, 500) and 0 <= found.min() < found.max() < 1
-        assert (found == uniforms(generators(), 500)).all() and abs(found.mean() - 0.5) < 0.03
-        assert abs(np.corrcoef(found.reshape(12, 500)) - np.eye(12)).max() < 0.2
-
-
-def test_masking_refuses(tokenizer, vocabulary, tmp_path):
-    bare = bert_tokenizer(vocabulary)
-    bare.mask_token = bare.cls_token = None
-    assert "mask token" in refused(Masking.of, bare) and "[CLS]" in refused(local_blocks, vocabulary, bare, 7)
+@pytest.mark.parametrize("kind", [generator_of, np.random.default_rng])
+def test_uniforms_are_independent_by_row(kind):
+    found = uniforms(map(kind, range(4)), 500)
+    assert found.shape == (3, 4, 500) and 0 <= found.min() < found.max() < 1
+    assert (found == uniforms(map(kind, range(4)), 500)).all() and abs(found.mean() - 0.5) < 0.03
+    assert abs(np.corrcoef(found.reshape(12, 500)) - np.eye(12)).max() < 0.2
 
 
 # ----------------------------------------------------------------------------------------------------- batches
@@ -265,36 +212,164 @@ def original(batches: list[dict]) -> torch.Tensor:
                       for batch in batches])
 
 
-def test_an_epoch_shows_every_block_once_and_is_masked_anew(tokenizer, blocks):
-    first, second = (batches_of(tokenizer, blocks, batch=5, epoch=epoch) for epoch in range(2))
-    for epoch in first, second:
-        assert sorted(original(epoch).tolist()) == sorted(blocks.tolist())
-        assert all(tensor.dtype == torch.int64 for batch in epoch for tensor in batch.values())
-    assert equal(first, batches_of(tokenizer, blocks, batch=5)) and not equal(first, second)
-    labels = [dict(zip(map(tuple, original(epoch).tolist()), torch.cat([b["labels"] for b in epoch]).tolist()))
-              for epoch in (first, second)]
-    assert sum(labels[0][key] == labels[1][key] for key in labels[0]) < 25
-
-
 def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
     whole = batches_of(tokenizer, blocks)
     assert equal(whole[5:], batches_of(tokenizer, blocks, start=5))
+    assert not equal(whole, batches_of(tokenizer, blocks, epoch=1))
+    everything = batches_of(tokenizer, blocks, batch=5)
+    assert sorted(original(everything).tolist()) == sorted(blocks.tolist())
     for rank in range(2):
         part = batches_of(tokenizer, blocks, rank=rank, world=2)
         assert equal(part, [{key: value[3 * rank:3 * rank + 3] for key, value in batch.items()} for batch in whole])
     assert (original(batches_of(tokenizer, blocks, split="validation")).numpy() == blocks).all()
 
 
-# ---------------------------------------------------------------------------------------------- official files
-@official
-def test_wikitext2_with_berts_vocabulary(tmp_path):
-    path = Path(os.environ["CRT_DATA"]) / "checkpoints" / "bert-uncased-vocab"
-    if not path.is_dir():
-        pytest.skip(f"{path} is not there")
-    tokenizer = bert_tokenizer(path)
-    assert len(tokenizer) == 30522 and tokenizer("unaffable")["input_ids"] == [101, 14477, 20961, 3468, 102]
-    check_vocabulary(tokenizer, 30522, pad_token_id=0)
-    blocks = local_blocks(official_file("wikitext2", "test"), tokenizer, 128)
-    assert blocks.shape[1] == 128 and blocks.max() < 30522 and 0.8 * 245569 < blocks.size < 1.3 * 245569
-    text = tokenizer.decode(blocks[:50].ravel())
-    assert "@" not in text and "< unk" not in text and "[UNK]" in text
+# ------------------------------------------------------------------------------------------- corpora of words
+def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n") -> Path:
+    for split, lines in (("train", train), ("valid", valid), ("test", test)):
+        (folder / f"ptb.{split}.txt").write_text(lines)
+    return folder
+
+
+def test_words_of_official_files(tmp_path):
+    found = word_corpus("ptb", write_ptb(tmp_path))
+    assert found.words == ("<eos>", "a", "<unk>", "b", "c") and found.parts["train"].dtype == np.int32
+    assert [part.tolist() for part in found.parts.values()] == [[1, 3, 1, 0, 4, 2, 0], [1, 2, 0], [3, 0]]
+    assert found.counts.tolist() == [2, 2, 1, 1, 1] and found.eos == 0
+    message = refused(word_corpus, "wikitext2", tmp_path)
+    assert str(tmp_path / "wiki.train.tokens") in message and "python -m crt_exp.data fetch wikitext2" in message
+    assert "'z' and <unk> are not" in refused(word_corpus, "ptb", write_ptb(tmp_path, train="a b\n"))
+    assert "too few lines" in refused(word_corpus, "ptb", write_ptb(tmp_path, test=""))
+
+
+def test_rare_words_of_a_split_file_are_unknown(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("once a b\n" + "a b\n\n" * 18 + "a\n" + "b zebra\n")
+    found = word_corpus(str(path))
+    assert found.words == ("<eos>", "a", "b", "<unk>") and found.parts["train"].tolist()[:4] == [3, 1, 2, 0]
+    assert found.parts["validation"].tolist() == [1, 2, 0, 1, 2, 0] and found.parts["test"].tolist() == [1, 0, 2, 3, 0]
+
+
+@pytest.mark.parametrize("n, count, whole", [(11, 3, True), (11, 3, False), (12, 3, True), (2, 5, True)])
+def test_columns_hold_every_word_after_the_one_before_it(n, count, whole):
+    words = np.arange(1, n + 1)
+    tokens, labels = columns(words, count, eos=0, whole=whole).reshape(2, -1)
+    predicted = labels[labels != IGNORED]
+    assert predicted.tolist() == (words if whole else words[:n // count * count]).tolist()
+    assert tokens[labels != IGNORED].tolist() == [0, *predicted][:len(predicted)]
+
+
+# --------------------------------------------------------------------------------------------------- documents
+def test_every_token_of_a_row_is_predicted_from_the_one_before_it():
+    document = TokenText(np.arange(1, 12, dtype=np.int32), np.array([4, 11]), WORD_ENDS)
+    packed, apart = Rows.packed(document, 4, 0, whole=False), Rows.of_lines(document, 5, 0)
+    rows, lines = ([data[i] for i in range(len(data))] for data in (packed, apart))
+    assert [row.labels.tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [row.tokens.tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [row.labels.tolist() for row in lines] == [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [row.tokens.tolist() for row in lines] == [[0, 1, 2, 3], [0, 5, 6, 7, 8]]
+    whole = Rows.packed(document, 4, 0, whole=True)
+    assert apart.lengths.tolist() == [4, 5] and whole.lengths.tolist() == [4, 4, 3]
+    assert whole[2].labels.tolist() == [9, 10, 11] and whole.tokens_per_word([1, 2]) == 7 / 3
+
+
+def test_held_out_parts_of_a_document():
+    document = TokenText(np.arange(100, dtype=np.int32), np.array([30, 60, 80, 90, 100]), np.full(100, 0.5, np.float32))
+    found = document.held_out(0.1, apart=False)
+    assert [len(found[split].tokens) for split in ("train", "validation", "test")] == [80, 10, 10]
+    assert found["test"].tokens[0] == 90 and found["test"].words.sum() == 5
+    found = document.held_out(0.2, apart=True)
+    assert [found[split].ends.tolist() for split in found] == [[30, 60, 80], [10], [10]]
+    assert "no tokens of 100 left" in refused(document.held_out, 0.001, False)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
+    """Words count where they end, and a line end is one; the tokens are made once."""
+    path = tmp_path / "a.txt"
+    path.write_text("one two\n\nthree\n")
+    found = TokenText.read([path], byte_pairs, 7, apart, tmp_path / "cache")
+    assert found.words.sum() == 5 and found.tokens.dtype == np.uint16 and len(found.ends) == 1 + apart
+    parts = [byte_pairs.decode(part[:-1]) for part in np.split(found.tokens, found.ends)[:-1]]
+    assert parts == (["one two\n", "three\n"] if apart else ["one two\nthree\n"])
+    for part in (found.part(0, 4), found.part(4, len(found.tokens) - 1)):
+        words = byte_pairs.decode([token for token in part.tokens if token != 7])
+        assert part.words.sum() == len(words.split()) + words.count("\n"), words
+    monkeypatch.setattr(corpora, "token_lists", None)
+    again = TokenText.read([path], byte_pairs, 7, apart, tmp_path / "cache")
+    assert all(np.array_equal(getattr(again, name), getattr(found, name)) for name in ("tokens", "ends", "words"))
+    assert found.counts(300).tolist() == np.bincount(found.tokens, minlength=300).tolist()
+
+
+def test_ids_beyond_16_bits_and_empty_files(byte_pairs, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one two\n")
+    assert TokenText.read([path], byte_pairs, 70_000, False).tokens[-1] == 70_000
+    path.write_text("\n \n")
+    assert "a.txt: empty" in refused(TokenText.read, [path], byte_pairs, 7, False, tmp_path / "cache")
+    assert [*(tmp_path / "cache").iterdir()] == []
+
+
+# ----------------------------------------------------------------------- files of result pages, made on demand
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def test_parts_of_qnli_share_no_question(data):
+    """They are made of dev alone."""
+    option = f"task.data_dir={corpora.FOLDER}/qnli-2"
+    assert "glue/QNLI needs dev.tsv" in refused(corpora.prepare, [option])
+    lines = [f"{i}\tWho is {i % 5}?\tIt is {i}.\t{'not_' * (i % 2)}entailment\n" for i in range(13)]
+    (data / "glue/QNLI").mkdir(parents=True)
+    (data / "glue/QNLI/dev.tsv").write_text("index\tquestion\tsentence\tlabel\n" + "".join(lines))
+    corpora.prepare([option])
+    train, dev = (glue.load("qnli", split, corpora.FOLDER / "qnli-2") for split in ("train", "dev"))
+    assert {*dev.texts[0]} == {"Who is 0?", "Who is 2?", "Who is 4?"}
+    assert {*train.texts[0]}.isdisjoint(dev.texts[0])
+    assert sorted(train.texts[1] + dev.texts[1]) == sorted(glue.load("qnli", "dev").texts[1])
+
+
+def test_no_row_of_a_part_of_sst2_is_a_phrase_of_the_other_part(data):
+    words = [f"a{i} b{i} c{i} good film" for i in range(9)]
+    rows = [*words, *(line[:8] for line in words), "good film", "film", *(line[-11:] for line in words)]
+    (data / "glue/SST-2").mkdir(parents=True)
+    (data / "glue/SST-2/train.tsv").write_text(
+        "sentence\tlabel\n" + "".join(f"{line}\t{i % 2}\n" for i, line in enumerate(rows)))
+    folder = corpora.FOLDER / "sst2-9"
+    corpora.prepare([f"task.data_dir={folder}"])
+    train, dev = (glue.load("sst2", split, folder).texts[0] for split in ("train", "dev"))
+    assert 9 <= len(dev) <= 11 and len(train) == 27 - len(dev)
+    padded = [[f" {line} " for line in lines] for lines in (train, dev)]
+    assert not any(one in other or other in one for one in padded[0] for other in padded[1])
+
+
+# ------------------------------------------------------------------------------------------------------- cache
+def some_arrays():
+    return {"tokens": np.arange(5)}
+
+
+def test_a_stopped_process_leaves_no_half_written_array(tmp_path, monkeypatch):
+    save = np.save
+
+    def stop(*arguments):
+        save(*arguments)
+        assert not (tmp_path / "cache/key").exists()         # what kill -9 would leave
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(np, "save", stop)
+        cached(tmp_path / "cache", "key", some_arrays)
+    found = cached(tmp_path / "cache", "key", some_arrays)["tokens"]
+    assert found.tolist() == [*range(5)] and isinstance(found, np.memmap)
+
+
+def test_damage_and_folders_that_cannot_be_written_are_refused(tmp_path):
+    cached(tmp_path / "cache", "key", some_arrays)
+    file = tmp_path / "cache/key/tokens.npy"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "remove this folder" in refused(cached, tmp_path / "cache", "key", some_arrays)
+    (tmp_path / "file").write_text("")
+    assert "expected a writable folder, or null" in refused(cached, tmp_path / "file", "key", some_arrays)

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import ExifTags, Image
-from small_images import add, picture, write_images, write_shards
+from small_images import picture, write_images, write_shards
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
@@ -35,14 +35,6 @@ def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
     train = found["train"]
     assert train.classes == ("class0", "class1", "class2") and train.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
     assert np.array_equal(np.asarray(train.read(train.sources[9])), np.asarray(picture(1, 1)))
-
-
-def test_digits_need_no_file_and_are_split_once_and_for_all(monkeypatch):
-    monkeypatch.delenv("CRT_DATA", raising=False)
-    first, second = images.load("digits"), images.load("digits")
-    assert len(first["train"]) == 1437 and len(first["val"]) == 360
-    assert all(np.array_equal(first[split].sources, second[split].sources) for split in first)
-    assert first["train"].read(first["train"].sources[0]).size == (8, 8)
 
 
 def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
@@ -66,9 +58,8 @@ def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
     ({"val/class1": "val/other"}, "class1 is in only one of train/ and val/"),
     ({"train/class2/images": "images"}, "train/class2: no images"),
     *[({"train": train, "val": val}, "looks like a split; expected train/<class>/ and val/<class>/, or <class>/ only")
-      for train, val in (("training_set", "test_set"), ("Train", "TEST"), ("seg_train", "seg_test"), ("train", "test"),
-                         ("TrainingSet", "ValidationSet"), ("train2017", "val2017"), ("training", "dev"),
-                         ("train", "bus"), ("bus", "val"), ("cats/train", "cats/val"), ("all/train", "all/test"))]])
+      for train, val in (("training_set", "test_set"), ("seg_train", "seg_test"), ("TrainingSet", "Val2017"),
+                         ("bus", "val"), ("cats/train", "cats/val"))]])
 def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
     source, root = write_images(tmp_path / "source", inner="images"), tmp_path / "a"
     for old, new in moves.items():
@@ -80,46 +71,34 @@ def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
         images.load("mine", root)
 
 
-def test_a_missing_folder_says_what_to_get_and_where_to_put_it(tmp_path, monkeypatch):
+def test_a_missing_folder_is_named_with_its_source(monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     with pytest.raises(DataError, match="CRT_DATA is not set.*crt_exp.data fetch images/imagenette2-320"):
         images.load("imagenette2-320")
-    monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    with pytest.raises(DataError, match=f"{tmp_path}/images/mine is not there.*task.data_dir"):
-        images.load("mine")
-
-
-def test_what_is_left_out_is_counted_by_its_endings(tmp_path, caplog):
-    folder = write_images(tmp_path / "a") / "train" / "class1"
-    for name in ("x.heic", "y.HEIC", "z.npy", "boxes", ".hidden"):
-        (folder / name).write_bytes(b"")
-    (folder / "0.png").rename(folder / "0.PNG")
-    assert len(images.load("mine", tmp_path / "a")["train"]) == 24
-    assert f"{folder}: ignored files: 2 .heic, 1 .npy, 1 without one (expected" in caplog.text
-    assert "hidden" not in caplog.text and caplog.text.count("ignored files") == 1
 
 
 def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, caplog):
     """At any depth."""
-    alone, root = write_images(tmp_path / "a", inner="x"), write_images(tmp_path / "b", inner="x")
-    write_images(tmp_path / "c")
-    for name in (".ipynb_checkpoints", *SYSTEM):
-        for place in (root, root / "train", root / "val", root / "val/class0", root / "val/class0/x"):
-            shutil.copytree(tmp_path / "c/train/class1", place / name)
-            shutil.copy(tmp_path / "c/train/class1/0.png", place / f"._{name}.png")
-    expected, found = images.load("mine", alone), images.load("mine", root)
-    for split in expected:
-        assert found[split].classes == expected[split].classes and len(found[split]) == len(expected[split])
-    assert len(files_ending(root, IMAGES)) == len(files_ending(alone, IMAGES)) == 36
-    assert "left out" not in caplog.text
+    root = write_images(tmp_path / "b", inner="x")
+    for name in (".ipynb_checkpoints", *SYSTEM[:2]):
+        for place in (root, root / "train", root / "val/class0", root / "val/class0/x"):
+            (place / name).mkdir()
+            for file in (place / name / "0.png", place / f"._{name}.png"):
+                shutil.copy(root / "train/class1/x/0.png", file)
+    for name in ("x.heic", "y.HEIC", "boxes"):
+        (root / "train/class1" / name).write_bytes(b"")
+    found = images.load("mine", root)
+    assert found["train"].classes == ("class0", "class1", "class2")
+    assert [len(found[split]) for split in ("train", "val")] == [24, 12]
+    assert len(files_ending(root / "val", IMAGES)) == 12
+    assert caplog.text.count("ignored files: 2 .heic, 1 without one") == 1
 
 
 # ---- single images -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode, suffix, tolerance", [
-    ("L", "png", 0), ("1", "png", 255), ("P", "png", 0), ("LA", "png", 0), ("RGBA", "png", 0), ("I;16", "png", 0),
-    ("CMYK", "jpg", 8), ("L", "jpg", 8), ("RGB", "webp", 8), ("L", "gif", 0)])
+    ("1", "png", 255), ("P", "png", 0), ("LA", "png", 0), ("I;16", "png", 0), ("CMYK", "jpg", 8), ("RGB", "webp", 8)])
 def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     """Black and white is dithered."""
     grey, path = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1)), tmp_path / f"image.{suffix}"
@@ -131,26 +110,18 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
 
 
-TURNED = [lambda x: x, np.fliplr, lambda x: np.rot90(x, 2), np.flipud, lambda x: x.swapaxes(0, 1), np.rot90,
-          lambda x: np.rot90(x, 2).swapaxes(0, 1), lambda x: np.rot90(x, -1)]      # what is stored, by orientation - 1
+TURNED = {3: lambda x: np.rot90(x, 2), 5: lambda x: x.swapaxes(0, 1), 6: np.rot90, 8: lambda x: np.rot90(x, -1)}
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("orientation", [3, 5, 6, 8])
 def test_an_image_is_turned_upright(orientation, tmp_path):
     """As phones write photographs: the pixels as the sensor lies, and an EXIF tag."""
     upright = np.asarray(picture(0, 0, 20))[:, :12].copy()
-    stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation - 1](upright))), Image.Exif()
+    stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation](upright))), Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored.save(tmp_path / "a.png", exif=exif)
-    assert np.array_equal(np.asarray(images.read_image(tmp_path / "a.png")), upright)
-    assert np.array_equal(np.asarray(images.read_image(((tmp_path / "a.png").read_bytes(), "name"))), upright)
-
-
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_a_damaged_orientation_turns_nothing(tmp_path):
-    for exif in (b"Exif\0\0garbage", b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x04abcd\0\0\0\0"):
-        picture(0, 0).save(tmp_path / "a.png", exif=exif)
-        assert np.array_equal(np.asarray(images.read_image(tmp_path / "a.png")), np.asarray(picture(0, 0)))
+    for source in (tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")):
+        assert np.array_equal(np.asarray(images.read_image(source)), upright)
 
 
 def test_files_that_are_no_whole_image_are_named(tmp_path):
@@ -179,11 +150,8 @@ def together(pixels, labels, draws):
 
 
 def batches(part, plan, workers=0, repeats=1):
-    return first(Micro(part.read, noisy, together, plan.rng), listed_batches(part, "train", plan, repeats), workers)
-
-
-def first(micro, asked, workers=0, count=100):
-    return [batch for (batch, _), _ in zip(by_workers(micro, asked, workers), range(count))]
+    micro = Micro(part.read, noisy, together, plan.rng)
+    return [batch for batch, _ in by_workers(micro, listed_batches(part, "train", plan, repeats), workers)]
 
 
 def same(one, other):
@@ -195,22 +163,20 @@ def part(tmp_path):
     return images.load("mine", write_images(tmp_path / "folder"))["train"]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
 def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_starts(part):
     alone = batches(part, Plan(6, seed=3))
     assert len(alone) == 4 and not torch.equal(alone[0]["images"], alone[1]["images"])
-    for workers in (1, 3):
-        assert same(batches(part, Plan(6, seed=3), workers), alone)
+    assert same(batches(part, Plan(6, seed=3), 2), alone)
     assert not same(batches(part, Plan(6, seed=3, epoch=1)), alone)
-    assert same(batches(part, Plan(6, seed=3, start=2), workers=1), alone[2:])
+    assert same(batches(part, Plan(6, seed=3, start=2)), alone[2:])
     parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
     assert torch.equal(torch.cat([parts[0][1]["images"], parts[1][1]["images"]]), alone[1]["images"])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    batches(part, Plan(6), workers)
+    batches(part, Plan(12), workers)
     assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
 
@@ -219,7 +185,6 @@ def test_without_workers_nothing_is_augmented_beside_training(part):
     micro = Micro(part.read, noisy, together, Plan(6).rng)
     with pytest.raises(ConfigError, match="trainer.prefetch=0"):
         list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 0), 2))
-    assert len(list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 1), 2))) == 4
 
 
 def test_an_image_comes_as_often_as_asked_with_other_draws(part):
@@ -257,9 +222,10 @@ def three_files(request, tmp_path_factory):
     return {"name": request.param, "data_files": files}
 
 
-@pytest.mark.parametrize("buffer, repeats", [(0, 1), (5, 2)])
+@pytest.mark.parametrize("three_files, buffer, repeats", [("webdataset", 5, 2), ("parquet", 0, 1)],
+                         indirect=["three_files"])
 def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repeats, three_files):
-    micro, hub = Micro(images.read_image, noisy, together, Plan(4).rng), HUB | three_files | {"buffer": buffer}
+    hub = HUB | three_files | {"buffer": buffer}
     whole = Streamed(hub)
     feed = whole.training(Plan(4), repeats)
     alone, states = [], []
@@ -267,8 +233,7 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
         alone.append(next(feed))
         whole.trained(step)
         states.append(json.loads(json.dumps(whole.state_dict())))
-    assert same(first(micro, iter(alone), 2), first(micro, iter(alone), 0))
-    for step, state in enumerate(states, 1):
+    for step, state in [*enumerate(states, 1)][1::3]:
         assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
         other = Streamed(hub)
         other.load_state_dict(state)
@@ -300,10 +265,8 @@ def test_streamed_validation_is_read_in_order_by_all(shards):
 
 @pytest.mark.parametrize("options, words", [
     ({"classes": 2}, "cls is 2, expected 0 to 1; set task.hub.image, task.hub.label .*png"),
-    ({"classes": None}, "task.hub.classes"),
     ({"image": "jpg"}, "jpg is missing.*png"),
     ({"validation_images": 13}, "task.hub.validation_images=13: split validation has fewer"),
-    ({"name": "someone/no-such-images", "data_files": None}, "no-such-images: not readable from the Hugging Face hub"),
     ({"cut": 12000}, "webdataset: not readable"),
 ])
 def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
@@ -313,14 +276,3 @@ def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
         shards = shards | {"validation": str(tmp_path / "cut.tar")}
     with pytest.raises(DataError, match=words):
         list(Streamed(HUB | {"data_files": shards} | options).validation(Plan(12)))
-
-
-def test_an_example_without_an_image_is_named(tmp_path):
-    with tarfile.open(tmp_path / "odd.tar", "w") as tar:
-        for key in map(str, range(6)):
-            add(tar, f"{key}.png", b"image")
-            add(tar, f"{key}.cls", b"1")
-        add(tar, "z.cls", b"1")
-    files = dict.fromkeys(("train", "validation"), str(tmp_path / "odd.tar"))
-    with pytest.raises(DataError, match="webdataset, z: png is missing"):
-        list(Streamed(HUB | {"data_files": files, "validation_images": 7}).validation(Plan(4)))

@@ -1,13 +1,14 @@
-"""A server on this machine that sends files whole, cut or late, and archives to send."""
+"""A server on this machine that sends files whole, truncated or late, and archives to send."""
 
 import gzip
 import io
 import tarfile
+import threading
 import time
 import zipfile
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-
 
 class Server(ThreadingHTTPServer):
     """Serves `content` by path. cut: bytes of a body after which it hangs up, or falls silent for `silence` seconds."""
@@ -15,20 +16,20 @@ class Server(ThreadingHTTPServer):
     daemon_threads, block_on_close = True, False
 
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.content, self.asked, self.cut, self.status, self.silence = {}, [], None, 200, 0.0
+        super().__init__(("127.0.0.1", 0), FileHandler)
+        self.content, self.asked, self.cut, self.silence = {}, [], None, 0.0
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{name}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class FileHandler(BaseHTTPRequestHandler):
     def do_GET(self):
         server = self.server
         server.asked.append(self.path)
         body = server.content.get(self.path.lstrip("/"))
-        if server.status != 200 or body is None:
-            return self.send_error(server.status if body is not None else 404)
+        if body is None:
+            return self.send_error(404)
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -37,8 +38,18 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(server.silence)
         return None
 
+    do_HEAD = do_GET
+
     def log_message(self, *_):
         pass
+
+
+@contextmanager
+def running_server():
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def held(root: Path) -> dict[str, bytes]:
