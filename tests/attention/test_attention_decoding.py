@@ -8,8 +8,8 @@ from attention_cases import FEW, OTHER, Case, assert_same, set_chunks
 from covering import in_turn
 
 from crt_exp import Mechanism
-from crt_exp.attention import DecodingState, attention_reference
-from crt_exp.features import OPRF, SDERF, AngularHybrid, ClusteredHybrid, PoisRF, Sum, TrigRF
+from crt_exp.attention import DecodingState, attention, attention_reference
+from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, PoisRF, Sum, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 
@@ -51,22 +51,14 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
         assert state.length == 11
 
 
-@pytest.mark.parametrize("phi", [OPRF(), SDERF(antithetic=True)], ids=repr)
-def test_decoding_is_as_exact_as_its_vectors_whatever_the_noise(phi):
-    case = Case(phi)
-    case.noise = case.noise.to(torch.float32)
-    state = DecodingState(phi, case.noise, case.params)
-    state.take(case.y[:, :, :6], case.v[:, :, :6])
-    assert_same([steps(state, case, (6, 10, 11))], [case(causal=True).detach()[:, :, 6:]])
-
-
-@pytest.mark.parametrize("policy", ["none", "clamp", "abs"])
+@pytest.mark.parametrize("options", [{}, {"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}],
+                         ids=str)
 @pytest.mark.parametrize("phi", [TrigRF(), AngularHybrid(n=3), ClusteredHybrid(field="complex")], ids=repr)
-def test_steps_treat_denominators_as_the_whole_sequence_does(phi, policy):
+def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
     case = Case(phi, scale=2.0 if phi == TrigRF() else 0.6, m=3)
-    state = DecodingState(phi, case.noise, case.params, denominator=policy)
-    expected = case(causal=True, denominator=policy), case(attention_reference, causal=True, denominator=policy)
-    assert_same([steps(state, case, (0, 1, 2, 3, 8, 10, 11))] * 2, [t.detach() for t in expected], 1e-7)
+    state = DecodingState(phi, case.noise, case.params, **options)
+    expected = [case(function, causal=True, **options).detach() for function in (attention, attention_reference)]
+    assert_same([steps(state, case, (0, 1, 2, 3, 8, 10, 11))] * 2, expected, 1e-7)
 
 
 def test_a_copy_of_a_state_is_a_point_to_come_back_to():
@@ -124,15 +116,14 @@ def test_state_follows_a_beam():
 
 def states(name):
     """Two decoding states of the same layer after the same prompt of two sequences, grouped heads."""
-    torch.manual_seed(0)
     layer = Mechanism.of(name, m=8).layer(4, 8, kv_heads=2, causal=True)
+    prompt = torch.randn(2, 4, 5, 8), *torch.randn(2, 2, 2, 5, 8)
     if layer.learns:
         with layer.calibration(), torch.no_grad():
-            layer(torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8))
-    q, kv = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 2, 5, 8)
+            layer(*prompt)
     made = [layer.eval().past().state for _ in range(2)]
     for state in made:
-        state.step(q, *kv)
+        state.step(*prompt)
     return made
 
 
