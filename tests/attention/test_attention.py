@@ -507,7 +507,6 @@ BAD = {
     "expected L <= S": lambda: call(y=(2, 4, 5, 4), causal=True),
     "d=7, .* with d=4": lambda: call(noise=samplers.iid(5, 7)),
     r"parameter \(3, 1, 1\)": lambda: call(params=OPRF().fit(Statistics.of(*torch.zeros(2, 3, 2, 4)))),
-    "denominator='eps'": lambda: call(denominator="eps"),
     "bfloat16 or float32": lambda: call(x=torch.full((2, 4, 6, 4), 7e4).half()),
     "window attention needs L == S": lambda: Window(2, 4)(torch.zeros(2, 2, 8, 4), *torch.zeros(2, 2, 2, 5, 4)),
     "attention window does not use m": lambda: Mechanism.of("window", m=8),

@@ -425,7 +425,6 @@ BAD = {
     "kernel=softmax: expected bases": lambda: Hybrid(coefficients=["angular"], bases=["pos", PosRF("gaussian")]),
     "unknown key 'coefficients gaussian.m'": lambda: Hybrid(coefficients=["gaussian m=2"], bases=["pos", "trig"]),
     "M: singular": lambda: CERF(M=[[1, 2], [2, 4]]),
-    "complex entries": lambda: CERF(M=1j, field="real"),
 }
 
 
