@@ -24,7 +24,8 @@ class Case:
         g = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=g)
         Hkv = Hkv or H
-        self.learned, self.phi, self.noise = learned, phi, samplers.orthogonal(m, d, g, batch=(H,))
+        self.learned, self.phi = learned, phi
+        self.noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, d, g, batch=(H,)))
         self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
         self.params = phi.fit(Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1)))
         self.grad, self.mask = draw(B, H, L, dv), None
@@ -32,7 +33,7 @@ class Case:
             self.mask = torch.rand(B, S, generator=g) > 0.3
             self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)
 
-    def run(self, dtype=torch.float32, causal=False, x=None, y=None, v=None, grad=None):
+    def run(self, dtype=torch.float32, causal=False, x=None, y=None, v=None, grad=None, function=attention):
         """Outputs and gradients, with NaN in the padding; of a map that learns those to rows and parameters too."""
         x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
         x, y, v = (t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, y, v))
@@ -42,10 +43,10 @@ class Case:
                     t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
         noise, params, wanted = self.noise, self.params, [x, y, v]
         if self.learned:
-            noise = DenseNoise(noise.rows().to(dtype).requires_grad_(), True)
-            params = map_leaves(lambda t: t.clone().requires_grad_(), params)
-            wanted += [noise.rows(), *leaves(params)]
-        out = attention(x, y, v, self.phi, noise, params, causal=causal, key_mask=self.mask)
+            noise = map_leaves(lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(), True), noise)
+            params = map_leaves(lambda t: t.clone().requires_grad_(t.is_floating_point()), params)
+            wanted += [n.rows() for n in leaves(noise)] + [t for t in leaves(params) if t.requires_grad]
+        out = function(x, y, v, self.phi, noise, params, causal=causal, key_mask=self.mask)
         grad = (self.grad if grad is None else grad).to(dtype)
         return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
 

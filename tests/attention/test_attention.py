@@ -1,22 +1,32 @@
-"""Every engine equals the materialised reference, and obeys the laws of attention."""
+"""Every engine equals the materialised reference, obeys the laws of attention, and avoids the defects of known code."""
+
+import copy
+import warnings
 
 import pytest
 import torch
-from attention_cases import BLOCKED, CLOSED, FEW, OTHER, OUTLIER, SHAPES, Case, assert_same
+import torch.nn.functional as F
+from attention_cases import BLOCKED, FEW, OTHER, OUTLIER, SHAPES, Case, assert_same
 from covering import in_turn
 from maps import HYBRID, MAPS, independent
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import samplers
-from crt_exp.attention import DecodingState, DenominatorCount, attention, attention_reference, softmax_attention
-from crt_exp.attention.engines import chunks, closed_form
-from crt_exp.features import OPRF, SDERF, SMREG, AutoRF, GeomRF, HypRF, Mixture, PoisRF, PosRF, TrigRF
-from crt_exp.samplers.noise import leaves, map_leaves, match_float64, share_leaf
+from crt_exp.attention import (DecodingState, DenominatorCount, Generalized, Partial, Reformer, Window,
+                               attention, attention_reference, exact_attention, finish, identity_attention, merge,
+                               partial_attention, partials, reference, softmax_attention, softmax_partial)
+from crt_exp.attention.call import positive_form
+from crt_exp.attention.engines import closed_form
+from crt_exp.attention.engines.chunks import chunked_partial
+from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, Mixture, PoisRF, PosRF, Statistics, TrigRF
+from crt_exp.mechanism import Mechanism
+from crt_exp.samplers.noise import match_float64
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
+both_ways = pytest.mark.parametrize("is_causal", [False, True])
 
-
-EVERY = [*((m, "masked") for m in MAPS + HYBRID + OTHER),
-         *in_turn(FEW + OTHER, [shape for shape in SHAPES if shape != "masked"], each=2)]
+EVERY = [*((m, "masked") for m in MAPS + OTHER + [m for m in HYBRID if m.kernel == "softmax"]),
+         *in_turn(FEW + OTHER, [shape for shape in SHAPES if shape != "masked"])]
 
 
 @pytest.mark.parametrize("phi, shape", EVERY, ids=repr)
@@ -27,21 +37,15 @@ def test_equals_reference(phi, shape, small_chunks):
         assert_same(case.with_grads(causal=is_causal), case.with_grads(attention_reference, causal=is_causal))
 
 
-@pytest.mark.parametrize("phi", FEW, ids=repr)
-def test_scale_multiplies_queries_and_keys(phi, small_chunks):
-    case, root = Case(phi, masked=True), 0.3
+@pytest.mark.parametrize("options", [{"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str)
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), GeomRF(), Generalized(f="identity")], ids=repr)
+def test_treatments_of_denominators_equal_reference(phi, options, small_chunks, monkeypatch):
+    for module in (partials, reference):
+        monkeypatch.setattr(module, "CLAMP", 0.3)  # so that it acts
+    case = Case(phi, masked=True, scale=1.5)
     for is_causal in (False, True):
-        scaled = lambda x, y, v, *rest, **options: attention(root * x, root * y, v, *rest, **options)
-        assert_same(case.with_grads(causal=is_causal, scale=root), case.with_grads(scaled, causal=is_causal))
-        assert_same(case.with_grads(causal=is_causal, scale=root),
-                    case.with_grads(attention_reference, causal=is_causal, scale=root))
-
-
-@pytest.mark.parametrize("phi, is_causal", in_turn(MAPS + HYBRID, [False, True]), ids=repr)
-def test_gradcheck(phi, is_causal, small_chunks):
-    case = Case(phi, B=1, H=1, L=5, S=6, d=2, dv=1, m=3)
-    assert torch.autograd.gradcheck(lambda *t: case(x=t[0], y=t[1], v=t[2], causal=is_causal), (case.x, case.y, case.v),
-                                    fast_mode=True)
+        options = options | {"causal": is_causal}
+        assert_same(case.with_grads(**options), case.with_grads(attention_reference, **options), 1e-8)
 
 
 def test_reference_is_the_dense_formula():
@@ -54,31 +58,48 @@ def test_reference_is_the_dense_formula():
             weights = weights.tril() if is_causal else weights
             total = weights.sum(-1, keepdim=True)
             expected = torch.where(total == 0, 0.0, weights @ case.v / torch.where(total == 0, 1.0, total))
-            assert_same([case(attention_reference, causal=is_causal)], [expected])
+            assert_same([case(attention_reference, causal=is_causal),
+                         case(attention_reference, causal=is_causal, normalize=False)], [expected, weights @ case.v])
+
+
+@pytest.mark.parametrize("phi, is_causal", in_turn([*FEW, PosRF("gaussian"), *BLOCKED], [False, True]), ids=repr)
+def test_gradcheck(phi, is_causal, small_chunks):
+    case = Case(phi, B=1, H=1, L=5, S=6, d=2, dv=1, m=3)
+    assert torch.autograd.gradcheck(lambda *t: case(x=t[0], y=t[1], v=t[2], causal=is_causal), (case.x, case.y, case.v),
+                                    fast_mode=True)
+
+
+@both_ways
+def test_exact_is_softmax(is_causal):
+    for options in ({}, {"masked": True}, {"Hkv": 2, "L": 5}):
+        case = Case(OPRF(), **options)
+        run = lambda f, case=case: f(case.x, case.y, case.v, causal=is_causal, key_mask=case.mask)
+        expected = run(softmax_attention)
+        assert_same([run(exact_attention), run(softmax_partial).output], [expected, expected])
+
+
+@pytest.mark.parametrize("f", ["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"])
+def test_generalized_is_its_formula(f):
+    functions = {"relu": F.relu, "elu+1": lambda t: F.elu(t) + 1, "gelu": F.gelu, "identity": lambda t: t}
+    for projection in (True, False):
+        case = Case(Generalized(f=f, projection=projection), S=9, L=9)
+        case.noise = case.noise if projection else None
+        u, w = (t @ case.noise.rows().mT if projection else t for t in (case.x, case.y))
+        phi = lambda t: functions.get(f, getattr(torch, f, None))(t) / t.shape[-1] ** 0.5 + 1e-3
+        A = phi(u) @ phi(w).mT
+        assert_same([case(), case(normalize=False)], [A @ case.v / A.sum(-1, keepdim=True), A @ case.v], 1e-7)
+        assert not case.phi.positive or (A > 0).all()
 
 
 # ---- laws ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("phi", FEW + BLOCKED + OTHER, ids=repr)
-def test_causal_is_bidirectional_on_each_prefix(phi, small_chunks):
-    """In particular no cumulative sum runs over the wrong axis: a token that saw only itself
-    would return its own value."""
-    case = Case(phi)
-    whole = case(causal=True)
-    for n in range(1, 12):
-        prefix = case(x=case.x[:, :, n - 1:n], y=case.y[:, :, :n], v=case.v[:, :, :n])
-        assert_same([whole[:, :, n - 1]], [prefix[:, :, 0]])
-    assert (whole[:, :, 1:] - case.v[:, :, 1:]).abs().min() > 1e-6
 
 
 EARLY_LATE = [(1.0, OUTLIER), (12.0, 0.05)]  # large logs are of long keys (trigonometric) or short ones (positive)
 
 
 @pytest.mark.parametrize("phi, dtype, keys", in_turn(
-    [*FEW, *(pytest.param(phi, marks=pytest.mark.slow) for phi in (HYBRID[0], HYBRID[2]))],
-    [torch.float64, torch.float32], EARLY_LATE, each=2), ids=repr)
-def test_future_never_changes_the_past(phi, dtype, keys, small_chunks):
+    FEW + BLOCKED, [torch.float64, torch.float32], EARLY_LATE), ids=repr)
+def test_future_never_leaks(phi, dtype, keys, small_chunks):
     """Nor does a stabiliser that sees a later outlier: outputs and gradients of the first rows stay as they were."""
     early, late = keys
     case = Case(phi, dtype=dtype)
@@ -118,20 +139,24 @@ def test_padding_is_truncation(phi, is_causal, small_chunks):
         assert (t.masked_fill(case.mask[:, None, :, None], 0) == 0).all()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", FEW, ids=repr)
-def test_rows_without_keys_are_zero(phi, is_causal):
+@both_ways
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+def test_rows_without_keys_are_zero_and_have_no_log_sum(phi, is_causal):
     case = Case(phi)
     case.mask = torch.ones(2, 11, dtype=torch.bool)
     case.mask[1], case.mask[0, :3] = False, False
-    out, *grads = case.with_grads(causal=is_causal)
-    assert (out[1] == 0).all() and out[0, :, 3:].abs().min() > 0
-    assert (out[0, :, :3] == 0).all() == is_causal
-    assert all(g.isfinite().all() and (g[1] == 0).all() for g in grads)
+    exact = softmax_partial(case.x, case.y, case.v, causal=is_causal, key_mask=case.mask)
+    for rows in (case(partial_attention, causal=is_causal), exact):
+        out, logs = rows.output, rows.logsum
+        assert (out[1] == 0).all() and out[0, :, 3:].abs().min() > 0 and (out[0, :, :3] == 0).all() == is_causal
+        assert (logs[1] == -torch.inf).all() and logs[0, :, 3:].isfinite().all()
+        assert (logs[0, :, :3] == -torch.inf).all() == is_causal
+        grads = torch.autograd.grad(logs.exp().sum() + out.sum(), (case.x, case.y, case.v))
+        assert all(g.isfinite().all() and (g[1] == 0).all() for g in grads)
+    assert_same([case(causal=is_causal)], [case(partial_attention, causal=is_causal).output])
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", [OPRF(), HypRF(), TrigRF(), PoisRF()], ids=repr)
+@pytest.mark.parametrize("phi, is_causal", in_turn([OPRF(), TrigRF(), HypRF(), PoisRF()], [False, True]), ids=repr)
 def test_converges_to_softmax(phi, is_causal):
     """Error against exact softmax attention falls as m^(-1/2)."""
     errors = []
@@ -143,7 +168,7 @@ def test_converges_to_softmax(phi, is_causal):
     assert errors[1] < 0.05
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@both_ways
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
 def test_no_feature_matrix_is_kept(phi, is_causal, engine):
     """What is saved for the backward pass is the size of the inputs, plus one number a row and states."""
@@ -155,45 +180,75 @@ def test_no_feature_matrix_is_kept(phi, is_causal, engine):
     assert sum(kept) < 2 * 2048 * 128
 
 
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor with 128 columns that is computed."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.shape[-1:] == (128,):
+                self.found = max(self.found, t.numel())
+        return out
+
+
+@both_ways
+def test_defect_number_of_chunks_taken_for_their_size(is_causal):
+    """No tensor of features grows with the length of the sequence, and no chunk is as small as a part of it."""
+    sizes = []
+    for length in (2048, 8192):
+        case, largest = Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32), Largest()
+        form = positive_form(case.x, case.y, case.phi, case.noise, case.params, None, 1.0, torch.float32)[2]
+        with largest, torch.no_grad():
+            (closed_form.causal if is_causal else closed_form.bidirectional).forward(case.x, case.y, case.v, form)
+        sizes.append(largest.found)
+    assert sizes[0] == sizes[1] < 2**21
+
+
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
-@pytest.mark.parametrize("phi", [OPRF(), HypRF(), PoisRF(), TrigRF()], ids=repr)
-def test_dtypes(phi, dtype, tolerance, is_causal, small_chunks):
-    """The output has the dtype of the values; half precision rounds inputs and outputs, not sums."""
-    case = Case(phi, dtype=dtype, scale=0.3)
-    exact = Case(phi, scale=0.3)
+HALVES = [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
+
+
+def in_float64(case):
+    """The case with the same rounded vectors."""
+    exact = copy.copy(case)
     exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_()
                                              for t in (case.x, case.y, case.v, case.grad))
+    return exact
+
+
+@pytest.mark.parametrize("phi, rounding, is_causal", in_turn([OPRF(), HypRF(), PoisRF(), TrigRF()], HALVES,
+                                                             [False, True], each=2), ids=repr)
+def test_half_precision_rounds_inputs_and_outputs_alone(phi, rounding, is_causal, small_chunks):
+    """The output has the dtype of the values."""
+    dtype, tolerance = rounding
+    case = Case(phi, dtype=dtype, scale=0.3)
     ours = case.with_grads(causal=is_causal)
     assert all(t.dtype == dtype for t in ours)
-    assert_same(ours, exact.with_grads(attention_reference, causal=is_causal), tolerance)
+    assert_same(ours, in_float64(case).with_grads(attention_reference, causal=is_causal), tolerance)
 
 
-def test_autocast(engine):
-    case = Case(OPRF(), dtype=torch.float32)
-    for phi in (OPRF(), TrigRF()):
-        case.phi = phi
-        plain = case.with_grads()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = case()
-        ours = [out, *torch.autograd.grad((out * case.grad).sum(), (case.x, case.y, case.v))]
-        assert_same(ours, plain, 1e-6)
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+def test_autocast_changes_nothing(phi, engine):
+    case = Case(phi, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = case()
+    ours = [out, *torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)]
+    assert_same(ours, case.with_grads(), 1e-6)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("phi", [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF()], ids=repr)
-def test_scores_of_a_thousand(phi, dtype, tolerance, is_causal, small_chunks, engine):
-    """Finite, and equal to the float64 reference of the same rounded inputs, in outputs and gradients."""
+@pytest.mark.parametrize("phi, rounding, is_causal", in_turn(
+    [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF()], [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)],
+    [False, True]), ids=repr)
+def test_scores_of_a_thousand_are_exact(phi, rounding, is_causal, small_chunks, engine):
+    dtype, tolerance = rounding
     case = Case(phi, L=16, S=16, scale=13.0, dtype=dtype)
     assert (case.x @ case.y.mT).abs().max() > 1e3
-    exact = Case(phi, L=16, S=16, scale=13.0)
-    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_()
-                                             for t in (case.x, case.y, case.v, case.grad))
-    ours, expected = case.with_grads(causal=is_causal), exact.with_grads(attention_reference, causal=is_causal)
+    ours = case.with_grads(causal=is_causal)
+    expected = in_float64(case).with_grads(attention_reference, causal=is_causal)
     assert all(t.isfinite().all() for t in ours)
     if phi != TrigRF():  # float32 holds phases of thousands to 1e-4 only, and cancellation takes the rest
         assert_same(ours[:1], expected[:1], tolerance)
@@ -202,96 +257,268 @@ def test_scores_of_a_thousand(phi, dtype, tolerance, is_causal, small_chunks, en
             assert_same(ours[1:], expected[1:], 10 * tolerance)
 
 
-def test_underflow_sends_a_segment_through_pieces(monkeypatch, by_products):
-    """A late key so large that the terms of early rows underflow in its scale, in every engine."""
-    taken = []
-
-    def spy(kind, name, size):
-        real = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *args, **options: taken.append(size(*args)) or real(*args, **options))
-
-    spy(chunks.Chunked, "step", lambda work, x, *_: x.shape[2])
-    spy(closed_form.Segments, "piece", lambda tile, piece, *_: piece.stop - piece.start)
-    for phi, early, late in ((OPRF(A=-0.05), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER)):
-        taken.clear()
-        case = Case(phi, L=40, S=40, dtype=torch.float32)
-        with torch.no_grad():
-            case.y[:, :, :30] *= early
-            case.y[:, :, 30:] *= late
-        exact = Case(phi, L=40, S=40)
-        exact.y = case.y.detach().double().requires_grad_()
-        exact.x, exact.v, exact.grad = (t.detach().double().requires_grad_() for t in (case.x, case.v, case.grad))
-        ours, expected = case(causal=True), exact(attention_reference, causal=True)
-        assert_same([ours[:, :, :30]], [expected[:, :, :30]], 1e-3)
-        assert 1 <= min(taken) < 40
-
-
-DISCRETE = [m for m in MAPS if isinstance(m, (PoisRF, GeomRF))]  # they refuse approximate samplers
-
-
-@pytest.mark.parametrize("phi, sampler", [*in_turn(DISCRETE, [samplers.orthogonal]), *in_turn(
-    [m for m in MAPS + OTHER if m not in DISCRETE], [samplers.orthogonal, samplers.hadamard])],
+@pytest.mark.parametrize("phi, sampler", [*in_turn([PoisRF(), GeomRF()], [samplers.orthogonal]), *in_turn(
+    [m for m in FEW + OTHER if not isinstance(m, (GeomRF, Mixture))], [samplers.orthogonal, samplers.hadamard])],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_float64_throughout(phi, sampler, monkeypatch):
-    """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64,
-    wherever they are used."""
+    """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64."""
     monkeypatch.setattr(samplers.noise, "MATRIX_FREE_FROM", 1)
-    case, g = Case(phi, scale=0.4), torch.Generator().manual_seed(1)
-    coarse = independent(phi, lambda: sampler(16, 4, g, batch=(4,)))
-    fine = match_float64(coarse, torch.float64)
-    x, y, v = (t.detach() for t in (case.x, case.y, case.v))
-    exact = [attention_reference(x, y, v, phi, fine, case.params, causal=c) for c in (False, True)]
-    assert_same([attention(x, y, v, phi, coarse, case.params, causal=c) for c in (False, True)], exact, 1e-12)
-    assert_same([attention_reference(x, y, v, phi, coarse, case.params, causal=c) for c in (False, True)], exact, 1e-12)
+    case = Case(phi, scale=0.4)
+    coarse = independent(phi, lambda: sampler(16, 4, torch.Generator().manual_seed(1), batch=(4,)))
+    case.noise = match_float64(coarse, torch.float64)
+    exact = [case(attention_reference, causal=c).detach() for c in (False, True)]
+    case.noise = coarse
+    for function in (attention, attention_reference):
+        assert_same([case(function, causal=c) for c in (False, True)], exact, 1e-12)
     state = DecodingState(phi, coarse, case.params)
-    steps = [state.step(*(t[:, :, i:i + 1] for t in (x, y, v))) for i in range(11)]
-    assert_same([torch.cat(steps, 2)], exact[1:], 1e-12)
-    assert_same([phi.phi_k(y, coarse, case.params).exp()], [phi.phi_k(y, fine, case.params).exp()], 1e-12)
-    assert phi.phi_q(x.float(), fine, case.params).log_scale.dtype == torch.float32
+    state.take(case.y[:, :, :6], case.v[:, :, :6])
+    steps = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((6, 10), (10, 11))]
+    assert_same([torch.cat(steps, 2)], [exact[1][:, :, 6:]], 1e-12)
 
 
-# ---- graphs ----------------------------------------------------------------------------------------------------------
+# ---- partials --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("phi", [OPRF(), *(pytest.param(phi, marks=pytest.mark.slow) for phi in (TrigRF(), GeomRF()))],
-                         ids=repr)
-def test_compiles_without_graph_breaks(phi, is_causal):
-    case = Case(phi, dtype=torch.float32, masked=True)
-    count, expected_count = DenominatorCount(), DenominatorCount()
-    doubled = lambda x, y, v: 2 * case(x=x, y=y, v=v, causal=is_causal, counter=count)
-    function = torch.compile(doubled, backend="aot_eager", fullgraph=True)
-    out = function(case.x, case.y, case.v)
-    grads = torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)
-    expected = case.with_grads(causal=is_causal, counter=expected_count)
-    assert_same([out / 2, *(g / 2 for g in grads)], expected, 1e-4)
-    assert count.nonpositive == expected_count.nonpositive and count.total == expected_count.total
+def logsum_reference(x, y, v, phi, noise, params, causal=False, key_mask=None):
+    """log of the row sums of the kernel matrix written out, a row without keys left at 0."""
+    kernel = phi.phi_q(x.double(), noise, params).exp() @ phi.phi_k(y.double(), noise, params).exp().mT
+    kernel = kernel if key_mask is None else kernel * key_mask[:, None, None]
+    total = (kernel.tril(y.shape[2] - x.shape[2]) if causal else kernel).sum(-1, keepdim=True)
+    return torch.where(total == 0, 1.0, total).abs().log()
 
 
-def test_checkpointed_and_transposed_inputs():
-    """Activation checkpointing, inputs that are views, and gradients that are expanded scalars."""
-    from torch.utils.checkpoint import checkpoint
+def with_logsum(case, function, is_causal, weight):
+    """Outputs, log-sums (0 where there are none), and the gradients of a loss of both."""
+    if function is logsum_reference:
+        groups = case.heads // case.y.shape[1]
+        out = case(attention_reference, causal=is_causal)
+        logs = case(logsum_reference, y=case.y.repeat_interleave(groups, 1), causal=is_causal)
+    else:
+        rows = case(function, causal=is_causal)
+        out, logs = rows.output, rows.logsum
+    logs = torch.where(logs == -torch.inf, 0.0, logs)
+    loss = (out.double() * case.grad.double()).sum() + (logs.double() * weight).sum()
+    return [out, logs, *torch.autograd.grad(loss, (case.x, case.y, case.v))]
+
+
+@pytest.mark.parametrize("phi, is_causal, shape", in_turn([*FEW, OTHER[0]], [False, True],
+                                                          ["self", "masked", "grouped", "shared"]), ids=repr)
+def test_log_sums_and_their_gradients(phi, shape, is_causal, small_chunks):
+    case = Case(phi, **SHAPES[shape])
+    weight = torch.randn(case.x.shape[:3], dtype=torch.float64).unsqueeze(-1)
+    assert_same(*(with_logsum(case, f, is_causal, weight) for f in (partial_attention, logsum_reference)))
+
+
+@both_ways
+@pytest.mark.parametrize("phi", [OPRF(), Mixture()], ids=repr)
+def test_log_sums_in_single_precision(phi, is_causal, engine):
+    case = Case(phi, B=1, L=150, S=150, d=8, m=16, masked=True, dtype=torch.float32)
+    weight = torch.randn(1, 4, 150, 1, dtype=torch.float64)
+    assert_same(with_logsum(case, partial_attention, is_causal, weight),
+                with_logsum(in_float64(case), logsum_reference, is_causal, weight), 2e-5)
+
+
+def in_parts(case, at, is_causal, policy="none", near=False):
+    """Attention to keys [0, at) and to the rest, merged. near: the first part exactly, by softmax.
+
+    Causal: queries of the first part see their own keys alone, the others all of them and, causally, those of their
+    own part.
+    """
+    clamp = policy == "clamp"
+    keep = lambda span: None if case.mask is None else case.mask[:, span]
+
+    def gather(queries, keys, exact, causal):
+        x, y, v = case.x[:, :, queries], case.y[:, :, keys], case.v[:, :, keys]
+        if exact:
+            return softmax_partial(x, y, v, causal=causal, key_mask=keep(keys))
+        return partial_attention(x, y, v, case.phi, case.noise, case.params, causal=causal, key_mask=keep(keys),
+                                 modulus=clamp)
+
+    L, S = case.x.shape[2], case.y.shape[2]
+    first, rest = slice(0, at), slice(at, S)
+    if not is_causal:
+        return finish(merge(gather(slice(0, L), first, near, False), gather(slice(0, L), rest, False, False)), policy)
+    cut = max(0, at - (S - L))  # queries of the first part
+    late = slice(cut, L)
+    out = finish(merge(gather(late, first, near, False), gather(late, rest, False, True)), policy)
+    return out if not cut else torch.cat([finish(gather(slice(0, cut), first, near, True), policy), out], 2)
+
+
+@pytest.mark.parametrize("phi, is_causal, shape", in_turn(
+    [Mixture(), OPRF(antithetic=True), TrigRF(), GeomRF(), FEW[-1], OTHER[0]], [False, True],
+    ["self", "masked", "grouped"]), ids=repr)
+def test_parts_of_keys_merge_to_the_whole(phi, shape, is_causal, small_chunks):
+    """Cut at any place: outputs and gradients."""
+    case = Case(phi, **SHAPES[shape])
+    for policy in ("none", "clamp") if phi in (TrigRF(), GeomRF()) else ("none",):
+        whole = case.with_grads(causal=is_causal, denominator=policy)
+        for at in range(1, case.y.shape[2], 3):
+            out = in_parts(case, at, is_causal, policy)
+            assert_same([out, *torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)], whole, 1e-8)
+
+
+@both_ways
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+def test_features_join_an_exact_block(phi, is_causal, small_chunks):
+    """The near keys exactly, the far ones by features: the dense formula, and its gradients."""
+    case, at = Case(phi, masked=True), 4
+    out = in_parts(case, at, is_causal, near=True)
+    kernel = phi.phi_q(case.x, case.noise, case.params).exp() @ phi.phi_k(case.y, case.noise, case.params).exp().mT
+    weights = torch.cat([(case.x @ case.y.mT).exp()[..., :at], kernel[..., at:]], -1) * case.mask[:, None, None]
+    weights = weights.tril() if is_causal else weights
+    total = weights.sum(-1, keepdim=True)
+    expected = weights @ case.v / torch.where(total == 0, 1.0, total)
+    of = lambda t: [t, *torch.autograd.grad(t, (case.x, case.y, case.v), case.grad, retain_graph=True)]
+    assert_same(of(out), of(expected))
+
+
+def test_merge_is_the_sum():
+    g = torch.Generator().manual_seed(0)
+    lowest = torch.full((5, 1), -torch.inf)
+    a, b, c = (Partial(torch.randn(5, 3, generator=g), torch.rand(5, 1, generator=g), s) for s in
+               (lowest, 500 * torch.randn(5, 1, generator=g), 500 * torch.randn(5, 1, generator=g)))
+    a = Partial(torch.zeros(5, 3), torch.zeros(5, 1), a.log_scale)  # nothing gathered
+    for left, right in ((merge(a, b), b), (merge(b, a), b), (merge(a, a), a), (merge(b, c), merge(c, b)),
+                        (merge(merge(a, b), c), merge(a, merge(b, c))), (merge(None, b), b)):
+        for p, q in zip(left[:3], right[:3]):
+            torch.testing.assert_close(p, q)
+
+
+# ---- defects of known code, and denominators that are not positive ---------------------------------------------------
+
+
+def test_defect_mask_zeroes_only_values():
     case = Case(OPRF(), masked=True)
-    by_token = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-                for t in (case.x, case.y, case.v)]
+    wrong = attention(case.x, case.y, case.v * case.mask[:, None, :, None], case.phi, case.noise, case.params)
+    right = case(attention_reference)
+    assert_same([case()], [right])
+    assert (wrong - right).norm() > 0.2 * right.norm()  # the test has power
+
+
+@pytest.mark.parametrize("phi, early, late", [(OPRF(A=-0.1), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER),
+                                              (GeomRF(p=0.5), 1e-9, 1.0)])
+def test_defect_stabiliser_or_epsilon_sees_the_future(phi, early, late):
+    """An outlier at the end would underflow every earlier row,
+    and with an epsilon replace them by the mean of the values."""
+    case = Case(phi, L=20, S=20)
+    with torch.no_grad():
+        case.y[:, :, :-1] *= early
+        case.y[:, :, -1] *= late
+    whole = case(causal=True)[:, :, :-1]
+    cut = case(x=case.x[:, :, :-1], y=case.y[:, :, :-1], v=case.v[:, :, :-1], causal=True)
+    assert_same([whole], [cut], 1e-9)
+
+
+@both_ways
+def test_defect_epsilon_in_features(is_causal):
+    """Kernel values of e^-300 weigh as they should: long keys in the direction away from the query."""
+    case = Case(PosRF(), B=1, H=1, L=3, S=3, scale=0.2)
+    shift = torch.tensor([20.0, 0, 0, 0], dtype=torch.float64)
+    far = case(y=case.y + shift, x=case.x - shift, causal=is_causal)
+    assert_same([far], [case(attention_reference, y=case.y + shift, x=case.x - shift, causal=is_causal)])
+    assert (far - case.v.mean(2, keepdim=True)).abs().max() > 1e-2
+
+
+def test_defect_keys_reweighted_by_their_own_maxima():
+    """A constant added to every key's logs, or to those of one query, changes nothing; one added to one key's does."""
+    class Shifted(PosRF):
+        by_key, by_query = 0.0, 0.0
+
+        def bind(self, noise, params=()):
+            plain = super().bind(noise, params)
+            add = lambda f, c: f._replace(log_scale=f.log_scale + c)
+            return plain._replace(phi_q=lambda x: add(plain.phi_q(x), self.by_query),
+                                  phi_k=lambda y: add(plain.phi_k(y), self.by_key))
+
+    case = Case(Shifted())
+    run = lambda: [chunked_partial(case.x, case.y, case.v, case.phi, case.noise, case.params, is_causal, None,
+                                   False).output for is_causal in (False, True)]
+    before = run()
+    Shifted.by_key, Shifted.by_query = 300.0, torch.linspace(-500, 500, 11)[:, None]
+    assert_same(run(), before)
+    Shifted.by_key = torch.linspace(0, 1, 11)[:, None]
+    assert (run()[0] - before[0]).abs().max() > 1e-2
+
+
+def test_defect_scaled_twice():
+    """x = d^(-1/4) q gives softmax(q k^T / sqrt d): the usual scale of torch."""
+    case = Case(OPRF(), d=16, dv=8)
+    x, y = case.x * 16**-0.25, case.y * 16**-0.25
+    usual = F.scaled_dot_product_attention(case.x, case.y, case.v)
+    assert_same([exact_attention(x, y, case.v), softmax_attention(x, y, case.v)], [usual, usual])
+
+
+def test_defect_statistics_over_padding():
+    case = Case(OPRF(), masked=True)
+    padded = case.y.detach().masked_fill(~case.mask[:, None, :, None], 1e4)
+    mask = case.mask[:, None].expand(-1, 4, -1)
+    A = [OPRF().fit(Statistics.of(case.x, y, y_mask=mask)).A for y in (case.y, padded)]
+    assert torch.equal(*A)
+
+
+def test_denominators_are_counted_and_guarded():
+    case = Case(TrigRF(), B=8, L=32, S=32, scale=2.5, m=4)
+    kernel = TrigRF().phi_q(case.x, case.noise).exp() @ TrigRF().phi_k(case.y, case.noise).exp().mT
     for is_causal in (False, True):
-        plain = torch.autograd.grad(case(causal=is_causal).sum(), (case.x, case.y, case.v))
-        run = lambda x, y, v, c=is_causal: case(x=x, y=y, v=v, causal=c)
-        views = torch.autograd.grad(checkpoint(run, *by_token, use_reentrant=False).sum(), by_token)
-        assert_same(views, plain)
+        sums = (kernel.tril() if is_causal else kernel).sum(-1, keepdim=True)
+        numerator = (kernel.tril() if is_causal else kernel) @ case.v
+        count = DenominatorCount()
+        out = case(causal=is_causal, counter=count)
+        assert count.nonpositive == (sums <= 0).sum() > 0 and count.total == sums.numel()
+        assert_same([out, case(causal=is_causal, denominator="abs")], [numerator / sums, numerator / sums.abs()], 1e-5)
+    count.reset()
+    assert count.fraction == 0
 
 
-def test_every_closed_form_map_is_covered():
-    assert {type(m) for m in CLOSED} == {PosRF, HypRF, SMREG, OPRF, SDERF, AutoRF, Mixture}
+def test_clamp_bounds_the_output():
+    """A denominator that cancels to nothing is kept at CLAMP of its terms' absolute values."""
+    p = Partial(torch.ones(3, 1), torch.tensor([[1.0], [0.0], [-1e-9]]), torch.zeros(3, 1), modulus=torch.ones(3, 1))
+    assert finish(p, "clamp").tolist() == [[1.0], *([pytest.approx(s / partials.CLAMP)] for s in (1, -1))]
 
 
-def test_nested_tuples_keep_their_form_and_what_is_shared():
-    A, n, m = torch.ones(1), samplers.iid(2, 3), samplers.iid(2, 3)
-    tree = (OPRF(A=-0.1).fit(None)._replace(A=A), (), (None, (n, m)), n)
-    assert [id(t) for t in leaves(tree)] == [id(t) for t in (A, n, m, n)]
-    doubled = map_leaves(lambda t: t.to(torch.float64), tree)
-    assert type(doubled[0]) is type(tree[0]) and doubled[1] == () and doubled[2][0] is None
-    assert doubled[2][1][0] is doubled[3] and doubled[2][1][1] is not doubled[3] and doubled[3].dtype == torch.float64
-    assert map_leaves(lambda t: 1, tree, empty=2) == ((1,), (), (2, (1, 1)), 1)
-    assert share_leaf(tree[2], tree[3]) and not share_leaf(tree[0], tree[2])
+@pytest.mark.filterwarnings("default:.*denominators are not positive:RuntimeWarning")
+def test_nonpositive_denominators_are_not_silent():
+    case = Case(TrigRF(), B=8, L=32, S=32, scale=2.5, m=4)
+    with pytest.warns(RuntimeWarning, match="of 1024 denominators <= 0"):
+        case()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        case(counter=DenominatorCount()), Case(OPRF())()
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def call(x=(2, 4, 6, 4), y=None, v=None, noise=None, params=None, phi=None, **options):
+    y = x if y is None else y
+    v = y if v is None else v
+    phi = phi or OPRF(A=-0.1)
+    noise = noise if noise is not None else samplers.iid(5, 4)
+    return attention(*(torch.zeros(*s) if isinstance(s, tuple) else s for s in (x, y, v)), phi, noise,
+                     phi.fit(None) if params is None else params, **options)
+
+
+BAD = {
+    "pairwise masks": lambda: call(key_mask=torch.ones(2, 1, 6, 6) > 0),
+    r"x \(4, 6, 4\)": lambda: call(x=(4, 6, 4)),
+    "torch.int64: expected floating-point": lambda: call(x=torch.zeros(2, 4, 6, 4, dtype=torch.long), y=(2, 4, 6, 4)),
+    "x is on cpu, v is on meta": lambda: call(v=torch.zeros(2, 4, 6, 4, device="meta")),
+    "kv_heads=3: expected a divisor of heads=4": lambda: call(y=(2, 3, 6, 4)),
+    "expected L <= S": lambda: call(y=(2, 4, 5, 4), causal=True),
+    "d=7, .* with d=4": lambda: call(noise=samplers.iid(5, 7)),
+    r"parameter \(3, 1, 1\)": lambda: call(params=OPRF().fit(Statistics.of(*torch.zeros(2, 3, 2, 4)))),
+    "bfloat16 or float32": lambda: call(x=torch.full((2, 4, 6, 4), 7e4).half()),
+    "window attention needs L == S": lambda: Window(2, 4)(torch.zeros(2, 2, 8, 4), *torch.zeros(2, 2, 2, 5, 4)),
+    "attention window does not use m": lambda: Mechanism.of("window", m=8),
+    "buckets=5: expected 1 or an even": lambda: Reformer(2, 4, buckets=5),
+    "use_cache=False": lambda: Reformer(2, 4)(torch.zeros(2, 2, 5, 4), *torch.zeros(2, 2, 2, 8, 4)),
+    "needs L == S": lambda: identity_attention(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 1, 4, 3)),
+    "needs equal numbers": lambda: DecodingState(PosRF(), samplers.iid(5, 4)).step(
+        torch.zeros(1, 1, 1, 4), *torch.zeros(2, 1, 1, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input(message):
+    with pytest.raises(ValueError, match=message.strip(" ?")):
+        BAD[message]()

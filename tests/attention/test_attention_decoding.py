@@ -4,17 +4,24 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import CLOSED, FEW, OTHER, Case, assert_same, set_chunks
-from maps import MAPS
+from attention_cases import FEW, OTHER, Case, assert_same, set_chunks
+from covering import in_turn
 
-from crt_exp.attention import DecodingState, attention_reference
-from crt_exp.features import OPRF, Sum, TrigRF
+from crt_exp import Mechanism
+from crt_exp.attention import DecodingState, attention, attention_reference
+from crt_exp.features import OPRF, AngularHybrid, ClusteredHybrid, PoisRF, Sum, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 
 
-@pytest.mark.parametrize("size", [1, 4, 5, 64])
-@pytest.mark.parametrize("phi", FEW, ids=repr)
+def steps(state, case, cuts, masked=False):
+    """Outputs of the tokens between the cuts, one step from each to the next."""
+    parts = ([t[:, :, a:b] for t in (case.x, case.y, case.v)] + ([case.mask[:, a:b]] if masked else [])
+             for a, b in itertools.pairwise(cuts))
+    return torch.cat([state.step(*part) for part in parts], 2)
+
+
+@pytest.mark.parametrize("phi, size", in_turn(FEW, [1, 4, 5, 64]), ids=repr)
 def test_recurrent_equals_chunked(phi, size, monkeypatch):
     """Token by token, in pieces, or whole, whatever the chunk size, with masked tokens on the way."""
     set_chunks(monkeypatch, size)
@@ -23,56 +30,44 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
     assert_same([whole], [case(attention_reference, causal=True)])
     for cuts in (range(12), (0, 3, 4, 11)):
         state = DecodingState(phi, case.noise, case.params)
-        parts = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v)), case.mask[:, a:b]) for a, b in
-                 itertools.pairwise(cuts)]
-        assert_same([torch.cat(parts, 2)], [whole.detach()])
+        assert_same([steps(state, case, cuts, masked=True)], [whole.detach()])
     width = phi.width((6,) * 2 if isinstance(phi, Sum) else 6)
     assert state.length == 11 and state.sums.numerator.numel() == 2 * 4 * width * 3
 
 
 # float32: in C, where it is
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-@pytest.mark.parametrize("phi", FEW + OTHER[:1], ids=repr)
-def test_a_prompt_taken_at_once_leaves_the_same_state(phi, dtype, tolerance):
+@pytest.mark.parametrize("phi, rounding", in_turn(FEW + OTHER[:1], [(torch.float64, 1e-9), (torch.float32, 1e-4)],
+                                                  each=2), ids=repr)
+def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
     """Whole, and in two parts of which the first is padding for one sequence."""
+    dtype, tolerance = rounding
     case = Case(phi, masked=True, dtype=dtype)
     whole = case(causal=True).detach()
     for cuts in ((0, 9), (0, 4, 8)):
         state = DecodingState(phi, case.noise, case.params)
         for a, b in itertools.pairwise(cuts):
             state.take(case.y[:, :, a:b], case.v[:, :, a:b], case.mask[:, a:b])
-        parts = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v)), case.mask[:, a:b]) for a, b in
-                 ((cuts[-1], 10), (10, 11))]
-        assert_same([torch.cat(parts, 2)], [whole[:, :, cuts[-1]:]], tolerance)
+        assert_same([steps(state, case, (cuts[-1], 10, 11), masked=True)], [whole[:, :, cuts[-1]:]], tolerance)
         assert state.length == 11
 
 
-@pytest.mark.parametrize("phi", CLOSED, ids=repr)
-def test_decoding_is_as_exact_as_its_vectors_whatever_the_noise(phi):
-    case = Case(phi)
-    case.noise = case.noise.to(torch.float32)
-    state = DecodingState(phi, case.noise, case.params)
-    state.take(case.y[:, :, :6], case.v[:, :, :6])
-    parts = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((6, 10), (10, 11))]
-    assert_same([torch.cat(parts, 2)], [case(causal=True).detach()[:, :, 6:]])
-
-
-@pytest.mark.parametrize("policy", ["clamp", "abs"])
-def test_single_tokens_treat_denominators_as_the_whole_sequence_does(policy):
-    case = Case(TrigRF(), scale=2.0, m=3)
-    state = DecodingState(TrigRF(), case.noise, denominator=policy)
-    steps = [state.step(*(t[:, :, i:i + 1] for t in (case.x, case.y, case.v))) for i in range(11)]
-    assert_same([torch.cat(steps, 2)], [case(causal=True, denominator=policy).detach()], 1e-7)
+@pytest.mark.parametrize("options", [{}, {"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}],
+                         ids=str)
+@pytest.mark.parametrize("phi", [TrigRF(), AngularHybrid(n=3), ClusteredHybrid(field="complex")], ids=repr)
+def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
+    case = Case(phi, scale=2.0 if phi == TrigRF() else 0.6, m=3)
+    state = DecodingState(phi, case.noise, case.params, **options)
+    expected = [case(function, causal=True, **options).detach() for function in (attention, attention_reference)]
+    assert_same([steps(state, case, (0, 1, 2, 3, 8, 10, 11))] * 2, expected, 1e-7)
 
 
 def test_a_copy_of_a_state_is_a_point_to_come_back_to():
     case = Case(OPRF())
-    step = lambda state, t: state.step(*(u[:, :, t:t + 1] for u in (case.x, case.y, case.v)))
     state = DecodingState(OPRF(), case.noise, case.params)
-    step(state, 0)
+    steps(state, case, (0, 1))
     before = state.copy()
-    expected = step(state, 1)
-    assert torch.equal(step(before, 1), expected) and before.length == state.length == 2
+    expected = steps(state, case, (1, 2))
+    assert torch.equal(steps(before, case, (1, 2)), expected) and before.length == state.length == 2
 
 
 def test_decoding_under_autocast_keeps_its_precision():
@@ -80,9 +75,7 @@ def test_decoding_under_autocast_keeps_its_precision():
     outs = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            state = DecodingState(OPRF(), case.noise, case.params)
-            steps = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((0, 6), (6, 7))]
-            outs += [torch.cat(steps, 2)]
+            outs.append(steps(DecodingState(OPRF(), case.noise, case.params), case, (0, 6, 7)))
     assert torch.equal(*outs)
 
 
@@ -98,13 +91,12 @@ def test_state_refuses_other_parameters():
         state.step(*token)
 
 
-@pytest.mark.parametrize("phi", MAPS, ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), PoisRF()], ids=repr)
 def test_a_state_takes_no_intermediate_of_the_noise_for_a_change(phi):
     """Some maps have the noise compute and keep its squared norms at the first token."""
     case = Case(phi)
-    state = DecodingState(phi, case.noise, case.params)
-    steps = [state.step(*(t[:, :, i:i + 1] for t in (case.x, case.y, case.v))) for i in range(3)]
-    assert_same([torch.cat(steps, 2)], [case(causal=True)[:, :, :3].detach()], 1e-7)
+    found = steps(DecodingState(phi, case.noise, case.params), case, range(4))
+    assert_same([found], [case(causal=True)[:, :, :3].detach()], 1e-7)
 
 
 def test_state_follows_a_beam():
@@ -117,3 +109,34 @@ def test_state_follows_a_beam():
     assert_same([out[:, :, 0]], [case(causal=True)[[1, 1, 0], :, 1].detach()])
     with pytest.raises(ValueError, match="3 sequences, got 2"):
         step(state, [0, 1], 2)
+
+
+# ---- a decoded token as a function of what is kept -------------------------------------------------------------------
+
+
+def states(name):
+    """Two decoding states of the same layer after the same prompt of two sequences, grouped heads."""
+    layer = Mechanism.of(name, m=8).layer(4, 8, kv_heads=2, causal=True)
+    prompt = torch.randn(2, 4, 5, 8), *torch.randn(2, 2, 2, 5, 8)
+    if layer.learns:
+        with layer.calibration(), torch.no_grad():
+            layer(*prompt)
+    made = [layer.eval().past().state for _ in range(2)]
+    for state in made:
+        state.step(*prompt)
+    return made
+
+
+@pytest.mark.parametrize("name", ["favorpp", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "favorp", "favorsharp"))])
+def test_a_compiled_token_is_the_eager_step(name):
+    """In one graph, which asks for no value."""
+    ours, expected = states(name)
+    compiled, kept = torch.compile(ours.token, fullgraph=True, backend="aot_eager"), ours.kept
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(11):
+        vectors = torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, 1, 8)
+        out, kept = compiled(kept, *vectors)
+        torch.testing.assert_close(out, expected.step(*vectors), rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,14 +1,29 @@
-"""The controls that every report holds beside a mechanism: uniform attention and a window,
-against their materialised twins."""
+"""Baselines and controls against their materialised twins, and the laws of every attention of conf/attention."""
+
+import copy
 
 import pytest
 import torch
+from attention_cases import Case, assert_same
+from covering import in_turn
+from timm.utils import ModelEmaV3
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from crt_exp import swap_attention
-from crt_exp.attention import Uniform, Window, uniform_attention, window_attention
+from crt_exp.attention import (Exact, Identity, Linformer, Reformer, softmax_attention, uniform_attention,
+                               window_attention)
+from crt_exp.config import choices
+from crt_exp.features import OPRF
 from crt_exp.mechanism import Mechanism
 
+transformers = pytest.importorskip("transformers")
+from decoders import CONTROLS, layer as layer_of, mechanisms  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")]
 B, H, D = 2, 3, 4
+both_ways = pytest.mark.parametrize("causal", [False, True])
+
+
+# ---- uniform attention and a window ----------------------------------------------------------------------------------
 
 
 def tensors(L, S, kv_heads=H):
@@ -32,7 +47,7 @@ def twin(x, y, v, allowed):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("L, S, block, first, causal", [
-    *((*sizes, causal) for sizes in ((17, 17, 4, 2), (8, 8, 8, 0), (5, 5, 16, 9)) for causal in (False, True)),
+    (17, 17, 4, 2, False), (17, 17, 4, 2, True), (8, 8, 8, 0, False), (5, 5, 16, 9, True),
     (3, 21, 4, 3, True), (1, 10, 3, 1, True)])              # of two sequences a window is refused
 def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
     x, y, v, keep = tensors(L, S, kv_heads=1)
@@ -50,7 +65,7 @@ def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@both_ways
 def test_uniform_is_the_mean_of_the_values_that_are_seen(causal, masked):
     x, y, v, keep = tensors(5, 9)
     i, j = places(5, 9)
@@ -59,36 +74,322 @@ def test_uniform_is_the_mean_of_the_values_that_are_seen(causal, masked):
     torch.testing.assert_close(uniform_attention(x, y, v, causal=causal, key_mask=keep if masked else None), expected)
 
 
-def test_a_window_needs_no_memory_of_pairs():
-    x = torch.randn(1, 1, 2**16, 8)
+def test_no_matrix_of_pairs():
+    """Of 2^14 tokens it would take 1 GB, and its gradient as much."""
+    x = torch.randn(1, 1, 2**14, 4).requires_grad_()
     assert window_attention(x, x, x, causal=True).shape == x.shape
+    out = Reformer(1, 4, causal=True, hashes=1, buckets=512, chunk=16)(x, x, x)
+    out.square().mean().backward()
+    assert x.grad.isfinite().all()
 
 
-def test_controls_by_name():
-    q = torch.randn(B, H, 7, D)
-    assert isinstance(Mechanism.of("uniform").layer(H, D), Uniform)
-    assert Mechanism.of("window", block=2, first=1).layer(H, D, causal=True)(q, q, q).shape == q.shape
-    with pytest.raises(ValueError, match="needs L == S"):
-        Window(H, D)(q, torch.randn(B, H, 9, D), torch.randn(B, H, 9, D))
-    for name in ("uniform", "window"):
-        with pytest.raises(ValueError, match=f"attention={name}: does not use m=8; remove it"):
-            Mechanism.of(name, m=8)
+# ---- Linformer -------------------------------------------------------------------------------------------------------
+
+
+L = 9
+Q, K, V = torch.randn(3, 3, H, L, D, generator=torch.Generator().manual_seed(0))
+
+
+def linformer(seed=0, layer=0, **options):
+    return Mechanism.of("linformer", length=12, rank=3, seed=seed, **options).layer(H, D, layer=layer)
+
+
+def reformer(causal=False, **options):
+    options = {"hashes": 3, "buckets": 4, "chunk": 3, "redraw_every": 0} | options
+    return Reformer(H, D, causal=causal, **options)
+
+
+def test_linformer_is_softmax_over_mixtures_and_identity_the_values():
+    case = Case(OPRF(), masked=True, dtype=torch.float32)
+    layer, keep = Linformer(4, 4, length=11, rank=3, scaling=1.0), case.mask[:, None, :, None]
+    begin = case.mask.int().argmax(1).tolist()     # places count from the first real key
+    y, v = (torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)]) for t in (case.y, case.v))
+    y, v = layer.key_projection @ y, layer.value_projection @ v
+    assert_same([layer(case.x, case.y, case.v, case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
+    layer(case.x, case.y[:, :, :7], case.v[:, :, :7]).sum().backward()
+    assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[:, :7].abs().min() > 0
+    assert torch.equal(Identity(H, D, causal=True)(Q, K, V), V)
+    torch.testing.assert_close(Exact(H, D)(Q, K, V), softmax_attention(Q * D**-0.25, K * D**-0.25, V))
+
+
+def test_learned_mixtures_are_parameters_alone():
+    """As checkpoints hold them: nothing is drawn again, and nothing else is kept."""
+    layer = linformer()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert {*before} == {"key_projection", "value_projection"} == {name for name, _ in layer.named_parameters()}
+    layer.train()(Q, K, V), layer(Q, K, V)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_random_mixtures_are_those_of_keys_and_values():
+    layer = linformer(redraw_every=2).eval()
+    keys, values = (layer.mixtures[:, :L] @ t for t in (K, V))
+    torch.testing.assert_close(layer(Q, K, V), softmax_attention(D**-0.25 * Q, D**-0.25 * keys, values))
+    many = Linformer(1, 4, length=200, rank=100, redraw_every=1).mixtures
+    assert not [*layer.parameters()] and many.std() == pytest.approx(200**-0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("make, buffer", [(linformer, "mixtures"), (reformer, "rotations")])
+def test_baselines_are_drawn_from_seed_layer_and_pass(make, buffer):
+    """The same on every process, whatever was drawn there before; in eval mode they stay; restored, bit for bit."""
+    torch.manual_seed(1)
+    one = make(redraw_every=2)
+    torch.manual_seed(2)
+    assert torch.equal(getattr(one, buffer), getattr(make(redraw_every=2), buffer))
+    for other in ({"seed": 1}, {"layer": 1}):
+        assert not torch.equal(getattr(one, buffer), getattr(make(redraw_every=2, **other), buffer))
+    seen = []
+    for _ in range(5):
+        one.train()(Q, K, V), one.eval()(Q, K, V)
+        seen.append(getattr(one, buffer).clone())
+    assert [torch.equal(a, b) for a, b in zip(seen, seen[1:])] == [True, False, True, False] and int(one.draws) == 2
+    other = make(redraw_every=2, seed=3)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(one(Q, K, V), other(Q, K, V))
+    again = make(redraw_every=2)
+    again.load_state_dict(one.state_dict())
+    for _ in range(4):
+        assert torch.equal(one.train()(Q, K, V), again.train()(Q, K, V)) and int(one.draws) == int(again.draws)
+
+
+# ---- Reformer --------------------------------------------------------------------------------------------------------
+
+
+def reformer_twin(layer, q, v, keep=None):
+    """By the whole matrix: a pair counts where a round has both in one bucket, at most `chunk` of its tokens apart."""
+    keep = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if keep is None else keep
+    buckets = layer.hash(q, keep)
+    same = buckets.unsqueeze(-1) == buckets.unsqueeze(-2)                                      # (B, H, R, S, S)
+    rank = same.tril().sum(-1)                                                                 # within the bucket
+    apart = rank.unsqueeze(-1) - rank.unsqueeze(-2)
+    seen = same & (apart <= layer.chunk) & (apart >= (0 if layer.causal else -layer.chunk))
+    seen = seen.any(2) & keep[:, None, None]
+    logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT                                         # scaling d^(1/2) = 1
+    logits = torch.where(torch.eye(q.shape[2], dtype=torch.bool), -1e5, logits)
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (weights, v))
+    return weights.nan_to_num() @ v
+
+
+@pytest.mark.parametrize("options, causal, masked", in_turn(
+    [{"L": 1}, {"L": 17}, {"L": 12, "hashes": 1}, {"L": 20, "chunk": 7, "buckets": 2}, {"L": 9, "buckets": 1}],
+    [False, True], [False, True], each=2), ids=str)
+def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, masked):
+    """Outputs and gradients, each pair counted once."""
+    L, options = options["L"], {name: value for name, value in options.items() if name != "L"}
+    (q, k, v, keep), layer = tensors(L, L), reformer(causal, **options).double()
+    keep = keep if masked else None
+    out, expected = layer(q, k, v, keep), reformer_twin(layer, q, v, keep)
+    torch.testing.assert_close(out, expected)
+    gradients = (torch.autograd.grad(each.square().sum(), (q, v)) for each in (out, expected))
+    for ours, theirs in zip(*gradients):
+        torch.testing.assert_close(ours, theirs)
 
 
 @torch.no_grad()
-def test_a_swapped_model_is_causal_with_its_controls():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40)
-    ids = torch.randint(40, (2, 12))
-    for name in ("uniform", "window"):
-        model = swap_attention(transformers.GPT2Model(config).eval().double(), name)
-        whole, part = model(ids).last_hidden_state, model(ids[:, :7]).last_hidden_state
-        torch.testing.assert_close(whole[:, :7], part)
+@both_ways
+def test_one_bucket_is_exact_attention_with_shared_queries_and_keys(causal):
+    (q, k, v, _), layer = tensors(11, 11), reformer(causal, buckets=1, chunk=11).double()
+    logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT
+    hidden = torch.eye(11, dtype=torch.bool) | (torch.ones(11, 11, dtype=torch.bool).triu(1) & torch.tensor(causal))
+    hidden[0, 0] &= not causal                                            # the first token sees itself alone
+    torch.testing.assert_close(layer(q, k, v), logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
 
 
-def test_what_cannot_be_causal_is_refused_at_the_swap_of_a_causal_model():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40)
-    with pytest.raises(ValueError, match=r"h.0.attn \(GPT2Attention\) is causal: not supported by attention=linformer"):
-        swap_attention(transformers.GPT2Model(config), "linformer", length=40, rank=8)
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_future_never_leaks_in_buckets(chunk):
+    (q, k, v, _), layer = tensors(23, 23), reformer(True, chunk=chunk).double()
+    whole = layer(q, k, v)
+    for n in range(1, 23):
+        torch.testing.assert_close(layer(q[:, :, :n], k[:, :, :n], v[:, :, :n]), whole[:, :, :n])
+
+
+# ---- padding, of every attention of conf/attention -------------------------------------------------------------------
+
+
+LENGTH, REAL = 27, {"left": slice(5, 27), "right": slice(0, 22), "both": slice(9, 24), "not": slice(0, 27)}
+CASES = [(name, causal) for name in mechanisms() for causal in (False, True) if not (name == "linformer" and causal)]
+
+
+def drawn(batch, heads, seed):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, heads, LENGTH, 16, generator=g, dtype=torch.float64)
+
+
+def made(name, causal):
+    """Calibrated."""
+    kind, options = mechanisms()[name]
+    attention = layer_of(kind, options, causal=causal).double().eval()
+    if kind not in CONTROLS:
+        with attention.calibration(), torch.no_grad():
+            attention(drawn(4, 4, 6), drawn(4, 2, 7), drawn(4, 2, 8))
+    return attention
+
+
+def padded(rows, holes=()):
+    """q, k, v and the mask: padded keys and values are NaN, which no output may show."""
+    at = torch.arange(LENGTH)
+    keep = torch.stack([(at >= row.start) & (at < row.stop) for row in rows])
+    keep[:, holes] = False
+    q, *rest = drawn(len(rows), 4, 0), drawn(len(rows), 2, 1), drawn(len(rows), 2, 2)
+    return q, *(torch.where(keep[:, None, :, None], t, torch.nan) for t in rest), keep
+
+
+# Of every mechanism one direction is fast, in turn; of near-far, whose directions are two computations, both.
+TURNS = [*{name: None for name, _ in CASES}]
+
+
+@pytest.mark.parametrize("name, causal", [pytest.param(
+    name, causal, id=f"{name}-{'causal' if causal else 'both'}", marks=[] if name.startswith(("nearfar", "linformer"))
+    or causal == TURNS.index(name) % 2 else [pytest.mark.slow]) for name, causal in CASES])
+@pytest.mark.usefixtures("one_thread")
+@torch.no_grad()
+def test_padding_is_truncation_on_either_side(name, causal):
+    """Also where tokens within do not count, which keep their places."""
+    attention, rows = made(name, causal), [*REAL.values()]
+    for holes in ((), (10, 11, 17)):
+        q, k, v, keep = padded(rows, list(holes))
+        out = attention(q, k, v, keep)
+        for row, at in enumerate(rows):
+            own = keep[row:row + 1, at] if holes else None
+            alone, real = attention(*(t[row:row + 1, :, at] for t in (q, k, v)), own), keep[row, at]
+            torch.testing.assert_close(out[row, :, at][:, real], alone[0][:, real], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["favorpp", "geom", "nearfar below", "nearfar beyond", "window"])
+@torch.no_grad()
+def test_the_last_queries_of_a_padded_sequence_see_what_they_see_alone(name):
+    attention, rows = made(name, True), [*REAL.values()]
+    q, k, v, keep = padded(rows)
+    whole = attention(q, k, v, keep)
+    for last in (1, 7):
+        out, real = attention(q[:, :, -last:], k, v, keep), keep[:, None, -last:, None].expand(-1, 4, -1, 16)
+        torch.testing.assert_close(out[real], whole[:, :, -last:][real], rtol=1e-6, atol=1e-8)
+
+
+# ---- values, averages and precision, of every attention of conf/attention --------------------------------------------
+
+
+LONG = 1100                    # several chunks, and more than a segment
+# a value decides what runs next: rows whose denominator vanishes in a chunk, quantiles, clusters, buckets
+CHUNKS = ("elu", "favor", "generalized", "geom", "geom_plus", "gerf", "hedgehog", "hrf_angular", "hrf_gaussian", "relu")
+WAITS = {*((name, True) for name in CHUNKS),
+         *((name, causal) for name in ("pois", "pois_plus", "hrf_cluster", "favormix", "reformer")
+           for causal in (False, True))}
+
+
+def step(name, causal, masked=False, **options):
+    layer = Mechanism.of(name, **options).layer(4, 16, causal=causal).to("meta")
+    length = 2 * LONG if name == "nearfar" else LONG     # beyond what near-far attention computes exactly
+    key_mask = torch.ones(2, length, dtype=torch.bool, device="meta") if masked else None
+    q, k, v = (torch.randn(2, 4, length, 16, device="meta", requires_grad=True) for _ in range(3))
+    out = layer(q, k, v, key_mask)
+    out.sum().backward()
+    assert out.shape == (2, 4, length, 16) and v.grad.shape == v.shape
+
+
+@pytest.mark.parametrize("name, causal", in_turn(sorted({*choices("attention")} - {"linformer", "hrf_angular"}),
+                                                 [False, True]))
+def test_a_training_step_asks_for_no_value(name, causal):
+    """On the meta device a program that asks for a value fails: what runs there keeps no GPU waiting."""
+    if (name, causal) in WAITS:      # docs/attention.md names those that wait
+        with pytest.raises(RuntimeError, match="item|nonzero|meta"):
+            step(name, causal)
+    else:
+        step(name, causal)
+
+
+# near-far attention where no row is exact or of another order for its length: by_rows would compute both for all rows
+MASKED = [("favorp", False, {}), ("favorpp", True, {}), ("nearfar", False, {"exact_until": 0, "first_order": True})]
+
+
+@pytest.mark.parametrize("name, causal, options", MASKED)
+def test_a_training_step_with_a_padding_mask_asks_for_no_value(name, causal, options):
+    step(name, causal, masked=True, **options)
+
+
+AVERAGES = {
+    "timm": lambda model: ModelEmaV3(model, decay=0.9),
+    "timm without buffers": lambda model: ModelEmaV3(model, decay=0.9, exclude_buffers=True),
+    "torch": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    "mean with buffers": lambda model: AveragedModel(model, use_buffers=True),
+}
+# one of each kind of state: none, running averages, other noises, several, clusters, sequences, trained rows, no map
+KINDS = ["favor", "favorpp", "geom", "hrf_gaussian", "hrf_cluster", "favormix", "hedgehog", "linformer", "reformer"]
+
+
+def average(averaged, model):
+    (averaged.update if isinstance(averaged, ModelEmaV3) else averaged.update_parameters)(model)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name, redraw_every", [case for case in in_turn(KINDS, [0, 1]) if case.values[0] != "hedgehog"]
+                         + [("hedgehog", 0)])  # its rows are trained
+def test_an_average_of_states_is_a_state(name, redraw_every):
+    """Its projections are those of some draw, its outputs finite; that of one state gives the outputs of this state."""
+    options = {"m": 8} if Mechanism.of(name).draws else {}
+    options |= {"fit_steps": 3} if "fit_steps" in Mechanism.of(name).options else {}
+    layer = Mechanism.of(name, redraw_every=redraw_every, **options).layer(2, 4, causal=name != "linformer")
+    model, (q, k, v) = torch.nn.Sequential(layer, torch.nn.Linear(4, 4)), torch.randn(3, 2, 2, 12, 4)
+    averages = {kind: made(model) for kind, made in AVERAGES.items()}
+    for _ in range(6):
+        layer(q, k, v)
+        for averaged in averages.values():
+            average(averaged, model)
+    layer.eval()
+    for kind, averaged in averages.items():
+        copied = averaged.module[0].eval()
+        assert copied(q, k, v).isfinite().all(), kind
+        if name != "linformer" or redraw_every:
+            drawn = copied.rows_of_draw(copied.held)
+            assert all(torch.equal(copied.rows(rows), t) for rows, t in drawn.items()), kind
+        assert "buffers" in kind and kind != "timm without buffers" or copied.held == layer.held, kind
+        averaged = AVERAGES[kind](model)
+        for _ in range(3):
+            average(averaged, model)
+        torch.testing.assert_close(averaged.module[0](q, k, v), layer(q, k, v), msg=kind)
+        other = copy.deepcopy(layer)
+        other.load_state_dict(copied.state_dict())
+        assert torch.equal(other(q, k, v), copied(q, k, v)), kind
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("hedgehog", "favormix")])
+def test_a_buffer_that_was_replaced_counts(name):
+    """As by torch.func.functional_call, and by accelerate when it loads a checkpoint."""
+    ours, other = (Mechanism.of(name, redraw_every=1).layer(2, 4, layer=i).eval() for i in (0, 1))
+    inputs = torch.randn(3, 2, 2, 12, 4)
+    before, expected = ours(*inputs), other(*inputs)
+    assert torch.equal(torch.func.functional_call(ours, other.state_dict(), tuple(inputs)), expected)
+    assert torch.equal(ours(*inputs), before) and not torch.equal(before, expected)
+    for buffer, value in other.state_dict().items():
+        module, _, own = buffer.rpartition(".")
+        setattr(ours.get_submodule(module), own, value)
+    assert torch.equal(ours(*inputs), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["gerf", "favorp", *KINDS[:3], *KINDS[4:7]])
+def test_half_precision_is_rounded_at_its_ends_alone(name):
+    """At a scale that is no power of two: a log feature magnifies what is rounded before."""
+    for dtype, causal in ((torch.bfloat16, False), (torch.float16, False), (torch.float16, True)):
+        layer = Mechanism.of(name).layer(2, 65, causal=causal).eval()
+        q, k, v = torch.randn(3, 2, 2, 16, 65, generator=torch.Generator().manual_seed(0)).to(dtype)
+        out, past = layer(q, k, v), layer.past() if causal else None
+        exact = layer.double()(q.double(), k.double(), v.double())
+        assert (out - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+        if causal:
+            last = torch.cat([past.step(*(t[:, :, i:i + 1] for t in (q, k, v))) for i in range(16)], 2)
+            assert last.dtype == dtype and (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_integer_masks_and_other_heads_are_refused(name):
+    layer, (q, k, v) = Mechanism.of(name).layer(2, 4).eval(), torch.randn(3, 2, 2, 12, 4)
+    with pytest.raises(ValueError, match="torch.int64 .*boolean .*True = keep"):
+        layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
+    if name != "linformer":   # its projections are of any number of heads
+        with pytest.raises(ValueError, match="batch|heads=2"):
+            layer(*(t.repeat(1, 2, 1, 1) for t in (q, k, v)))

@@ -36,7 +36,10 @@ def compared(phi, tensors, grad, tolerance, **options):
 def test_equals_reference(phi, dtype, tolerance, causal):
     mask = torch.rand(B, L, device="cuda") > 0.2
     mask[:, 0] = True
-    compared(phi, *inputs(dtype), tolerance, causal=causal, key_mask=mask)
+    tensors, grad = inputs(dtype)
+    if dtype == torch.float32 and causal and phi == PosRF():
+        tensors[1].data[:, :, 150] *= 40      # a late key that dwarfs all before
+    compared(phi, tensors, grad, tolerance, causal=causal, key_mask=mask)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -55,12 +58,6 @@ def test_near_far_attention_is_that_of_the_cpu(causal):
         torch.testing.assert_close(ours.cpu(), theirs)
     low = layer(*(t.detach().bfloat16() for t in tensors))
     assert low.dtype == torch.bfloat16 and (low.double() - out).norm() < 0.1 * out.norm()
-
-
-def test_causal_attention_with_a_late_key_that_dwarfs_all_before():
-    tensors, grad = inputs(torch.float32)
-    tensors[1].data[:, :, 150] *= 40
-    compared(PosRF(), tensors, grad, 1e-3, causal=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,94 +1,93 @@
-"""Derivatives of attention of other kinds than one backward pass: right, or refused."""
+"""Attention beyond one backward pass to its vectors: other derivatives, also to rows and parameters, and export."""
+
+import io
 
 import pytest
 import torch
-from maps import independent
+import native_cases
+from attention_cases import Case, assert_same, set_chunks
+from covering import in_turn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from crt_exp import samplers
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
+from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, partial_attention
 from crt_exp.attention.engines import chunks, native
-from crt_exp.features import OPRF, SDERF, GeomRF, HypRF, PoisRF, PoisRFPlus, Statistics, Sum, TrigRF
+from crt_exp.features import (GERF, OPRF, SDERF, AngularHybrid, ClusteredHybrid, GeomRF, Hedgehog, HypRF, PoisRF,
+                              PoisRFPlus, PosRF, Sum, TrigRF)
+from crt_exp.samplers.noise import DenseNoise
 
 MAPS = [OPRF(), SDERF(), HypRF(), TrigRF(), GeomRF(), PoisRFPlus(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))]
-every_map = pytest.mark.parametrize("phi", MAPS, ids=repr)
+every_map = pytest.mark.parametrize("phi, causal", in_turn(MAPS, [False, True]), ids=repr)
 both_ways = pytest.mark.parametrize("causal", [False, True])
-pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),
+              pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
-class Case:
-    """Attention of one argument w, whose parts are x (B,H,L,d), y (B,H,L,d) and v (B,H,L,dv),
-    and its materialised twin."""
+class Pair:
+    """Attention of one argument w, whose parts are x, y and v (B,H,L,d), and its materialised twin."""
 
     def __init__(self, phi, causal, dtype=torch.float64, L=7, masked=True):
-        g = torch.Generator().manual_seed(0)
-        self.w, self.t = ((0.4 * torch.randn(3, 2, 2, L, 3, generator=g, dtype=torch.float64)).to(dtype)
-                          for _ in range(2))
-        noise = independent(phi, lambda: samplers.orthogonal(16, 3, g, batch=(2,), dtype=torch.float64))
-        mask = torch.ones(2, L, dtype=torch.bool)
-        mask[1, L - 2:] = not masked
-        params = phi.fit(Statistics.of(self.w[0], self.w[1]))
-        self.ours, self.reference = (
-            lambda w, f=f, **options: f(*w, phi, noise, params, causal=causal, key_mask=mask, **options)
-            for f in (attention, attention_reference))
+        case = Case(phi, B=2, H=2, L=L, S=L, d=3, dv=3, m=16, scale=0.4)
+        self.w = torch.stack([case.x, case.y, 0.4 * case.v]).detach().to(dtype)
+        self.t = 0.4 * torch.randn(self.w.shape, dtype=torch.float64).to(dtype)
+        if masked:
+            case.mask = torch.ones(2, L, dtype=torch.bool)
+            case.mask[1, L - 2:] = False
+        self.ours, self.reference = (lambda w, f=f: case(f, *w, causal=causal)
+                                     for f in (attention, attention_reference))
 
     def both(self, run):
         return run(self.ours), run(self.reference)
 
 
-def assert_same(both, tolerance=1e-9):
-    ours, expected = both
-    assert ours.shape == expected.shape and expected.abs().max() > 1e-3
-    assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+def assert_pair(both, tolerance=1e-9):
+    assert both[1].abs().max() > 1e-3
+    assert_same(both[:1], both[1:], tolerance)
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK", 4)
-    monkeypatch.setattr(chunks, "WIDE", 4)
-    monkeypatch.setattr(chunks, "PIECES", (4, 1))
+@pytest.fixture
+def four(monkeypatch):
+    """Chunks of four tokens."""
+    set_chunks(monkeypatch, 4)
 
 
-@both_ways
 @every_map
-def test_forward_mode(phi, causal):
+def test_forward_mode(phi, causal, four):
     """The tangent of the output, once by torch.func and once by a level of dual numbers."""
-    case = Case(phi, causal)
+    case = Pair(phi, causal, four)
     expected = jvp(case.reference, (case.w,), (case.t,))[1]
-    assert_same((jvp(case.ours, (case.w,), (case.t,))[1], expected))
+    assert_pair((jvp(case.ours, (case.w,), (case.t,))[1], expected))
     with forward_ad.dual_level():
-        assert_same((forward_ad.unpack_dual(case.ours(forward_ad.make_dual(case.w, case.t))).tangent, expected))
+        assert_pair((forward_ad.unpack_dual(case.ours(forward_ad.make_dual(case.w, case.t))).tangent, expected))
 
 
-@both_ways
 @every_map
-def test_transforms(phi, causal):
-    case = Case(phi, causal)
+def test_transforms(phi, causal, four):
+    case = Pair(phi, causal, four)
     loss = lambda f: lambda w: f(w).square().sum()
     many = torch.stack([case.w, -case.w, case.w / 2])
     loop = lambda f, of: torch.stack([of(f)(w) for w in many])
-    assert_same(case.both(lambda f: grad(loss(f))(case.w)))
-    assert_same((vmap(case.ours)(many), loop(case.reference, lambda f: f)))
-    assert_same((vmap(grad(loss(case.ours)))(many), loop(case.reference, lambda f: grad(loss(f)))))
-    assert_same(case.both(lambda f: jacrev(f)(case.w)))
-    assert_same(case.both(lambda f: jacfwd(f)(case.w)))
+    assert_pair(case.both(lambda f: grad(loss(f))(case.w)))
+    assert_pair((vmap(case.ours)(many), loop(case.reference, lambda f: f)))
+    assert_pair((vmap(grad(loss(case.ours)))(many), loop(case.reference, lambda f: grad(loss(f)))))
+    assert_pair(case.both(lambda f: jacrev(f)(case.w)))
+    assert_pair(case.both(lambda f: jacfwd(f)(case.w)))
 
 
-@both_ways
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), GeomRF()], ids=repr)
-def test_second_derivatives(phi, causal):
-    case = Case(phi, causal, L=3, masked=False)
+@pytest.mark.parametrize("phi, causal", in_turn([OPRF(), TrigRF(), GeomRF()], [True, False]), ids=repr)
+def test_second_derivatives(phi, causal, four):
+    case = Pair(phi, causal, L=3, masked=False)
     loss = lambda f: lambda w: f(w).square().sum()
 
     for run in (lambda f: hessian(loss(f))(case.w), lambda f: jacrev(jacrev(loss(f)))(case.w)):
-        assert_same(case.both(run), 1e-8)
+        assert_pair(case.both(run), 1e-8)
 
 
 @both_ways
 def test_what_closed_forms_cannot_differentiate_is_refused(causal):
     """Second derivatives by autograd, batches of gradients, and gradients with a tangent."""
-    case = Case(OPRF(), causal)
+    case = Pair(OPRF(), causal)
     w = case.w.clone().requires_grad_()
     first, = torch.autograd.grad(case.ours(w).square().sum(), w, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
@@ -100,40 +99,21 @@ def test_what_closed_forms_cannot_differentiate_is_refused(causal):
         torch.autograd.grad(out, w, forward_ad.make_dual(out.detach().clone(), out.detach()))
 
 
-@both_ways
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
-def test_transforms_in_single_precision(phi, causal):
-    """Where the engine in C does the usual work."""
-    case, exact = Case(phi, causal, torch.float32), Case(phi, causal)
-    of = lambda c, f: jvp(f, (c.w,), (c.t,))[1], lambda c, f: grad(lambda w: f(w).square().sum())(c.w)
-    for run in of:
-        case.w, case.t = exact.w.float(), exact.t.float()
-        assert_same((run(case, case.ours).double(), run(exact, exact.reference)), 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("phi", [OPRF(), pytest.param(TrigRF(), marks=pytest.mark.slow)], ids=repr)
-def test_compiled_transforms(phi):
-    case = Case(phi, True, torch.float32)
-    run = torch.compile(lambda w, t: jvp(case.ours, (w,), (t,))[1], backend="aot_eager")
-    assert_same((run(case.w, case.t), jvp(case.reference, (case.w,), (case.t,))[1]), 1e-4)
-
-
-def test_long_keys_underflow_nowhere():
+def test_long_keys_underflow_nowhere(four):
     """A later key that is so large that the earlier rows of its chunk underflow in its scale:
     shorter pieces, here too."""
-    case = Case(OPRF(A=-0.05), True, torch.float32, masked=False)
+    case = Pair(OPRF(A=-0.05), True, torch.float32, masked=False)
     case.w[1, :, :, 5:] += 9.0
-    twin = Case(OPRF(A=-0.05), True, masked=False)
-    assert_same((jvp(case.ours, (case.w,), (case.t,))[1].double(),
+    twin = Pair(OPRF(A=-0.05), True, masked=False)
+    assert_pair((jvp(case.ours, (case.w,), (case.t,))[1].double(),
                  jvp(twin.reference, (case.w.double(),), (case.t.double(),))[1]), 1e-3)
     many = torch.stack([case.w, twin.w.float()])
-    assert_same((vmap(case.ours)(many).double(), torch.stack([twin.reference(w.double()) for w in many])), 1e-3)
+    assert_pair((vmap(case.ours)(many).double(), torch.stack([twin.reference(w.double()) for w in many])), 1e-3)
 
 
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
 def test_inputs_are_checked(phi):
-    case = Case(phi, False)
+    case = Pair(phi, False)
     case.w[0, 0, 0, 3] = torch.nan
     for run in (lambda: jvp(case.ours, (case.w,), (case.t,)), lambda: vmap(case.ours)(case.w[None])):
         with pytest.raises(ValueError, match="NaN, infinity"):
@@ -144,9 +124,9 @@ def test_inputs_are_checked(phi):
 @both_ways
 def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
     """Also where it is compiled: the plain operations keep features, which this one must not."""
-    case = Case(OPRF(), causal, torch.float32)
+    case = Pair(OPRF(), causal, torch.float32)
     monkeypatch.setattr("crt_exp.attention.call.plain", lambda *a: pytest.fail("plain operations"))
-    for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True)):
+    for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True))[:1 + causal]:
         w = case.w.clone().requires_grad_()
         f(w).sum().backward()
         assert w.grad.isfinite().all()
@@ -154,18 +134,15 @@ def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
 
 def test_noise_keeps_nothing_of_a_transform():
     """What a noise computes once would be a tensor of the transform, useless after it."""
-    noise = samplers.hadamard(8, 4, torch.Generator().manual_seed(0), batch=(2,))
-    x = torch.randn(1, 2, 5, 4)
+    noise, x = samplers.hadamard(8, 4, torch.Generator().manual_seed(0), batch=(2,)), torch.randn(1, 2, 5, 4)
     f = lambda x: attention(x, x, x, OPRF(A=-0.1), noise, OPRF(A=-0.1).fit(None))
     tangent = jvp(f, (x,), (x,))[1]
     assert not any(torch.func.debug_unwrap(t) is not t for t in vars(noise).values() if isinstance(t, torch.Tensor))
-    assert {"_rows", "sq_norm"}.isdisjoint(vars(noise))
     f(x)
-    assert {"_rows", "sq_norm"} <= vars(noise).keys()
     torch.testing.assert_close(jvp(f, (x,), (x,))[1], tangent)
 
 
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), PoisRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), PoisRF()], ids=repr)
 def test_gradients_of_each_sample(phi):
     """Of a layer that fits its map to each sequence."""
     layer, x = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4).double(), torch.randn(5, 6, 8).double()
@@ -177,7 +154,7 @@ def test_gradients_of_each_sample(phi):
 
     ours = vmap(grad(loss), in_dims=(None, 0))(weight, x[:, None])
     leaf = weight.clone().requires_grad_()
-    assert_same((ours, torch.stack([torch.autograd.grad(loss(leaf, row[None]), leaf)[0] for row in x])))
+    assert_pair((ours, torch.stack([torch.autograd.grad(loss(leaf, row[None]), leaf)[0] for row in x])))
 
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet.*:UserWarning")
@@ -188,3 +165,150 @@ def test_a_layer_that_would_change_under_a_transform_says_so(options):
     with pytest.raises(ValueError, match=r"eval\(\)"):
         torch.func.grad(lambda q: layer(q, q, q).sum())(q)
     assert torch.func.grad(lambda q: layer.eval()(q, q, q).sum())(q).isfinite().all()
+
+
+# ---- gradients to rows and parameters --------------------------------------------------------------------------------
+
+
+B, H, L, d, m = 2, 2, 150, 4, 8
+
+
+@pytest.mark.parametrize("phi, causal, masked", in_turn(
+    [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF(), Hedgehog()], [False, True], [False, True], each=2),
+    ids=repr)
+def test_gradients_to_rows_and_parameters_are_those_of_the_reference(phi, causal, masked):
+    case = native_cases.Case(phi, L=150, S=150, masked=masked, learned=True)
+    assert_same(*(case.run(torch.float64, causal, function=f) for f in (attention, attention_reference)))
+
+
+def with_log_sums(x, y, v, *given, **options):
+    rows = partial_attention(x, y, v, *given, **options)
+    return torch.cat([rows.output, rows.logsum], -1)
+
+
+def written_out(x, y, v, phi, noise, params, causal, key_mask):
+    pairs = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+    sums = (pairs := pairs.tril() if causal else pairs).sum(-1, keepdim=True)
+    return torch.cat([pairs @ v / sums, sums.log()], -1)
+
+
+@pytest.mark.parametrize("most", [2**30, 0])
+@pytest.mark.parametrize("phi, causal", in_turn([OPRF(), Hedgehog(), GERF(s=1, A=-0.05)], [True, False]), ids=repr)
+def test_gradients_of_log_sums_to_rows_and_parameters(phi, causal, most, monkeypatch):
+    """By features that are kept and by features that are computed again."""
+    monkeypatch.setattr(chunks, "MAX_SAVED", most)
+    case = native_cases.Case(phi, L=150, S=150, learned=True)
+    grad = torch.randn(2, 2, 150, 5)
+    assert_same(*(case.run(torch.float64, causal, grad=grad, function=f) for f in (with_log_sums, written_out)))
+
+
+def test_gradients_to_rows_compiled_and_by_transforms():
+    case = Case(OPRF())
+    rows, (A,) = case.noise.rows().requires_grad_(), case.params
+
+    def loss(rows, A):
+        noise, params = DenseNoise(rows, True), type(case.params)(A)
+        return attention(case.x, case.y, case.v, case.phi, noise, params, causal=True).square().sum()
+
+    A = A.detach().requires_grad_()
+    expected = torch.autograd.grad(loss(rows, A), [rows, A])
+    assert_same(torch.func.grad(loss, (0, 1))(rows.detach(), A.detach()), expected)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert_same(torch.autograd.grad(compiled(rows, A), [rows, A]), expected)
+
+
+# ---- torch.export and torch.jit.trace --------------------------------------------------------------------------------
+
+
+LENGTHS = (150, 2, 7, 127, 128, 129, 300)
+
+
+def qkv(length, heads=2):
+    g = torch.Generator().manual_seed(length)
+    return tuple(torch.randn(2, heads, length, 4, generator=g) / 3 for _ in range(3))
+
+
+def mask(length):
+    return torch.rand(2, length, generator=torch.Generator().manual_seed(length)) > 0.3
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, phi, causal):
+        super().__init__()
+        self.phi, self.causal, self.params = phi, causal, phi.fit(None)
+        self.noise = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), batch=(2,))
+
+    def forward(self, x, y, v, key_mask):
+        return attention(x, y, v, self.phi, self.noise, self.params, causal=self.causal, key_mask=key_mask)
+
+
+def exported(module, *inputs, open_length=True, strict=False):
+    """The program, saved and read again."""
+    length = torch.export.Dim("length", min=2, max=8192)
+    shapes = tuple({t.ndim - 2 if t.ndim == 4 else 1: length} for t in inputs) if open_length else None
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=strict)
+    operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert not any("crt_exp" in name for name in operators)  # it runs where this package is not
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+def check_lengths(module, *more, causal, strict=False):
+    """In both directions one program serves every length; a causal one serves its own."""
+    program = None if causal else exported(module, *qkv(150), *(f(150) for f in more), strict=strict)
+    for length in (150,) if causal else LENGTHS:
+        inputs = *qkv(length), *(f(length) for f in more)
+        run = exported(module, *inputs, open_length=False, strict=strict) if causal else program
+        torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("phi, causal", in_turn([OPRF()], [True, False]) + [
+    pytest.param(phi, causal, marks=pytest.mark.slow) for causal in (False, True)
+    for phi in (TrigRF(), SDERF(), AngularHybrid(n=2), ClusteredHybrid())], ids=repr)
+def test_layer_exports(phi, causal):
+    layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4, causal=causal, fit_steps=1)
+    if layer.running or phi.on_vectors:
+        layer(*qkv(40)), layer(*qkv(50))
+    layer.eval()
+    check_lengths(layer, causal=causal, strict=phi == SDERF())
+    assert isinstance(layer.denominators.nonpositive, int)
+
+
+@pytest.mark.slow
+def test_causal_attention_with_an_open_length_is_refused():
+    with pytest.raises((ValueError, RuntimeError, torch._dynamo.exc.UserError)):
+        exported(Attend(OPRF(A=-0.1), True), *qkv(150), mask(150))
+
+
+@both_ways
+@pytest.mark.slow
+def test_an_exported_program_is_exact_or_stops(causal):
+    """Of keys that grow by e^300; underflow within a chunk stops it."""
+    (x, y, v), keep = qkv(300), torch.ones(2, 300, dtype=torch.bool)
+    module = Attend(PosRF(), causal)
+    program = exported(module, x, y, v, keep, open_length=False)
+    inputs = x, y + torch.linspace(0, 1, 300).square()[:, None] * 8, v, keep
+    torch.testing.assert_close(program(*inputs), module(*inputs), rtol=1e-2, atol=1e-4)
+    if causal:
+        y[:, :, :60] += 30.0
+        with pytest.raises(RuntimeError, match="outweighs|underflow"):
+            program(x, y, v, keep)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@both_ways
+def test_positive_maps_can_be_traced(causal):
+    """torch.jit.trace calls the operators, whatever the length."""
+    module = Attend(OPRF(A=-0.1), causal).eval()
+    traced = torch.jit.trace(module, (*qkv(150), mask(150)), check_trace=False)
+    for length in LENGTHS:
+        torch.testing.assert_close(traced(*qkv(length), mask(length)), module(*qkv(length), mask(length)))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("phi, causal", in_turn([TrigRF(), GeomRF(p=0.6)], [False, True]), ids=repr)
+def test_other_maps_cannot_be_traced(phi, causal):
+    with pytest.raises(ValueError, match="use torch.export.export"):
+        torch.jit.trace(Attend(phi, causal).eval(), (*qkv(30), mask(30)), check_trace=False)
