@@ -9,9 +9,7 @@ import pytest
 import scipy.sparse
 import torch
 from sklearn.base import clone
-from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
-from sklearn.metrics import log_loss
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures
@@ -30,13 +28,6 @@ def rows(n=600, d=3, seed=0, dtype=np.float64):
 
 @parametrize_with_checks([RandomFeatureRidge(n_components=101), RandomFeatureClassifier(n_components=100)])
 def test_scikit_learn_compatible(estimator, check):
-    check(estimator)
-
-
-@pytest.mark.slow
-@parametrize_with_checks([RandomFeatureRidge("oprf", n_components=60, alpha="evidence"),
-                          RandomFeatureClassifier("oprf", n_components=60)])
-def test_other_options_are_compatible_with_scikit_learn(estimator, check):
     check(estimator)
 
 
@@ -131,16 +122,6 @@ def test_rows_of_weight_0_change_nothing(make, sentinel, place):
         assert model.rows_ == 600
 
 
-@pytest.mark.parametrize("mechanism, kernel, least", [
-    ("matern", "gaussian", 0.8), ("oprf", "softmax", 0.8), ("arc_cosine", "gaussian", 0.5)])  # the last is homogeneous
-def test_other_kernels(mechanism, kernel, least):
-    X, y, labels = rows()
-    model = RandomFeatureRidge(mechanism, n_components=200, kernel=kernel, length_scale=[1.0, 2.0, 4.0], random_state=0)
-    assert model.fit(X[:500], y[:500]).score(X[500:], y[500:]) > least
-    classifier = RandomFeatureClassifier(mechanism, n_components=200, kernel=kernel, length_scale=2.0, random_state=0)
-    assert classifier.fit(X[:500], labels[:500]).score(X[500:], labels[500:]) > 0.6
-
-
 @pytest.mark.parametrize("container", [scipy.sparse.csr_array, np.ndarray.tolist])
 def test_rows_may_come_in_any_container(container):
     X, y, labels = rows()
@@ -161,16 +142,6 @@ def test_intervals_cover():
         assert (np.abs(target - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.01)
     far = model.predict(np.full((1, 3), 30.0), return_std=True)[1]
     assert far > 1.5 * std.min()  # where no rows were, coefficients are uncertain
-
-
-@pytest.mark.parametrize("n, d", [(20, 5), (60, 1), (300, 2)])
-def test_predictions_from_few_rows_are_better_than_the_mean(n, d):
-    """With more features than rows, and fewer."""
-    for seed in range(2):
-        X, y, _ = rows(n + 500, max(d, 2), seed)
-        X = X[:, :d]
-        model = RandomFeatureRidge(n_components=200, random_state=seed).fit(X[:n], y[:n])
-        assert model.score(X[n:], y[n:]) > 0
 
 
 @pytest.mark.parametrize("d, alpha, dtype", [
@@ -217,12 +188,6 @@ def test_pickled_models_go_on():
         np.testing.assert_allclose(again.coef_, make(n_components=40, **FIXED).fit(X, target).coef_, rtol=1e-7)
 
 
-def test_alpha_may_change_after_a_fit():
-    X, y, _ = rows()
-    model = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y).set_params(alpha=0.5)
-    assert (model.coef_ == RandomFeatureRidge(n_components=40, alpha=0.5, **FIXED).fit(X, y).coef_).all()
-
-
 def test_a_constant_column_and_a_large_mean_change_nothing():
     X, y, _ = rows()
     plain = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
@@ -230,17 +195,6 @@ def test_a_constant_column_and_a_large_mean_change_nothing():
     np.testing.assert_allclose(model.predict(X) - 1e6, plain.predict(X), atol=1e-6)
     constant = np.column_stack([X, np.full(len(X), 7.0)])
     assert RandomFeatureRidge(n_components=200, gamma=0.3, random_state=0).fit(constant, y).score(constant, y) > 0.85
-
-
-def test_probabilities_of_digits():
-    """Of a row outside of those that were fitted to, in log loss; and as sure of themselves as they are right."""
-    X, y = load_digits(return_X_y=True)
-    model = RandomFeatureClassifier(n_components=512, gamma=0.0005, random_state=0).fit(X[::2], y[::2])
-    P = model.predict_proba(X[1::2])
-    assert model.score(X[1::2], y[1::2]) > 0.97
-    assert log_loss(y[1::2], P) < 0.1
-    assert P.max(1).mean() == pytest.approx(model.score(X[1::2], y[1::2]), abs=0.03)
-    np.testing.assert_allclose(P.sum(1), 1)
 
 
 def test_probabilities_of_two_gaussian_classes_are_calibrated():
@@ -304,4 +258,3 @@ def test_a_refused_batch_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="X contains NaN"):
         model.partial_fit(X, y)
     assert (model.coef_ == coefficients).all() and model.rows_ == 600
-

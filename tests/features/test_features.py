@@ -14,7 +14,7 @@ from sklearn.metrics.pairwise import laplacian_kernel
 
 from crt_exp import samplers
 from crt_exp.config import ConfigError, choices
-from crt_exp.features import (GERF, OPRF, SMREG, ArcCosineRF, GeomRF, GeomRFPlus, HypRF, LaplaceRF, MaternRF, Moments,
+from crt_exp.features import (GERF, OPRF, SMREG, ArcCosineRF, GeomRF, GeomRFPlus, HypRF, LaplaceRF, MaternRF,
                               PoisCoordRF, PoisRF, PoisRFPlus, PosRF, Product, RationalQuadraticRF, Statistics, Sum,
                               TrigRF)
 from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig
@@ -166,23 +166,17 @@ def test_fitted_order():
 
 
 def test_special_cases():
-    g = torch.Generator().manual_seed(0)
     x, y = pairs(4)
-    noise = samplers.iid(9, 4, g, dtype=torch.float64)
+    noise = samplers.iid(9, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
     product = lambda phi, params: phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
     for kernel in KERNELS:
-        for s, twin in ((1, PosRF(kernel)), (-1, TrigRF(kernel))):
+        for s, other in ((1, PosRF(kernel)), (-1, TrigRF(kernel))):
             phi = GERF(kernel, s=s, A=0)
-            torch.testing.assert_close(product(phi, phi.fit(None)), product(twin, ()))
-        zero = OPRF(kernel, A=0, antithetic=True)
-        torch.testing.assert_close(product(zero, zero.fit(None)), product(HypRF(kernel), ()))
+            torch.testing.assert_close(product(phi, phi.fit(None)), product(other, ()))
         assert (TrigRF(kernel).log_variance(x, x) == -torch.inf).all()
         for phi in (PosRF(kernel), HypRF(kernel), OPRF(kernel), SMREG(kernel)):
             own = phi.fit(Statistics.of(x[:1], -x[:1]))
             assert phi.log_variance(x[:1], -x[:1], own) == -torch.inf
-        apart = torch.eye(4).double()
-        assert PoisRF(kernel).log_variance(apart[:1], apart[1:2], PoisRF(kernel).fit(
-            Statistics.of(apart[:1], apart[1:2]))) < -15
 
 
 def test_oprf_check_value():
@@ -222,16 +216,6 @@ def test_gerf_optimum_is_real_and_found():
     assert found.A.imag.abs().max() < 1e-6
 
 
-def test_complex_gerf_equals_real_on_the_axis():
-    A = torch.linspace(-2, 0.1, 50, dtype=torch.float64)
-    for s in (1, -1):
-        for s_s in (0.0, 1e-4, 3.0, 300.0):
-            t = torch.tensor(s_s, dtype=torch.float64)
-            real = gerf_log_relative_second_moment(A, s, t, 16)
-            torch.testing.assert_close(gerf_log_relative_second_moment(A.to(torch.complex128), s, t, 16), real,
-                                       rtol=1e-9, atol=1e-11)
-
-
 def test_statistics_equal_all_pairs_and_skip_masked():
     x, y = torch.randn(3, 7, 4), torch.randn(3, 5, 4)
     x_mask, y_mask = torch.rand(3, 7) > 0.3, torch.rand(3, 5) > 0.3
@@ -268,15 +252,6 @@ def test_empty_set_gives_defaults():
     torch.testing.assert_close(GeomRF().fit(stats).rate, torch.full((2, 1, 1), 1 - 1e-9, dtype=torch.float64))
 
 
-def test_known_moments():
-    x = torch.randn(9, 4)
-    own = Moments.of(x)
-    kept = Moments.known(mean=own.mean, mean_sq=own.mean_sq)
-    torch.testing.assert_close(OPRF().fit(Statistics(kept, kept)).A, OPRF().fit(Statistics.of(x, x)).A)
-    with pytest.raises(AttributeError, match="no 'mean_abs'"):
-        GeomRF().fit(Statistics(kept, kept))
-
-
 def test_plus_maps_sign_points_below_the_shift():
     """A point below the shift gets signed features: the estimate stays unbiased."""
     x, y = pairs(2)
@@ -294,33 +269,22 @@ def test_the_margin_below_the_vectors_is_in_their_standard_deviations(phi):
     torch.testing.assert_close(ten, 10 * one)
 
 
-def test_smreg_is_below_softmax():
-    x, y = torch.randn(2, 100, 16, dtype=torch.float64)
-    assert (SMREG().log_kernel(x, y) <= (x * y).sum(-1) + 1e-12).all()
-
-
 BAD = {
     "kernel=laplace: expected softmax or gaussian": lambda: OPRF(kernel="laplace"),
     "A=0.125: expected a number < 0.125": lambda: OPRF(A=0.125),
     r"Re\(1 - 8A\)": lambda: GERF(A=0.2 + 1j, s=-1),
     "A=.* with s='auto'": lambda: GERF(A=0.1),
-    "search=": lambda: GERF(search="grid"),
-    "lengths=": lambda: samplers.orthogonal(3, 4, lengths="one"),
     "has 5 dimensions, expected 4": lambda: PosRF().phi_q(torch.zeros(3, 5), samplers.iid(2, 4)),
-    "5 dimensions, y has 4": lambda: Statistics.of(torch.zeros(3, 5), torch.zeros(3, 4)),
-    "expected at least one vector": lambda: Statistics.of(torch.zeros(0, 5), torch.zeros(3, 5)),
     "mask: 4": lambda: Statistics.of(torch.zeros(3, 5), torch.zeros(3, 5), torch.ones(4) > 0),
     "A: not finite": lambda: OPRF().fit(Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2))),
     "(p|shift): not finite": lambda: GeomRFPlus().fit(
         Statistics.of(torch.full((3, 2), torch.nan), torch.zeros(3, 2))),
     "needs exactly Gaussian": lambda: PoisRF().phi_q(torch.ones(3, 4), samplers.orthogonal(4, 4, lengths="sqrt_d"),
                                                    PoisRF(rate=1.0).fit(None)),
-    "parts: empty": lambda: Sum(),
     "weights: 2": lambda: Sum(PosRF(), weights=(1, 2)),
     "MaternRF needs chi-distributed lengths": lambda: MaternRF().phi_q(
         torch.ones(2, 4), samplers.orthogonal(8, 4, lengths="sqrt_d")),
     "LaplaceRF needs exactly Gaussian": lambda: LaplaceRF().phi_q(torch.ones(2, 4), samplers.hadamard(8, 4)),
-    "nu=1: expected 0.5, 1.5 or 2.5": lambda: MaternRF(nu=1),
     "kernel=gaussian: expected matern": lambda: MaternRF("gaussian"),
     "Poisson rate": lambda: PoisRF(rate=1e5).phi_q(torch.ones(3, 4), samplers.iid(2, 4), PoisRF(rate=1e5).fit(None)),
 }
@@ -364,15 +328,6 @@ def test_parts_may_take_other_numbers_of_projections():
         Sum(TrigRF(), PosRF(), shared=True).noise((3, 7), named()[0])
 
 
-def test_a_sum_with_shared_projections_is_unbiased():
-    phi, (x, y) = Sum(TrigRF(), PosRF(), weights=(0.3, 0.7), shared=True), pairs(2)
-    estimate = estimates(phi, x, y, ((), ()), 4, 20_000, samplers.iid)
-    sem = estimate.std(0) / len(estimate) ** 0.5
-    assert ((estimate.mean(0) - exact_matrix(phi, x, y)).abs() < 5 * sem).all()
-    with pytest.raises(NotImplementedError, match="shared projections"):
-        phi.log_variance(x, y[:3], ((), ()))
-
-
 def test_a_product_refuses_shared_noise():
     x, n, other = torch.ones(3, 4), samplers.iid(2, 4), samplers.iid(2, 4)
     nested = Product(Sum(PosRF(), TrigRF()), PosRF())
@@ -385,11 +340,6 @@ def test_every_part_needs_its_parameters():
     for phi in (Sum(TrigRF(), PosRF(), PosRF()), Product(TrigRF(), PosRF())):
         with pytest.raises(ValueError, match=r"params: 1 entries, expected \d"):
             phi.phi_q(torch.ones(3, 4), phi.noise(2, lambda _: samplers.iid(2, 4)), ((),))
-
-
-def test_a_composite_is_of_the_softmax_kernel_where_all_its_parts_are():
-    assert Sum(TrigRF(), PosRF()).kernel == "softmax"
-    assert Sum(TrigRF(), PosRF("gaussian")).kernel == Product(OPRF(), TrigRF("gaussian")).kernel == "gaussian"
 
 
 # ---- kernels with one map
@@ -406,22 +356,17 @@ def test_kernels_are_those_of_scikit_learn(phi):
     np.testing.assert_allclose(ours, EXACT[phi](x, y), rtol=1e-9)
 
 
-@pytest.mark.parametrize("phi, d", [(MaternRF(nu=0.5), 1), (MaternRF(nu=2.5), 3), (MaternRF(nu=0.5), 40)], ids=repr)
-def test_lengths_of_matern_rows_have_the_law_of_student(phi, d):
-    rows = phi.directions(samplers.iid(20_000, d, torch.Generator().manual_seed(0), dtype=torch.float64)).rows()
-    law = scipy.stats.f(d, 2 * phi.nu)
-    assert scipy.stats.kstest((rows.square().sum(1) / d).numpy(), law.cdf).pvalue > 1e-3
-    far = phi.squared_length(np.array([[1e-8, 40.0, 90.0]]), d)[0]
-    assert (np.diff(far) > 0).all() and np.isfinite(far).all()
-
-
-@pytest.mark.parametrize("alpha, d", [(0.3, 1), (1.0, 40), (7.0, 3)])
-def test_lengths_of_rational_quadratic_rows(alpha, d):
-    phi = RationalQuadraticRF(alpha=alpha)
-    r = np.random.default_rng(0)
-    drawn = 4 * r.gamma(d / 2, size=20_000) * r.gamma(alpha, size=20_000) / (2 * alpha)
-    rows = phi.directions(samplers.iid(20_000, d, torch.Generator().manual_seed(0), dtype=torch.float64)).rows()
-    assert scipy.stats.ks_2samp(drawn, rows.square().sum(1).numpy()).pvalue > 1e-3
+@pytest.mark.parametrize("phi, d", [(MaternRF(nu=0.5), 1), (MaternRF(nu=2.5), 40), (RationalQuadraticRF(alpha=0.3), 1),
+                                    (RationalQuadraticRF(alpha=7.0), 3)], ids=repr)
+def test_squared_lengths_of_spectral_rows(phi, d):
+    """F of Student's distribution, and a product of two gamma variables."""
+    r, rows = np.random.default_rng(0), samplers.iid(20_000, d, torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = phi.directions(rows).rows().square().sum(1).numpy()
+    if isinstance(phi, MaternRF):
+        expected = d * scipy.stats.f(d, 2 * phi.nu).rvs(20_000, random_state=r)
+    else:
+        expected = 2 * r.gamma(d / 2, size=20_000) * r.gamma(phi.alpha, size=20_000) / phi.alpha
+    assert scipy.stats.ks_2samp(expected, found).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("phi", [MaternRF(), RationalQuadraticRF()], ids=repr)
@@ -432,19 +377,6 @@ def test_directions_stay_orthogonal_and_fast(phi):
     torch.testing.assert_close(cosines, torch.eye(16, dtype=torch.float64), atol=1e-9, rtol=0)
     fast = phi.directions(samplers.hadamard(2048, 1024, g))
     assert fast.matrix_free and isinstance(fast, samplers.HadamardNoise)
-
-
-@pytest.mark.parametrize("phi, sampler", [
-    (MaternRF(nu=0.5), samplers.simplex), (LaplaceRF(), samplers.halton),
-    (RationalQuadraticRF(alpha=0.3), samplers.sobol)], ids=lambda value: getattr(value, "__name__", repr(value)))
-def test_every_exact_sampler_is_unbiased(phi, sampler):
-    g = torch.Generator().manual_seed(0)
-    x = torch.tensor([[0.3, -0.2], [0.0, 0.1], [-0.5, 0.4]], dtype=torch.float64)
-    noise = sampler(8, 2, g, batch=(400,), dtype=torch.float64)
-    f = phi.phi_q(x, noise).exp()
-    estimate, exact = f @ f.mT, phi.log_kernel(x[:, None], x[None]).exp()
-    error = estimate.std(0) / 400**0.5
-    assert error.max() < 0.02 and ((estimate.mean(0) - exact).abs() < 5 * error + 1e-9).all()
 
 
 def test_arc_cosine_kernels_are_those_of_layers_at_random():

@@ -5,7 +5,6 @@ import math
 
 import module_cases
 import pytest
-import scipy.stats
 import torch
 from torch.testing import assert_close
 
@@ -15,8 +14,8 @@ from crt_exp.features import (GERF, OPRF, SDERF, AutoRF, Hedgehog, HypRF, Mixtur
                               mixture)
 from crt_exp.features.base import NotFinite
 from crt_exp.features.dense import SDERFParams, balance
-from crt_exp.features.mixture import MixtureParams, fitted_weights
-from crt_exp.features.statistics import Mirrored, log_kernel
+from crt_exp.features.mixture import MixtureParams
+from crt_exp.features.statistics import Mirrored
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import map_leaves
 
@@ -88,16 +87,6 @@ def test_balance_of_one_side_that_lies_in_a_plane_is_finite_and_moderate():
     torch.testing.assert_close(balance(none, none), torch.eye(4, dtype=torch.float64).expand(2, 4, 4))
 
 
-def test_one_size_in_all_directions_is_oprf():
-    moments = Moments.known(mean=torch.zeros(4), mean_sq=torch.full((4,), 0.3), second=0.3 * torch.eye(4))
-    stats, x = Statistics(moments, moments), torch.randn(5, 4, dtype=torch.float64)
-    noise = samplers.iid(7, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
-    for kernel in ("softmax", "gaussian"):
-        ours, oprf = SDERF(kernel), OPRF(kernel)
-        torch.testing.assert_close(ours.phi_q(x, noise, ours.fit(stats)).log_scale,
-                                   oprf.phi_q(x, noise, oprf.fit(stats)).log_scale, rtol=1e-6, atol=1e-6)
-
-
 def test_parameters_of_nothing_are_those_of_favor_plus():
     zeros = torch.zeros(2, 1, 4)
     for phi in (SDERF(), SDERF(diagonal=True)):
@@ -132,15 +121,6 @@ def test_shifts_change_no_error_and_no_attention(phi):
     def run(y):
         return attention(x[None, None], y[None, None], v[None, None], phi, noise, phi.fit(Statistics.of(x, y)))
     torch.testing.assert_close(run(y + shift), run(y), rtol=1e-8, atol=1e-10)
-
-
-def test_linear_maps_that_leave_products_change_no_error():
-    x, y = vectors(d=5, n=300)
-    g = torch.Generator().manual_seed(3)
-    M = torch.randn(5, 5, generator=g, dtype=torch.float64) + 2 * torch.eye(5, dtype=torch.float64)
-    before, after = moment(SDERF(), x, y), moment(SDERF(), x @ M.mT, y @ torch.linalg.inv(M))
-    assert after == pytest.approx(before, rel=0.02)  # the ridge alone knows the axes
-    assert abs(moment(OPRF(), x @ M.mT, y @ torch.linalg.inv(M)) - moment(OPRF(), x, y)) > 0.1
 
 
 # ---- statistics
@@ -184,20 +164,6 @@ def test_a_causal_layer_is_fitted_to_earlier_batches_alone():
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_a_restored_causal_layer_goes_on_as_the_original():
-    module, other = layer(causal=True, kv_heads=2), layer(causal=True, kv_heads=2)
-    for seed in range(2):
-        module(*qkv(seed, 2))
-    other.load_state_dict(module.state_dict())
-    assert module.state_dict()["running_x_second"].shape == (2, D, D)
-    for m in (module, other):
-        m(*qkv(2, 2))
-    torch.testing.assert_close(module.eval()(*qkv(3, 2)), other.eval()(*qkv(3, 2)), rtol=0, atol=0)
-    past, (q, k, v) = module.past(), qkv(4, 2)
-    steps = [past.step(q[:, :, i:i + 1], k[:, :, i:i + 1], v[:, :, i:i + 1]) for i in range(L)]
-    torch.testing.assert_close(torch.cat(steps, 2), module(q, k, v), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_is_no_part_of_what_a_layer_sees(causal):
     long, short = layer(causal=causal), layer(causal=causal)
@@ -207,16 +173,6 @@ def test_padding_is_no_part_of_what_a_layer_sees(causal):
         out = long(q, k.masked_fill(~mask[:, None, :, None], torch.nan), v, mask)
         expected = short(*(t[:, :, :30] for t in (q, k, v)))
         torch.testing.assert_close(out[:, :, :30], expected, rtol=2e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_autocast_leaves_the_precision_of_features(causal):
-    module, (q, k, v) = layer(causal=causal, kv_heads=2), qkv(kv_heads=2)
-    for _ in range(2):
-        module(q, k, v)
-    expected = module.eval()(q, k, v)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(module(q, k, v), expected)
 
 
 # ---- the choice of a map for each head
@@ -232,17 +188,6 @@ def three_kinds(seed=0):
 
 
 KINDS = ["oprf", "diagonal sderf", "sderf"]
-
-
-def test_auto_takes_for_each_head_what_is_best_on_vectors_that_it_was_not_fitted_to():
-    x, y = (t.transpose(0, 1).flatten(1, 2).double() for t in three_kinds()[:2])
-    phi = AutoRF()
-    params = phi.fit(Statistics.of(x, y))
-    assert phi.names(params) == KINDS
-    for h in range(3):
-        moments = {name: moment(part, x[h, L:], y[h, L:], part.fit(Statistics.of(x[h, :L], y[h, :L])))
-                   for name, part in phi.candidates(D).items()}
-        assert min(moments, key=moments.get) == KINDS[h]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -288,62 +233,6 @@ def test_describe_attention_says_what_each_layer_chose():
         assert sum(int(part.rsplit(" ", 1)[1]) for part in chosen.split(", ")) == 4
 
 
-# ---- the order of errors
-
-def matched_heads(power, mean, least, most, d=16, length=256, heads=12, turn=0.3):
-    """Keys with variances l^-2 power around a mean, and queries that are the same vectors, turned a little: (1, heads,
-    length, d), with a mean |x + y|^2 that goes from `least` to `most` over the heads."""
-    g = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
-    spectrum = torch.arange(1, d + 1, dtype=torch.float64) ** -power
-    y = (draw(heads, length, d) * spectrum + mean * draw(heads, 1, d)) @ torch.linalg.qr(draw(heads, d, d))[0]
-    A = draw(heads, d, d) / d**0.5
-    x = y @ torch.linalg.matrix_exp(turn * (A - A.mT))
-    size = Statistics.of(x, y).mean_sq_sum
-    root = (torch.linspace(least, most, heads, dtype=torch.float64) / size).sqrt()[:, None, None]
-    return (x * root)[None], (y * root)[None], draw(1, heads, length, d)
-
-
-def relative_errors(phi, m, x, y, v, draws=5):
-    """|estimate - exact| / |exact| of the output of each head, Frobenius, the mean over draws: (heads,)."""
-    exact, params, found = exact_attention(x, y, v), phi.fit(Statistics.of(x, y)), []
-    for seed in range(draws):
-        g = torch.Generator().manual_seed(seed)
-        noise = samplers.orthogonal(m, x.shape[-1], g, batch=(x.shape[1],), dtype=torch.float64)
-        gone = attention(x, y, v, phi, noise, params) - exact
-        found.append((gone.square().sum((0, 2, 3)) / exact.square().sum((0, 2, 3))).sqrt())
-    return torch.stack(found).mean(0)
-
-
-def gain(better, worse):
-    """Mean over heads of the log ratio of errors, and half its 95% Student interval."""
-    logs = (better / worse).log()
-    return logs.mean().item(), float(scipy.stats.t.ppf(0.975, len(logs) - 1)) * logs.std().item() / len(logs) ** 0.5
-
-
-ARMS = {"pos": (PosRF(), 256), "oprf": (OPRF(), 256), "sderf": (SDERF(), 256), "pairs": (SDERF(antithetic=True), 128)}
-DENSE_FIRST = [("sderf", "oprf"), ("pairs", "oprf")]
-ORDER = [*DENSE_FIRST, ("oprf", "pos")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("power, mean, least, most, verdicts", [
-    (0.0, 0.0, 8, 20, ORDER),        # alike in all directions: what is left to dense features is little
-    (0.7, 0.3, 2, 8, ORDER),
-    (0.7, 0.3, 8, 20, DENSE_FIRST),  # the errors of pos and oprf are near 1, and tell nothing
-])
-def test_on_matched_heads_dense_features_beat_oprf_which_beats_pos(power, mean, least, most, verdicts):
-    """Equal columns, 256, from the same seeds; 95% intervals over heads of other vectors."""
-    tensors = matched_heads(power, mean, least, most)
-    errors = {name: relative_errors(phi, m, *tensors) for name, (phi, m) in ARMS.items()}
-    print({name: round(e.mean().item(), 3) for name, e in errors.items()})
-    for better, worse in ORDER:
-        log_ratio, half = gain(errors[better], errors[worse])
-        low, high = math.exp(log_ratio - half), math.exp(log_ratio + half)
-        print(f"{better} / {worse}: {math.exp(log_ratio):.3f} ({low:.3f} to {high:.3f})")
-        assert high < 1 or (better, worse) not in verdicts
-
-
 # ---- Hedgehog, and layers that train
 
 TRAINED = [(Hedgehog(), "none"), (PosRF(), "projections"), (OPRF(), "parameters"),
@@ -368,29 +257,6 @@ def test_hedgehog_is_two_softmaxes(scale):
         u = x @ rows.rows().mT
         assert_close(f.exp(), torch.cat([u.softmax(-1), (-u).softmax(-1)], -1))
         assert_close(f.exp().sum(-1), torch.full((5,), 2.0, dtype=torch.float64))
-
-
-def test_hedgehog_begins_near_softmax():
-    """Gaussian rows, the same of both sides: with many of them m phi.phi / 2 is near cosh-like averages of exp(x.y)."""
-    phi, noise = hedgehog(m=20_000)
-    x, y = torch.randn(2, 3, 4, dtype=torch.float64).mul(0.5).unbind(0)
-    assert torch.equal(noise[0].rows(), noise[1].rows())
-    found = phi.phi_q(x, noise).exp() @ phi.phi_k(y, noise).exp().mT * 20_000 / 2
-    assert_close(found, log_kernel("softmax", x[:, None], y[None]).exp(), rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("causal, masked", [(False, True), (True, False)])
-def test_hedgehog_is_its_materialised_twin(causal, masked):
-    phi, noise = hedgehog()
-    g = torch.Generator().manual_seed(1)
-    x, y, v = (torch.randn(2, 2, 150, 4, generator=g, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    mask = torch.rand(2, 150, generator=g) > 0.3 if masked else None
-    ours, theirs = (f(x, y, v, phi, noise, (), causal=causal, key_mask=mask)
-                    for f in (attention, attention_reference))
-    assert_close(ours, theirs)
-    for a, b in zip(torch.autograd.grad(ours.square().sum(), (x, y, v)),
-                    torch.autograd.grad(theirs.square().sum(), (x, y, v))):
-        assert_close(a, b)
 
 
 # ---- layers that train
@@ -463,9 +329,6 @@ def test_training_fits_better_and_a_calibration_leaves_it(phi, learn):
 # ---- mixtures
 
 UNBIASED = Mixture(weights="unbiased", size=6)
-POINTS = torch.linspace(-12, 12, 4801, dtype=torch.float64)
-
-
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -478,10 +341,6 @@ def fit_of(phi, centre=0.7, seed=1):
 def estimates(x, y, params, draws, sampler=samplers.iid, phi=UNBIASED):
     noise = sampler(phi.size, x.shape[-1], torch.Generator().manual_seed(0), batch=(draws,), dtype=torch.float64)
     return (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp()).sum(-1).squeeze(-1)
-
-
-def log_normal(w, mean, variance=1.0):
-    return -(w - mean).square() / (2 * variance) - math.log(2 * math.pi * variance) / 2
 
 
 # ---- the unbiased map
@@ -497,12 +356,6 @@ def test_a_mixture_is_unbiased_whatever_it_was_fitted_to(params, sampler):
     assert abs(found.mean() - (x * y).sum().exp()) < 4.5 * found.std() / found.numel()**0.5
 
 
-def test_a_wrong_fit_costs_variance():
-    x, y = 0.5 * normal(1, 3, seed=3) + 0.7, 0.5 * normal(1, 3, seed=4)
-    right, wrong = (estimates(x, y, fit_of(UNBIASED, centre), 50_000).var() for centre in (0.7, -1.5))
-    assert wrong > 3 * right
-
-
 def test_one_centre_has_the_closed_form():
     """exp |s - c|^2: that of FAVOR+ around another point."""
     phi, x, y = UNBIASED.of_size(1), 0.4 * normal(1, 3, seed=3), 0.4 * normal(1, 3, seed=4)
@@ -514,25 +367,6 @@ def test_one_centre_has_the_closed_form():
     torch.testing.assert_close(expected, torch.tensor(math.exp(3 * 0.09), dtype=torch.float64))
 
 
-def test_error_of_several_centres_by_quadrature():
-    """With a row for each centre the variance is the integral of N(w; s, 1)^2 / sum_i N(w; c_i, 1), less the squares of
-    what each row gives in the mean. The integral lies between Jensen's bound and that of the nearest centre."""
-    centres, x, y = (torch.tensor(t, dtype=torch.float64) for t in ([[-2.0], [0.0], [1.5]], [[0.4]], [[0.8]]))
-    s, phi = float(x + y), UNBIASED.of_size(3)
-    params = MixtureParams(torch.eye(1, dtype=torch.float64), centres, torch.zeros(1, 3))
-    step, own = POINTS[1] - POINTS[0], log_normal(POINTS, centres)
-    log_q = own.logsumexp(0)
-    second = (2 * log_normal(POINTS, s) - log_q).exp().sum() * step
-    means = (log_normal(POINTS, s) - log_q + own).exp().sum(-1) * step
-    torch.testing.assert_close(means.sum(), torch.ones((), dtype=torch.float64))
-    expected = second - means.square().sum()
-    found = estimates(x, y, params, 200_000, phi=phi) / (x * y).sum().exp()
-    spread = (found - found.mean()).square()
-    assert abs(spread.mean() - expected) < 4.5 * spread.std() / found.numel()**0.5
-    jensen = 1 / ((4 * math.pi)**0.5 * log_normal(torch.tensor(s), centres[:, 0], 1.5).exp().sum())
-    assert jensen <= second <= (s - centres).square().min().exp()
-
-
 # ---- fitted weights
 
 def divergence(log_weights, x, y, rows, exact, seen):
@@ -541,22 +375,6 @@ def divergence(log_weights, x, y, rows, exact, seen):
     log_k = (x @ rows.mT + log_weights).unsqueeze(-2) + of_keys.unsqueeze(1)
     log_k = log_k.logsumexp(-1).masked_fill(~seen, -torch.inf).log_softmax(-1)
     return (exact * (exact.clamp(min=1e-300).log() - log_k.masked_fill(~seen, 0))).sum(-1).mean()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_each_update_lowers_the_divergence_to_the_least(monkeypatch, causal):
-    x, y, rows = normal(2, 20, 3), normal(2, 20, 3, seed=1), normal(5, 3, seed=2)
-    seen = torch.ones(20, 20, dtype=torch.bool)
-    seen = seen.tril() if causal else seen
-    exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
-    given, found = (x, y, rows, torch.zeros(1, 5).double(), exact, seen), []
-    for updates in (0, 1, 2, 5, 20, 2000):
-        monkeypatch.setattr(mixture, "UPDATES", updates)
-        log_weights = fitted_weights(*given)
-        found.append(divergence(log_weights, x, y, rows, exact, seen))
-    assert found == sorted(found, reverse=True) and found[-1] < 0.98 * found[0]
-    for moved in log_weights + 0.05 * torch.cat([torch.eye(5), -torch.eye(5)]).double():
-        assert divergence(moved[None], x, y, rows, exact, seen) > found[-1] - 1e-5
 
 
 def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
