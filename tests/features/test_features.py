@@ -270,7 +270,6 @@ def test_the_margin_below_the_vectors_is_in_their_standard_deviations(phi):
 
 
 BAD = {
-    "kernel=laplace: expected softmax or gaussian": lambda: OPRF(kernel="laplace"),
     "A=0.125: expected a number < 0.125": lambda: OPRF(A=0.125),
     r"Re\(1 - 8A\)": lambda: GERF(A=0.2 + 1j, s=-1),
     "A=.* with s='auto'": lambda: GERF(A=0.1),
@@ -285,7 +284,6 @@ BAD = {
     "MaternRF needs chi-distributed lengths": lambda: MaternRF().phi_q(
         torch.ones(2, 4), samplers.orthogonal(8, 4, lengths="sqrt_d")),
     "LaplaceRF needs exactly Gaussian": lambda: LaplaceRF().phi_q(torch.ones(2, 4), samplers.hadamard(8, 4)),
-    "kernel=gaussian: expected matern": lambda: MaternRF("gaussian"),
     "Poisson rate": lambda: PoisRF(rate=1e5).phi_q(torch.ones(3, 4), samplers.iid(2, 4), PoisRF(rate=1e5).fit(None)),
 }
 

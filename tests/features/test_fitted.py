@@ -175,6 +175,10 @@ def test_padding_is_no_part_of_what_a_layer_sees(causal):
         torch.testing.assert_close(out[:, :, :30], expected, rtol=2e-4, atol=1e-4)
 
 
+def test_favorsharp_is_dense_centred_balanced_and_antithetic():
+    assert Mechanism.of("favorsharp").map() == SDERF(antithetic=True) and SDERF().centred and SDERF().balanced
+
+
 # ---- the choice of a map for each head
 
 def three_kinds(seed=0):
