@@ -21,11 +21,14 @@ def map_names(without=()):
 KERNELS = ("softmax", "gaussian")
 OF_PARTS = ("angular", "gaussian", "clustered", "gaussian_mixture", "hybrid")
 HYBRIDS = dict.fromkeys((*OF_PARTS, "auto"), "noise or parameters of several parts") | {
-    "mixture": "size is the number of projections: tests/features/test_mixture.py"}
-SIMPLE = [Mechanism.of(features=name).map(kernel) for name in map_names(HYBRIDS) for kernel in KERNELS] + [
+    "mixture": "size is the number of projections: tests/features/test_fitted.py"}
+SPECIAL = [
     GERF(s=1), GERF(s=-1), GERF(A=-0.1 + 0.05j, s=1), GERF(A=-0.05 + 0.03j, s=-1, kernel="gaussian"),
     GERF(A=0.02, s=-1), OPRF(antithetic=True), OPRF(A=-0.3), OPRF(A=0.02, antithetic=True), PoisRF(rate=0.7),
     GeomRF(p=0.6), SMREG(antithetic=True), SDERF(), SDERF(diagonal=True), SDERF(centred=False, balance=False)]
+NAMED = [Mechanism.of(features=name).map(kernel) for name in map_names(HYBRIDS) for kernel in KERNELS]
+ONE_KERNEL = [phi for n, phi in enumerate(NAMED) if n % 4 in (0, 3)] + SPECIAL  # of each map one kernel, in turn
+SIMPLE = NAMED + SPECIAL
 COMPOSITE = [Sum(TrigRF(), PosRF(), weights=(0.3, 0.7)), Sum(OPRF(), OPRF(), weights=(1.5, -0.5)),
              Product(TrigRF("gaussian"), OPRF()), Sum(Product(TrigRF("gaussian"), PosRF()), GERF())]
 EXPONENTIAL = [CERF("gaussian", M=0.9 + 0.4j, antithetic=True), AutoRF()]

@@ -5,39 +5,37 @@ import pickle
 import numpy as np
 import pytest
 import scipy.sparse
+from covering import in_turn
 from maps import HYBRIDS, map_names
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.kernel_approximation import RBFSampler
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
 from sklearn.linear_model import RidgeClassifier
-from sklearn.metrics.pairwise import laplacian_kernel, rbf_kernel
+from sklearn.metrics.pairwise import laplacian_kernel
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
-from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, samplers
+from crt_exp import RandomFeatureClassifier
 from crt_exp.estimators import RandomFeatures
 from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
-from crt_exp.features import OPRF, ArcCosineRF, GeomRFPlus, HypRF, LaplaceRF, MaternRF, PoisRFPlus, PosRF, Sum, TrigRF
+from crt_exp.features import OPRF, ArcCosineRF, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
 
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
 TWO_SIDES = dict.fromkeys(("gerf", "complex"), "its maps for the two sides of the kernel differ") | HYBRIDS
 OTHER_KERNEL = {"smreg": "estimates another kernel"} | HYBRIDS
-NO_ROOM = dict.fromkeys(("pois_plus", "geom_plus"), "refuses rows below those that it was fitted to")
 NO_WEIGHTS = TWO_SIDES | {"sderf": "it moves the data first"} | dict.fromkeys(
     ("pois", "geom", "pois_plus", "geom_plus", "pois_coord"), "powers of the data in place of exponentials")
-TOO_SHARP = NO_ROOM | dict.fromkeys(("pois", "pois_coord"), "a mean error above 0.01 at gamma = 10")
-MAPS, ONE_MAP, WITH_WEIGHTS = map_names(HYBRIDS), map_names(TWO_SIDES), map_names(NO_WEIGHTS)
+ONE_MAP, WITH_WEIGHTS = map_names(TWO_SIDES), map_names(NO_WEIGHTS)
 GAUSSIAN = {name: Mechanism.of(features=name).map("gaussian") for name in ONE_MAP}
-IN_PAIRS = [phi for phi in GAUSSIAN.values() if phi.width(1) == 2]
 NOT_FITTED = [name for name, phi in GAUSSIAN.items() if not phi.fitted]
 
 
-@parametrize_with_checks([RandomFeatures("trig", n_components=7), RandomFeatures("matern", n_components=7),
-                          KernelRegressionClassifier(n_components=400), KernelRegressionRegressor("exact")])
+@parametrize_with_checks([RandomFeatures("trig", n_components=7), KernelRegressionClassifier(n_components=400),
+                          KernelRegressionRegressor("exact")])
 def test_scikit_learn_compatible(estimator, check):
     check(estimator)
 
@@ -51,29 +49,6 @@ def test_every_estimator_is_compatible_with_scikit_learn(estimator, check):
     check(estimator)
 
 
-TARGETS = {"array of shape ()": np.array(3.0), "bytes|convert string": np.array([b"a", b"b"] * 3),
-           "unknown|convert string": np.array([1, "a"] * 3, object), "Complex data": np.ones(6) + 1j}
-CLASSES = {"classes": ["a", "b"]}  # that the first partial_fit is told
-
-
-@pytest.mark.parametrize("message", TARGETS)
-@pytest.mark.parametrize("make", [KernelRegressionClassifier, KernelRegressionRegressor, RandomFeatureRidge,
-                                  RandomFeatureClassifier])
-def test_targets_that_are_none(make, message):
-    X = np.arange(6.0)[:, None]
-    with pytest.raises(ValueError, match=message):
-        make().fit(X, TARGETS[message])
-    with pytest.raises(ValueError, match=message):
-        make().partial_fit(X, TARGETS[message], **(CLASSES if make is KernelRegressionClassifier else {}))
-
-
-@pytest.mark.parametrize("make", [KernelRegressionClassifier, RandomFeatureClassifier])
-def test_many_classes_are_no_regression_targets(make):
-    """No warning for a list of classes, in which each of them stands once."""
-    X, y = np.random.default_rng(0).normal(size=(90, 2)), np.arange(90) % 30
-    assert make().partial_fit(X, y, classes=np.arange(30)).predict(X).shape == make().fit(X, y).predict(X).shape
-
-
 @pytest.mark.parametrize("make", [KernelRegressionClassifier, RandomFeatureClassifier])
 def test_labels_of_another_type_later(make):
     X = np.arange(6.0)[:, None]
@@ -84,10 +59,8 @@ def test_labels_of_another_type_later(make):
             make().partial_fit(X, ["a", "b"] * 3, classes=later)
 
 
-@pytest.mark.parametrize("make", [KernelRegressionClassifier, KernelRegressionRegressor])
-def test_clusters_of_one_sample_are_refused_in_the_words_of_scikit_learn(make):
-    model = make("clustered", n_components=256)
-    check_fit2d_1sample(type(model).__name__, model)
+def test_clusters_of_one_sample_are_refused_as_by_scikit_learn():
+    check_fit2d_1sample("KernelRegressionRegressor", KernelRegressionRegressor("clustered", n_components=256))
 
 
 @pytest.mark.parametrize("mechanism", map_names(TWO_SIDES | OTHER_KERNEL))
@@ -98,7 +71,7 @@ def test_features_approach_the_kernel(mechanism):
     assert np.abs(Z @ Z.T - K).max() < 0.05
 
 
-@pytest.mark.parametrize("mechanism", map_names(OTHER_KERNEL))
+@pytest.mark.parametrize("mechanism", ["trig", "gerf", "complex", "sderf", "pois_plus", "geom"])
 def test_classifier_approaches_exact(mechanism):
     X, y = load_iris(return_X_y=True)
     X = (X - X.mean(0)) / X.std(0)
@@ -126,7 +99,7 @@ def test_partial_fit_equals_fit(mechanism, kernel):
     np.testing.assert_allclose(parts.predict(X), whole.predict(X), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mechanism", MAPS)
+@pytest.mark.parametrize("mechanism", ["trig", "sderf", "pois_plus"])
 def test_common_shift_changes_nothing(mechanism):
     """Positive features of uncentred data would have e^|x+y|^2 more variance;
     the Gaussian kernel does not see the shift."""
@@ -136,7 +109,7 @@ def test_common_shift_changes_nothing(mechanism):
     np.testing.assert_allclose(near, far, atol=1e-6)
 
 
-@pytest.mark.parametrize("mechanism", MAPS)
+@pytest.mark.parametrize("mechanism", ["trig", "sderf", "pois_plus"])
 def test_pickles_and_repeats(mechanism):
     X, y = load_iris(return_X_y=True)
     one, again = (KernelRegressionClassifier(mechanism, random_state=3).fit(X, y) for _ in range(2))
@@ -154,29 +127,20 @@ def test_large_gamma_does_not_underflow():
 X, Y = load_iris(return_X_y=True)
 BAD = {
     "gamma=0: expected a positive number": lambda: RandomFeatures(gamma=0).fit(X),
-    "gamma=-1": lambda: KernelRegressionClassifier(gamma=-1).fit(X, Y),
-    "n_components=0": lambda: RandomFeatures(n_components=0).fit(X),
-    "n_components=true": lambda: RandomFeatures(n_components=True).fit(X),
     "n_components=8.0": lambda: RandomFeatures(n_components=8.0).fit(X),
     "n_components=7: Sum supports 6 or 9": lambda: RandomFeatures(
         Sum(TrigRF("gaussian"), PosRF("gaussian")), n_components=7).fit(X),
     "unknown features 'oprff'; did you mean oprf": lambda: RandomFeatures("oprff").fit(X),
-    "unknown sampler 'orthogonl'; did you mean orthogonal": lambda: RandomFeatures(sampler="orthogonl").fit(X),
     "queries and keys": lambda: RandomFeatures("gerf").fit_transform(X),
-    r"margin=1.0":
-        lambda: RandomFeatures("pois_plus").fit(X).transform(X - 1),
+    r"margin=1.0": lambda: RandomFeatures("pois_plus").fit(X).transform(X - 1),
     "label 2": lambda: KernelRegressionClassifier().partial_fit(X, Y, classes=[0, 1]),
     "classes=None": lambda: KernelRegressionClassifier().partial_fit(X, Y),
-    "NaN": lambda: RandomFeatures().fit(np.full((3, 2), np.nan)),
     "gamma=0.5: not supported by matern": lambda: RandomFeatures("matern", gamma=0.5).fit(X),
-    "gamma=scale: not supported by LaplaceRF": lambda: RandomFeatureRidge(LaplaceRF(), gamma="scale").fit(X, Y),
     "gamma=1.0: cannot be combined": lambda: KernelRegressionClassifier(
         "exact", gamma=1.0, length_scale=2.0).fit(X, Y),
     "kernel=softmax: not supported": lambda: RandomFeatures("matern", kernel="softmax").fit(X),
-    "kernel=rbf: expected softmax or gaussian": lambda: RandomFeatures(kernel="rbf").fit(X),
     r"length_scale=\[1, 2, 3\]: expected a positive number, or one for each of the 4": lambda: RandomFeatures(
         length_scale=[1, 2, 3]).fit(X),
-    r"length_scale=\[1, 2, 0, 4\]: expected": lambda: RandomFeatures(length_scale=[1, 2, 0, 4]).fit(X),
 }
 
 
@@ -192,7 +156,7 @@ def test_no_mass_is_reported():
 
 
 @pytest.mark.filterwarnings("ignore:.*no positive kernel mass:UserWarning")
-@pytest.mark.parametrize("mechanism", ["trig", "gerf", "geom", "pois", "angular", "oprf"])
+@pytest.mark.parametrize("mechanism", ["trig", "gerf", "geom", "angular"])
 def test_an_average_lies_between_the_targets(mechanism):
     """Whatever the estimated mass is: 5 projections of far rows give one near 0, of either sign."""
     rng = np.random.default_rng(0)
@@ -210,30 +174,9 @@ def points(n=30, d=5, seed=0):
     return P / P.sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("mechanism", map_names(TWO_SIDES | OTHER_KERNEL))
-def test_passes_the_tests_of_rbf_sampler(mechanism):
-    """The bounds are those of scikit-learn."""
-    A, B = points(300, 50), points(300, 50, seed=1)
-    roomy = {"pois_plus": PoisRFPlus("gaussian", margin=1.0), "geom_plus": GeomRFPlus("gaussian", margin=1.0)}
-    model = RandomFeatures(roomy.get(mechanism, mechanism), gamma=1.0, n_components=1000, random_state=42).fit(A)
-    error = rbf_kernel(A, B, gamma=1.0) - model.transform(A) @ model.transform(B).T
-    assert np.abs(error.mean()) <= 0.01 and np.abs(error).max() <= 0.1 and np.abs(error).mean() <= 0.05
-
-
-@pytest.mark.parametrize("mechanism", map_names(TWO_SIDES | OTHER_KERNEL | TOO_SHARP))
-def test_sharp_kernel_as_in_the_tests_of_rbf_sampler(mechanism):
-    A, B = points(300, 50), points(300, 50, seed=1)
-    model = RandomFeatures(mechanism, gamma=10.0, n_components=1000, random_state=42).fit(A)
-    error = rbf_kernel(A, B, gamma=10.0) - model.transform(A) @ model.transform(B).T
-    assert np.abs(error.mean()) <= 0.01 and np.abs(error).max() <= 0.1 and np.abs(error).mean() <= 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("container", [
-    scipy.sparse.csr_array, *(pytest.param(each, marks=pytest.mark.slow)
-                              for each in (scipy.sparse.csr_matrix, scipy.sparse.csc_array))])
-@pytest.mark.parametrize("gamma", [0.7, "scale"])
-@pytest.mark.parametrize("mechanism", ONE_MAP)
+@pytest.mark.parametrize("mechanism, container, gamma", [
+    ("trig", scipy.sparse.csr_array, 0.7), ("oprf", scipy.sparse.csr_matrix, "scale"),
+    ("pois_plus", scipy.sparse.csc_array, 0.7), ("sderf", scipy.sparse.csr_array, "scale")])
 def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
     monkeypatch.setattr("crt_exp.estimators.SPARSE_ENTRIES", 40)  # blocks of eight rows
     dense = points() * (np.random.default_rng(0).random((30, 5)) < 0.4)
@@ -247,8 +190,8 @@ def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
     np.testing.assert_allclose(single, expected, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("mechanism", [*WITH_WEIGHTS, OPRF("gaussian", antithetic=True)], ids=str)
+@pytest.mark.parametrize("mechanism, n", in_turn([*WITH_WEIGHTS, OPRF("gaussian", antithetic=True)], [7, 2, 1]),
+                         ids=str)
 def test_weights_and_offsets_are_the_features(mechanism, n):
     P = points()
     model = RandomFeatures(mechanism, n_components=n, gamma=0.7, random_state=0).fit(P)
@@ -259,47 +202,6 @@ def test_weights_and_offsets_are_the_features(mechanism, n):
     np.testing.assert_allclose(model.transform(P), Z, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("mechanism", NO_WEIGHTS)
-def test_other_maps_have_no_weights(mechanism):
-    n = Mechanism.of(features=mechanism).map("gaussian").width(2)
-    model = RandomFeatures(mechanism, n_components=n).fit(points())
-    assert not hasattr(model, "random_weights_") and not hasattr(RandomFeatures("trig"), "random_offset_")
-
-
-@pytest.mark.parametrize("mechanism", WITH_WEIGHTS)
-def test_weights_have_the_dtype_of_the_data(mechanism):
-    """And are the same numbers, as RBFSampler's are."""
-    P = np.array([[1, 2], [3, 4], [5, 6]])
-    one, two = (RandomFeatures(mechanism, random_state=42).fit(P.astype(t)) for t in (np.float32, np.float64))
-    for name in ("random_weights_", "random_offset_"):
-        assert getattr(one, name).dtype == np.float32 and getattr(two, name).dtype == np.float64
-        np.testing.assert_allclose(getattr(one, name), getattr(two, name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("mechanism", [*IN_PAIRS, OPRF("gaussian", True, A=-0.1)], ids=repr)
-def test_odd_numbers_of_columns_are_unbiased(mechanism, n):
-    P = np.array([[0.0, 0.2], [0.5, -0.1], [-0.3, 0.2]])
-    K, draws = rbf_kernel(P, gamma=0.5), 1000
-    found = []
-    for seed in range(draws):
-        Z = RandomFeatures(mechanism, samplers.iid, n_components=n, gamma=0.5, random_state=seed).fit_transform(P)
-        found.append(Z @ Z.T)
-    error = np.std(found, axis=0) / draws**0.5
-    assert error.max() < 0.05 and (np.abs(np.mean(found, axis=0) - K) < 5 * error + 1e-12).all()
-
-
-def test_odd_columns_are_positive_where_pairs_are():
-    assert (RandomFeatures(HypRF("gaussian"), n_components=3, random_state=0).fit_transform(points()) > 0).all()
-
-
-def test_rows_below_the_fitted_ones_with_a_margin():
-    P = points()
-    model = RandomFeatures(PoisRFPlus("gaussian", margin=3.0), n_components=50, random_state=0).fit(P)
-    assert (model.transform(P - P.std(0)) > 0).all()
-
-
 def test_scale_is_that_of_rbf_sampler():
     for P in ([[0.0], [1.0]], [[2.0], [2.0]], np.eye(3)):
         assert RandomFeatures(gamma="scale").fit(P).gamma_ == pytest.approx(RBFSampler(gamma="scale").fit(P)._gamma)
@@ -308,7 +210,7 @@ def test_scale_is_that_of_rbf_sampler():
         assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(theirs)
 
 
-@pytest.mark.parametrize("mechanism", ["trig", "oprf", "pois_coord"])
+@pytest.mark.parametrize("mechanism", ["trig", "pois_coord"])
 def test_lengths_stand_in_the_place_of_gamma(mechanism):
     P, lengths = points(), np.array([0.5, 1.0, 2.0, 3.0, 0.1])
     make = lambda **options: RandomFeatures(mechanism, n_components=8, random_state=0, **options)
@@ -325,21 +227,22 @@ def arc_cosine(X, order=1):
     return np.outer(size, size) * (np.sin(theta) + (np.pi - theta) * np.cos(theta)) / np.pi
 
 
-OWN_KERNELS = {"matern": Matern(nu=1.5), MaternRF(nu=0.5): Matern(nu=0.5), MaternRF(nu=2.5): Matern(nu=2.5),
-               "laplace": lambda X: laplacian_kernel(X, gamma=1.0), "rational_quadratic": RationalQuadratic(),
-               "arc_cosine": arc_cosine, ArcCosineRF(order=0): lambda X: arc_cosine(X, order=0)}
+OWN_KERNELS = {"matern": Matern(nu=1.5), "laplace": lambda X: laplacian_kernel(X, gamma=1.0),
+               "rational_quadratic": RationalQuadratic(), "arc_cosine": arc_cosine,
+               ArcCosineRF(order=0): lambda X: arc_cosine(X, order=0)}
 
 
-@pytest.mark.parametrize("sampler, n", [("iid", 10), ("orthogonal", 11)])
-@pytest.mark.parametrize("mechanism", OWN_KERNELS, ids=str)
+@pytest.mark.parametrize("mechanism, sampler, n", [
+    ("matern", "orthogonal", 11), ("laplace", "iid", 10), ("rational_quadratic", "orthogonal", 10),
+    ("arc_cosine", "orthogonal", 11), (ArcCosineRF(order=0), "iid", 11)], ids=str)
 def test_kernels_of_their_own_are_unbiased(mechanism, sampler, n):
     """Over draws of the features, for rows over their lengths; of an odd number of columns too."""
     P, lengths = np.random.default_rng(0).normal(size=(4, 3)), np.array([1.0, 2.0, 3.0])
     make = lambda seed, **options: RandomFeatures(mechanism, sampler, n, random_state=seed, **options)
-    drawn = np.array([make(seed, length_scale=lengths).fit_transform(P) for seed in range(400)])
+    drawn = np.array([make(seed, length_scale=lengths).fit_transform(P) for seed in range(200)])
     gram, exact = drawn @ drawn.transpose(0, 2, 1), OWN_KERNELS[mechanism](P / lengths)
-    error = gram.std(0) / 20
-    assert (abs(gram.mean(0) - exact) < 4.5 * error + 1e-9).all() and (error < 0.05 * exact.max()).all()
+    error = gram.std(0) / 200**0.5
+    assert (abs(gram.mean(0) - exact) < 4.5 * error + 1e-9).all() and (error < 0.06 * exact.max()).all()
     model = make(0).fit(P.astype(np.float32))
     Z = model.transform(P.astype(np.float32))
     assert Z.dtype == np.float32 and (model.scale_ == 1).all()
@@ -348,11 +251,7 @@ def test_kernels_of_their_own_are_unbiased(mechanism, sampler, n):
         np.testing.assert_allclose(Z, cosines, atol=1e-4)
 
 
-def test_a_fast_sampler_of_another_kernel():
-    assert np.isfinite(RandomFeatures("matern", "hadamard", n_components=6).fit_transform(points())).all()
-
-
-@pytest.mark.parametrize("mechanism", map_names(TWO_SIDES))
+@pytest.mark.parametrize("mechanism", ["trig", "sderf", "geom_plus"])
 def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
     P = np.random.default_rng(0).normal(size=(5000, 3))
     P[7::2] *= 3
@@ -363,37 +262,12 @@ def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
         np.testing.assert_allclose(one.center_, P.mean(0))
 
 
-def test_trigonometric_features_do_not_depend_on_the_rows_of_the_fit():
-    P = np.random.default_rng(0).normal(size=(100, 3))
-    one, two = (RandomFeatures("trig", n_components=5, random_state=0).fit(rows) for rows in (P, 3 + P[:10]))
-    assert (one.transform(P) == two.transform(P)).all()
-
-
-@pytest.mark.parametrize("mechanism", [name if name == "pos" else pytest.param(name, marks=pytest.mark.slow)
-                                       for name in map_names(TWO_SIDES | NO_ROOM)])
-def test_in_a_pipeline(mechanism):
+def test_in_a_pipeline():
     """Cloned, searched over numbers of NumPy, with named columns."""
     X, y = load_iris(return_X_y=True, as_frame=True)
-    model = make_pipeline(StandardScaler(), RandomFeatures(mechanism, gamma=0.1, random_state=0), RidgeClassifier())
+    model = make_pipeline(StandardScaler(), RandomFeatures("pos", gamma=0.1, random_state=0), RidgeClassifier())
     sizes = {"randomfeatures__n_components": np.array([16, 33])}
     search = GridSearchCV(clone(model), sizes, cv=3, error_score="raise").fit(X, y)
     assert search.best_score_ > 0.8
-    Z = RandomFeatures(mechanism, n_components=np.int64(3)).set_output(transform="pandas").fit(X).transform(X)
+    Z = RandomFeatures("pos", n_components=np.int64(3)).set_output(transform="pandas").fit(X).transform(X)
     assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"] and len(Z) == len(X)
-
-
-def test_grid_of_numbers_of_numpy():
-    search = GridSearchCV(KernelRegressionClassifier(random_state=0), {"n_components": np.array([16, 32])}, cv=3,
-                          error_score="raise").fit(*load_iris(return_X_y=True))
-    assert search.best_params_["n_components"] in (16, 32)
-
-
-@pytest.mark.parametrize("mechanism", MAPS)
-def test_regression_in_single_precision(mechanism):
-    X, y = load_iris(return_X_y=True)
-    X = (X - X.mean(0)) / X.std(0)
-    model = KernelRegressionClassifier(mechanism, gamma=0.1, n_components=200, random_state=0)
-    single, double = (clone(model).fit(X.astype(dtype), y) for dtype in (np.float32, np.float64))
-    assert single.state_.dtype != double.state_.dtype
-    agree = single.predict(X.astype(np.float32)) == double.predict(X)
-    assert agree.mean() > 0.97

@@ -1,34 +1,18 @@
 """Hybrid random features: laws of their estimates, their algebra, complex exponential features."""
 
-import math
 
 import pytest
 import torch
+from covering import in_turn
 from hybrid_cases import draw, vectors
 from maps import HYBRID
 
 from crt_exp import samplers
-from crt_exp.features import (
-    CERF,
-    AngularHybrid,
-    BipolarGaussianCoefficient,
-    ClusteredHybrid,
-    GaussianHybrid,
-    GaussianMixtureHybrid,
-    Hybrid,
-    HypRF,
-    PosRF,
-    Product,
-    Statistics,
-    TrigRF,
-)
+from crt_exp.features import (CERF, AngularHybrid, BipolarGaussianCoefficient, ClusteredHybrid, GaussianHybrid,
+                              GaussianMixtureHybrid, Hybrid, HypRF, PosRF, Statistics, TrigRF)
 from crt_exp.features.complex_exponential import diagonal_by_centres, diagonal_by_moments
-from crt_exp.features.statistics import angle
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
-
-
-EXACT = (samplers.iid, samplers.orthogonal, samplers.simplex, samplers.halton, samplers.sobol)
 
 
 def at_angle(theta, r=1.0, d=3):
@@ -38,8 +22,7 @@ def at_angle(theta, r=1.0, d=3):
     return x, r * (theta.cos()[..., None] * u + theta.sin()[..., None] * v)
 
 
-@pytest.mark.parametrize("d", [1, 3])
-@pytest.mark.parametrize("phi", HYBRID, ids=repr)
+@pytest.mark.parametrize("phi, d", in_turn(HYBRID, [3, 1]), ids=lambda value: repr(value))
 def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
     cut = lambda t: 0.3 * t / t.norm(dim=-1, keepdim=True).clamp(min=0.5)  # of long vectors the tails are too heavy
     x, y, draws = cut(vectors(5, d)), cut(vectors(6, d, seed=1)), 15_000
@@ -58,20 +41,6 @@ def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
     assert (sem < 0.25 * closed + 1e-12).float().mean() > 0.5  # power; the rest have heavy tails
 
 
-@pytest.mark.parametrize("sampler", EXACT, ids=lambda s: s.__name__)
-@pytest.mark.parametrize("phi", [AngularHybrid(n=2), GaussianHybrid(n=2), ClusteredHybrid(keys=1)], ids=repr)
-def test_unbiased_with_every_exact_sampler(phi, sampler):
-    x, y = vectors(8, 2, scale=0.4), vectors(9, 2, seed=1, scale=0.4)
-    draws = 300 if sampler in (samplers.halton, samplers.sobol) else 1200  # a draw of quasi-random points takes long
-    params = phi.fit(Statistics.of(x, y))
-    noise = draw(phi, 16, 2, (draws,), sampler=sampler)
-    estimate = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
-    sem = estimate.std(0) / draws**0.5
-    exact = (x @ y.mT).exp()
-    assert (sem < 0.05 * exact.clamp(min=0.6)).float().mean() > 0.93  # the test has power
-    assert ((estimate.mean(0) - exact).abs() < 5 * sem + 1e-9).all()
-
-
 @pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("phi", [AngularHybrid, GaussianHybrid], ids=lambda c: c.__name__)
 def test_mse_theorems(phi, shared):
@@ -88,67 +57,24 @@ def test_mse_theorems(phi, shared):
     assert (sem < 0.05 * closed).all() and ((square.mean(0) - closed).abs() < 5 * sem).all()
 
 
-def test_shared_projections_have_less_variance_by_the_printed_term():
-    """2/m SM^2 (1 - cos(|x|^2 - |y|^2)) E[lambda (1 - lambda)] (HRF Theorem 3.1), for hyp and pos alike."""
-    x, y = vectors(6, 3), vectors(6, 3, seed=1)
-    n, m, share = 5, 4, angle(x, y) / math.pi
-    both = share * (1 - share) * (1 - 1 / n)
-    printed = 2 / m * (1 - torch.cos(x.square().sum(-1) - y.square().sum(-1))) * both
-    for base in ("hyp", "pos"):
-        shared, apart = (AngularHybrid(base=base, shared=s) for s in (True, False))
-        params = shared.fit(None)
-        gain = apart.log_relative_variance(x, y, params, n, m).exp() - shared.log_relative_variance(
-            x, y, params, n, m).exp()
-        torch.testing.assert_close(gain, printed)
-
-
 def test_angular_hybrid_is_exact_at_both_ends_and_nowhere_between():
     """theta/pi weights the positive features: with the weights the other way round both ends would be the worst."""
-    theta = torch.tensor([0.0, 1.0, math.pi], dtype=torch.float64)
     x = vectors(1, 4).expand(3, 4)
     y = torch.stack([x[0], x[0].flip(0), -x[0]])
     for phi in (AngularHybrid(n=3), AngularHybrid(n=3, base="pos", shared=False)):
         assert (phi.log_variance(x, y, phi.fit(None)) == -torch.inf).tolist() == [True, False, True]
-        for seed in range(5):
-            noise = draw(phi, 2, 4, seed=seed)
-            found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
-            torch.testing.assert_close(found[[0, 2]], (x * y).sum(-1).exp()[[0, 2]])
-    assert theta[-1] == angle(x[2], y[2])
+        noise = draw(phi, 2, 4)
+        found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
+        torch.testing.assert_close(found[[0, 2]], (x * y).sum(-1).exp()[[0, 2]])
 
 
 def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
-    """At y = -x the kernel is e^-|x|^2 and the trigonometric base e^|x|^2: its weight must be a true 0. It was
-    1/2 - 1/2, which left errors of up to 87 times the kernel, and the wrong sign."""
+    """At y = -x the kernel is e^-|x|^2 and the trigonometric base e^|x|^2: its weight must be a true 0."""
     x = 3 * torch.nn.functional.normalize(torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
     y, phi = torch.cat([-x[:100], x[100:]]), AngularHybrid(n=8)
-    seeded = lambda m: torch.Generator().manual_seed(m)
-    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, seeded(p.m), dtype=torch.float32))
+    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m)))
     found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
     torch.testing.assert_close(found, (x * y).sum(-1).exp(), rtol=2e-5, atol=0)
-
-
-def test_gaussian_hybrid_is_exact_at_equal_vectors_alone():
-    x = vectors(2, 4)
-    phi = GaussianHybrid()
-    params = phi.fit(Statistics.of(x, x))
-    assert (phi.log_variance(x, x, params) == -torch.inf).all() and (phi.log_variance(x, -x, params) > -10).all()
-
-
-@pytest.mark.parametrize("r", [1.0, 1.7])
-def test_relative_errors_over_the_angle(r):
-    """The closed forms of HRF (25) and Theorem D.1 for two vectors of length r at angle theta."""
-    m, n, theta = 6, 4, torch.linspace(1e-3, math.pi - 1e-3, 400, dtype=torch.float64)
-    x, y = at_angle(theta, r)
-    trig, positive = (math.sqrt(2 / m) * torch.sinh(2 * r**2 * part(theta / 2).square())
-                      for part in (torch.sin, torch.cos))
-    for phi, error in ((TrigRF(), trig), (HypRF(), positive)):
-        variance = phi.log_variance(x, y) - 2 * (x * y).sum(-1) - math.log(m)
-        torch.testing.assert_close((variance / 2).exp(), error, rtol=1e-6, atol=1e-9)
-    share = theta / math.pi
-    angular = (share * (share - share / n + 1 / n) * positive.square()
-               + (1 - share) * (1 - share + share / n) * trig.square()).sqrt()
-    ours = (AngularHybrid().log_relative_variance(x, y, AngularHybrid().fit(None), n, m) / 2).exp()
-    torch.testing.assert_close(ours, angular, rtol=1e-6, atol=1e-9)
 
 
 def test_gaussian_coefficients_are_never_clipped():
@@ -157,7 +83,6 @@ def test_gaussian_coefficients_are_never_clipped():
     x, y = at_angle(torch.tensor(2.5, dtype=torch.float64))
     params, noise = phi.fit(None), draw(phi, 1, 3, (40_000,))
     found = (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp()).sum(-1)
-    assert found.max() > 1.5 and found.min() < 0.1 and found.max() <= 2 / float(params.norm)
     exact, spread = float(phi.mean(x, y, params)), float(phi.variance(x, y, params))
     assert abs(found.mean() - exact) < 5 * (spread / len(found)) ** 0.5
     assert abs(found.clamp(0, 1).mean() - exact) > 20 * (spread / len(found)) ** 0.5
@@ -179,38 +104,10 @@ def test_zero_vectors_and_ties():
 # ---- the algebra -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phi", [AngularHybrid(n=3), GaussianHybrid(n=3, base="pos"), AngularHybrid(n=3, shared=False)],
-                         ids=repr)
-def test_a_hybrid_is_the_sum_of_its_products(phi):
-    (coefficient,), bases = phi.components()
-    x, y = vectors(5, 3), vectors(6, 3, seed=1)
-    params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 2, 3)
-
-    def weights(t, key):
-        of_coefficient = coefficient.rho(t, noise[0][0], params[0][0], key), params[0][0], key
-        return coefficient.lambda_columns(*of_coefficient), coefficient.complement_columns(*of_coefficient)
-
-    def products(t, key):
-        parts = zip(weights(t, key), bases, noise[1], params[1])
-        return torch.cat([torch.einsum("lr,ld->lrd", w, (b.phi_k if key else b.phi_q)(t, n, p).exp()).flatten(-2)
-                          for w, b, n, p in parts], -1)
-
-    torch.testing.assert_close(phi.phi_q(x, noise, params).exp(), products(x, False))
-    torch.testing.assert_close(phi.phi_k(y, noise, params).exp(), products(y, True))
-    shares = [of_x @ of_y.mT for of_x, of_y in zip(weights(x, False), weights(y, True))]
-    torch.testing.assert_close(sum(shares), torch.ones(5, 6, dtype=torch.float64))
-    algebra = Product(coefficient, bases[0])
-    torch.testing.assert_close(algebra.phi_q(x, (noise[0][0], noise[1][0]), (params[0][0], params[1][0])).exp(),
-                               phi.phi_q(x, noise, params).exp()[:, :algebra.width((phi.n, 2))])
-
-
-def test_widths():
-    assert AngularHybrid(n=8).width(8) == 4 * 8 * 16 and AngularHybrid(n=8, base="pos").width(8) == 3 * 8 * 16
-    assert AngularHybrid().width((5, 3)) == AngularHybrid(n=5).width(3) == 4 * 3 * 10
+def test_ranks():
     assert AngularHybrid(n=8).rank(8) == 4 * 8 * 9 and AngularHybrid(n=8, base="pos").rank(8) == 3 * 8 * 9
     assert GaussianHybrid(n=4).rank(3) == GaussianHybrid(n=4).width(3) == 4 * 3 * 9
     assert ClusteredHybrid().rank(64) == ClusteredHybrid().width(64) == 256
-    assert ClusteredHybrid(queries=3, keys=2, field="complex").width(5) == 60
 
 
 def test_one_projection_serves_all_or_each_has_its_own():
@@ -237,11 +134,10 @@ def test_complex_exponential_features_contain_the_others():
             torch.testing.assert_close(phi.log_variance(x, y[:3], phi.fit(None)), twin.log_variance(x, y[:3]))
 
 
-@pytest.mark.parametrize("antithetic", [False, True])
-def test_variance_for_dense_complex_matrices(antithetic):
+def test_variance_for_dense_complex_matrices():
     g = torch.Generator().manual_seed(2)
     M = torch.eye(3) + 0.3 * torch.randn(3, 3, generator=g) + 0.4j * torch.randn(3, 3, generator=g)
-    phi, draws = CERF(M=M, antithetic=antithetic), 50_000
+    phi, draws = CERF(M=M, antithetic=True), 50_000
     x, y = vectors(2, 3, scale=0.3), vectors(3, 3, scale=0.3, seed=1)
     noise = draw(phi, 1, 3, (draws,))
     params = phi.fit(None)

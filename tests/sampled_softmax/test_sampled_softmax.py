@@ -12,24 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from crt_exp import Mechanism
-from crt_exp.features import GERF, OPRF, HypRF, PoisRF, PoisRFPlus, PosRF, Product, Sum, TrigRF
-from crt_exp.sampled_softmax import (
-    DenseFeatures,
-    ExactSoftmax,
-    LogUniform,
-    Quadratic,
-    SampledSoftmax,
-    TreeFeatures,
-    Uniform,
-    Unigram,
-)
-from crt_exp.sampled_softmax.tree_features import FAN, SumTree
+from crt_exp.features import OPRF, PosRF, Sum, TrigRF
+from crt_exp.sampled_softmax import (DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax, TreeFeatures,
+                                     Uniform, Unigram)
+from crt_exp.sampled_softmax.tree_features import FAN
 from crt_exp.measure.sampling import SampledGradients, SamplingTimes
 
 V, D, B = 300, 4, 3
-POSITIVE = [OPRF(), PosRF(antithetic=True), HypRF(), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
-SIGNED = [TrigRF(), GERF(s=1, A=0.01), PoisRF(), PoisRFPlus(), Sum(TrigRF(), PosRF()),
-          Product(TrigRF("gaussian"), OPRF())]
+POSITIVE = [OPRF(), PosRF(antithetic=True), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
 DRAWS = 40_000
 
 
@@ -100,15 +90,6 @@ def test_draws_have_the_probabilities_that_come_with_them(number, head, queries,
     assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
 
 
-@pytest.mark.parametrize("phi", SIGNED, ids=repr)
-def test_signed_maps_give_every_class_a_probability(phi, head, queries, targets):
-    sampler = built(TreeFeatures, phi, head, queries, m=2)
-    q = sampler.log_q(queries, all_classes()).exp()
-    assert torch.allclose(q.sum(1), torch.ones(B), atol=1e-5) and float(q.min()) >= 0.99 * 0.05 / V
-    drawn = sampler.draw(queries, targets, 2000)
-    assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == targets[:, None]).any())
-
-
 @pytest.mark.parametrize("number", range(9))
 def test_the_normaliser_is_unbiased(number, head, queries, targets):
     sampler = samplers(head, queries)[number]
@@ -133,12 +114,6 @@ def test_all_levels_of_a_deep_tree_follow_the_law(head):
     ids = sampler.draw(query, target, 400_000).ids[0]
     assert follows(ids, q.scatter(0, target, 0.0))
     assert follows(ids // FAN, F.pad(q.scatter(0, target, 0.0), (0, -count % FAN)).view(-1, FAN).sum(1))
-
-
-def test_a_class_that_is_not_there_has_no_probability(head, queries):
-    for ids in (torch.tensor([[V]]), torch.tensor([[-1]])):
-        with pytest.raises(IndexError):
-            built(TreeFeatures, OPRF(), head, queries).log_q(queries[:1], ids)
 
 
 def test_the_batch_by_classes_matrix_is_never_formed():
@@ -202,18 +177,6 @@ def test_an_update_gives_the_law_of_the_new_vectors(phi, head, queries):
         assert changed.tolist() == (rows // FAN**number).unique().tolist()
 
 
-def test_rounding_of_the_sums_stays_bounded_and_a_rebuild_ends_it():
-    tree = SumTree(1000, 3)
-    values = torch.rand(1000, 3)
-    tree.set(torch.arange(1000), values)
-    for _ in range(300):
-        rows = torch.randint(1000, (50,)).unique()
-        tree.set(rows, torch.rand(len(rows), 3) * 10 ** (6 * torch.rand(1)))
-    assert 0 < sum_error(tree) < 1e-9
-    tree.resum()
-    assert sum_error(tree) == 0 and torch.allclose(tree.total, tree.leaves.double().sum(0), rtol=1e-12)
-
-
 def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries):
     sampler = built(TreeFeatures, OPRF(), head, queries)
     with torch.no_grad():
@@ -235,20 +198,7 @@ def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, mo
     assert torch.allclose(q[:, 1], torch.ones(B))
 
 
-def test_what_updates_have_to_follow_stays_bounded(head, queries, targets, monkeypatch):
-    monkeypatch.setattr("crt_exp.sampled_softmax.softmax.MAX_RECORDED", 100)
-    softmax = SampledSoftmax(OPRF(), head, m=4)
-    for _ in range(20):
-        softmax(queries, targets)
-    assert sum(map(len, softmax._touched)) <= 2 * V
-    with torch.no_grad():
-        head.weight += 0.1 * torch.randn_like(head.weight)
-    softmax.update(torch.arange(V))
-    assert softmax._touched == [] and behind(softmax.sampler, head) < 1e-6
-
-
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
-@pytest.mark.parametrize("kind", [TreeFeatures, DenseFeatures])
+@pytest.mark.parametrize("kind, phi", [(TreeFeatures, TrigRF()), (DenseFeatures, OPRF())], ids=str)
 def test_nan_in_an_update_is_refused_and_nothing_changes(kind, phi, head, queries):
     sampler = built(kind, phi, head, queries)
     before = copy.deepcopy(sampler.state_dict())
@@ -294,7 +244,7 @@ def test_sparse_gradients_are_the_dense_ones(head, queries, targets):
     assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*grads))
 
 
-@pytest.mark.parametrize("proposal", ["favorpp", Mechanism.of(features="trig", m=16), HypRF()], ids=str)
+@pytest.mark.parametrize("proposal", ["favorpp", Mechanism.of(features="trig", m=16)], ids=str)
 def test_training_lowers_the_exact_loss_and_the_tables_follow(proposal, head):
     options = {} if isinstance(proposal, Mechanism) else {"m": 16}
     softmax = SampledSoftmax(proposal, head, negatives=20, sparse=True, rebuild_every=30, **options)
@@ -309,15 +259,6 @@ def test_training_lowers_the_exact_loss_and_the_tables_follow(proposal, head):
         softmax.update()
     assert behind(softmax.sampler, head) < 1e-5
     assert int(softmax.updates) == 40 and softmax.eval()(queries, targets).item() < begin - 0.3
-
-
-def test_update_takes_rows_that_moved_for_other_reasons(head, queries, targets):
-    softmax = SampledSoftmax(OPRF(), head, m=4, negatives=2)
-    softmax(queries, targets)
-    with torch.no_grad():
-        head.weight[[100, 200]] += 1
-    softmax.update(torch.tensor([100, 200]))
-    assert behind(softmax.sampler, head) < 1e-6
 
 
 def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
@@ -355,72 +296,24 @@ def test_tables_of_another_m_are_refused(head, queries):
         with pytest.raises(ValueError, match="saved tables.*m = 8"):
             sampler.load_state_dict(saved)
         assert not sampler.built
-    with pytest.raises(ValueError, match="saved tables"):
-        DenseFeatures(TrigRF(), V, D, m=8, seed=1).load_state_dict(
-            built(DenseFeatures, OPRF(), head, queries, m=8).state_dict())
-
-
-@pytest.mark.parametrize("kind", [TreeFeatures, DenseFeatures])
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
-def test_vectors_of_length_zero_have_the_kernel_one(kind, phi, queries):
-    queries[0] = 0
-    head = nn.Linear(D, V, bias=False)
-    with torch.no_grad():
-        head.weight[::2] = 0
-    sampler = built(kind, phi, head, queries)
-    log_q = sampler.log_q(queries, all_classes())
-    assert bool(log_q.isfinite().all())
-    softmax = SampledSoftmax(sampler, head)
-    loss = softmax(queries.requires_grad_(), torch.tensor([0, 1, 2]))
-    loss.backward()
-    assert bool(loss.isfinite()) and bool(queries.grad.isfinite().all()) and bool(head.weight.grad.isfinite().all())
-
-
-@pytest.mark.parametrize("temperature", [0.01, 100.0])
-def test_extreme_temperatures_stay_finite(temperature, head, queries, targets):
-    for phi in (OPRF(), TrigRF()):
-        sampler = built(TreeFeatures, phi, head, queries, temperature=temperature)
-        drawn = sampler.draw(queries, targets, 100)
-        assert bool(drawn.log_q.isfinite().all()) and bool(drawn.target_log_q.isfinite().all())
-        assert int(drawn.ids.min()) >= 0 and int(drawn.ids.max()) < V
-
-
-def test_two_classes_leave_one_negative(queries):
-    for sampler in (Uniform(2), LogUniform(2), Unigram([1, 3]), TreeFeatures(OPRF(), 2, D, m=4),
-                    TreeFeatures(TrigRF(), 2, D, m=4), DenseFeatures(OPRF(), 2, D, m=4)):
-        sampler.rebuild(torch.randn(2, D))
-        drawn = sampler.draw(queries, torch.tensor([0, 1, 0]), 5)
-        assert drawn.ids.tolist() == [[1] * 5, [0] * 5, [1] * 5]
-        assert torch.allclose(drawn.log_q, torch.zeros(B, 5), atol=1e-5)
 
 
 def test_bad_input_is_refused(head, queries, targets):
-    softmax = SampledSoftmax(OPRF(), head, m=4)
+    softmax, tree = SampledSoftmax(OPRF(), head, m=4), built(TreeFeatures, OPRF(), head, queries)
     refused = [
         (lambda: SampledSoftmax(OPRF(), head, negatives=V), "negatives=300: expected at most 299"),
-        (lambda: SampledSoftmax(OPRF(), head, negatives=0), "negatives=0"),
-        (lambda: SampledSoftmax(OPRF(), nn.Linear(D, 1), negatives=1), "negatives=1: expected at most 0"),
-        (lambda: Uniform(1), "classes=1"),
         (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes, expected 300"),
         (lambda: SampledSoftmax("exact", head), "no random features"),
-        (lambda: SampledSoftmax(3, head), "proposal: int"),
         (lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8), "m=8, sampler=None: expected None"),
-        (lambda: TreeFeatures(OPRF(), V, D, temperature=0), "temperature=0: expected"),
-        (lambda: TreeFeatures(TrigRF(), V, D, defensive=0), "defensive=0: expected"),
         (lambda: Unigram([1.0, -1.0]), "count of class 1"),
         (lambda: TreeFeatures(OPRF(), V, D).draw(queries, targets, 3), "call rebuild"),
         (lambda: softmax(queries, torch.tensor([0, 1, V])), "target 300"),
-        (lambda: softmax(queries[:2], targets), "expected"),
         (lambda: softmax(queries[:0], targets[:0]), r"targets \(0,\): expected .* at least one target"),
         (lambda: softmax(queries / 0, targets), "query 0 is not finite"),
-        (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([V]), head.weight), "row 300: "),
-        (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight[1:]), "class vectors: shape .299, "),
-        (lambda: built(TreeFeatures, OPRF(), head, queries).update(torch.tensor([1]), head.weight[:40]),
-         "class vectors: shape .40, "),
-        (lambda: built(TreeFeatures, OPRF(), head, queries).rebuild(head.weight, torch.zeros(V - 1)),
-         "biases: shape .299,"),
         (lambda: softmax(queries, targets.float()), "targets: dtype torch.float32"),
-        (lambda: ExactSoftmax(50), "expected a module with"),
+        (lambda: tree.update(torch.tensor([V]), head.weight), "row 300: "),
+        (lambda: tree.rebuild(head.weight[1:]), "class vectors: shape .299, "),
+        (lambda: tree.rebuild(head.weight, torch.zeros(V - 1)), "biases: shape .299,"),
     ]
     for call, words in refused:
         with pytest.raises(ValueError, match=words):
@@ -428,44 +321,35 @@ def test_bad_input_is_refused(head, queries, targets):
 
 
 def test_no_queries_get_no_draws(head, queries):
-    for law in (built(TreeFeatures, OPRF(), head, queries), built(TreeFeatures, TrigRF(), head, queries),
-                built(DenseFeatures, OPRF(), head, queries), ExactSoftmax(head), Uniform(V)):
+    for sampler in samplers(head, queries):
         for targets in (None, torch.zeros(0, dtype=torch.long)):
-            assert law.draw(queries[:0], targets, 4).ids.shape == (0, 4)
+            assert sampler.draw(queries[:0], targets, 4).ids.shape == (0, 4)
 
 
-@pytest.mark.parametrize("proposal", [OPRF(), TrigRF(), "exact"], ids=str)
+@pytest.mark.parametrize("proposal", [OPRF(), "exact"], ids=str)
 def test_a_head_in_half_precision_keeps_its_tables(proposal, head, queries, targets):
     """The tables and their sums are float32 or float64 in any model: half() moves the head alone."""
-    law = (lambda head: ExactSoftmax(head)) if proposal == "exact" else lambda head: proposal
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         own = copy.deepcopy(head)
-        softmax = SampledSoftmax(law(own), own, 40).to(dtype)
+        softmax = SampledSoftmax(ExactSoftmax(own) if proposal == "exact" else proposal, own, 40).to(dtype)
         losses.append(softmax(queries.to(dtype), targets).item())
-        assert own.weight.dtype == dtype
-        assert all(b.dtype != torch.bfloat16 for b in softmax.buffers())
+        assert own.weight.dtype == dtype and all(b.dtype != torch.bfloat16 for b in softmax.buffers())
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def test_the_quadratic_kernel(head, queries):
-    every = all_classes()
-    law = lambda sampler: sampler.log_q(queries, every).double()
+    law = lambda sampler: sampler.log_q(queries, all_classes()).double()
     expected = 100 * head(queries).double().square() + 1
     torch.testing.assert_close(law(Quadratic(head)), (expected / expected.sum(-1, keepdim=True)).log(), rtol=1e-4,
                                atol=1e-5)
-    for alpha in (1e-30, 1e20, 1e38, 1e300):
+    for alpha in (1e-30, 1e38, 1e300):
         torch.testing.assert_close(law(Quadratic(head, alpha)).exp().sum(-1), torch.ones(B).double(), rtol=1e-4, atol=0)
     torch.testing.assert_close(law(Quadratic(head, 0)).exp(), torch.full((B, V), 1 / V, dtype=torch.float64))
-    for make, words in ((lambda: Quadratic(head, -1.0), "alpha=-1.0"),
-                        (lambda: Quadratic(50), r"Quadratic\(50\): expected a module")):
-        with pytest.raises(ValueError, match=words):
-            make()
 
 
-@pytest.mark.parametrize("count", [5000, 70_000])
-@pytest.mark.parametrize("bias", [30.0, 40.0, 60.0])
+@pytest.mark.parametrize("count, bias", [(5000, 30.0), (70_000, 60.0), (5000, 40.0)])
 def test_a_target_that_holds_all_of_a_column_leads_to_no_row_behind_the_last(count, bias):
     """Where nothing but rounding is left, the way down ends in a row that there is."""
     torch.manual_seed(0)
@@ -475,31 +359,6 @@ def test_a_target_that_holds_all_of_a_column_leads_to_no_row_behind_the_last(cou
     sampler.rebuild(weight, of_classes)
     ids = sampler.draw(torch.randn(64, 8), torch.full((64,), 5), 40).ids
     assert 0 <= int(ids.min()) <= int(ids.max()) < count
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_default_type_decides_nothing(dtype, head, queries, targets):
-    sampler = built(TreeFeatures, OPRF(), head, queries)
-    torch.manual_seed(3)
-    expected = sampler.draw(queries, targets, 7)
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype)
-        torch.manual_seed(3)
-        found = sampler.draw(queries, targets, 7)
-    finally:
-        torch.set_default_dtype(before)
-    assert torch.equal(found.ids, expected.ids) and torch.equal(found.log_q, expected.log_q)
-
-
-def test_transforms_of_functions_give_the_gradients_of_autograd(head, queries, targets):
-    softmax = SampledSoftmax(built(TreeFeatures, OPRF(), head, queries), head, 5)
-    loss = lambda h: softmax(h, targets)
-    torch.manual_seed(3)
-    found = torch.func.grad(loss)(queries)
-    torch.manual_seed(3)
-    expected, = torch.autograd.grad(loss(queries.requires_grad_()), queries)
-    torch.testing.assert_close(found, expected)
 
 
 # ---- measuring tasks
@@ -513,8 +372,7 @@ def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are
     assert found["exact"]["variance"] < found["favorpp m=16"]["variance"] < found["uniform"]["variance"]
 
 
-@pytest.mark.parametrize("what, methods", [
-    ("draw", ["dense", "tree"]), ("step", ["full", "adaptive", "tree", "dense", "uniform", "log_uniform"])])
+@pytest.mark.parametrize("what, methods", [("draw", ["dense", "tree"]), ("step", ["full", "adaptive", "tree"])])
 def test_times_have_a_value_for_each_round(what, methods):
     rows = [*SamplingTimes(what, methods, 1000, 16, 2).rows(None, 0)]
     assert [row["method"].removesuffix(" m=16") for row in rows] == methods

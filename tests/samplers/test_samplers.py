@@ -4,7 +4,6 @@ one projection for every path."""
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import scipy.linalg
 import torch
@@ -12,7 +11,7 @@ from scipy.stats import kstest
 
 from crt_exp import samplers
 from crt_exp.config import choices
-from crt_exp.features import OPRF, SMREG, GeomRF, PoisRF, PosRF, Statistics
+from crt_exp.features import SMREG, GeomRF, PoisRF, PosRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol
 from crt_exp.samplers.blocks import haar
@@ -50,51 +49,46 @@ def within(values, target, errors=5.0):
     return bool(((values.mean(0) - target).abs() <= errors * sem + 1e-12).all())
 
 
-@pytest.mark.parametrize("m, d", SHAPES)
 @pytest.mark.parametrize("sampler", ALL, ids=name)
-def test_shapes_seeds_and_batches(sampler, m, d):
-    for batch in [(), (3,), (2, 3)]:
+def test_shapes_seeds_and_batches(sampler):
+    for (m, d), batch in zip(SHAPES, [(), (), (3,), (2, 3), (2,), (2, 3)]):
         one, same, other = (sampler(m, d, seeded(s), batch=batch) for s in (1, 1, 2))
         assert (one.m, one.d, one.batch) == (m, d, batch)
         assert one.rows().shape == (*batch, m, d) and one.sq_norm.shape == (*batch, 1, m)
         assert one.rows().dtype == torch.float32 and one.rows().isfinite().all()
         assert torch.equal(one.rows(), same.rows())
         torch.testing.assert_close(one.sq_norm, one.rows().square().sum(-1).unsqueeze(-2), rtol=1e-5, atol=1e-6)
-        if batch and sampler not in POINTS and one.rows()[0].numel() > 3:  # one sign may repeat
+        if batch and sampler not in POINTS:
             assert not torch.equal(one.rows()[0], one.rows()[1]) and not torch.equal(one.rows(), other.rows())
-
-
-@pytest.mark.parametrize("sampler", ALL, ids=name)
-def test_default_generator_is_torchs(sampler):
     torch.manual_seed(5)
     first = sampler(6, 4).rows()
     torch.manual_seed(5)
     assert torch.equal(sampler(6, 4).rows(), first)
 
 
-@pytest.mark.parametrize("sampler", ALL, ids=name)
-def test_gaussian_flag(sampler):
-    exact = sampler(6, 4, seeded())
-    assert exact.gaussian == (sampler in EXACT)
-    for phi in (PoisRF(rate=0.5), GeomRF(p=0.5)):
-        if exact.gaussian:
-            assert phi.phi_q(torch.ones(2, 4), exact, phi.fit(None)).log_scale.isfinite().all()
-        else:
-            with pytest.raises(ValueError, match="exactly Gaussian projections"):
-                phi.phi_q(torch.ones(2, 4), exact, phi.fit(None))
+def test_maps_of_gaussian_rows_refuse_others():
+    x = torch.ones(2, 4)
+    for sampler in ALL:
+        rows_of = sampler(6, 4, seeded())
+        assert rows_of.gaussian == (sampler in EXACT), name(sampler)
+        for phi in (PoisRF(rate=0.5), GeomRF(p=0.5)):
+            if rows_of.gaussian:
+                assert phi.phi_q(x, rows_of, phi.fit(None)).log_scale.isfinite().all(), name(sampler)
+            else:
+                with pytest.raises(ValueError, match="exactly Gaussian projections"):
+                    phi.phi_q(x, rows_of, phi.fit(None))
 
 
-@pytest.mark.parametrize("d", [1, 3, 4])
 @pytest.mark.parametrize("sampler", PRESETS.values(), ids=PRESETS)
-def test_mean_zero_and_identity_covariance(sampler, d):
+def test_mean_zero_and_identity_covariance(sampler, d=3):
     """Of each row, also those of the cut last block."""
     w = rows(sampler, d + 2, d, 1500)
     assert within(w, 0)
     assert within(w.unsqueeze(-1) * w.unsqueeze(-2), torch.eye(d))
 
 
-@pytest.mark.parametrize("m, d", [(5, 1), (6, 4)])
-@pytest.mark.parametrize("sampler", EXACT, ids=name)
+@pytest.mark.parametrize("sampler, m, d", [*((each, 6, 4) for each in EXACT), (PRESETS["simplex"], 5, 1)],
+                         ids=lambda value: name(value) if callable(value) else str(value))
 def test_every_entry_is_standard_normal(sampler, m, d):
     """Kolmogorov-Smirnov over draws, and along a direction that mixes coordinates; m no power of two."""
     w = rows(sampler, m, d, 1500, seed=1)
@@ -104,26 +98,12 @@ def test_every_entry_is_standard_normal(sampler, m, d):
     assert min(pvalues) > 0.01 / len(pvalues)
 
 
-@pytest.mark.parametrize("m, d", SHAPES)
-@pytest.mark.parametrize("sampler", [PRESETS["orthogonal"], partial(orthogonal, lengths="sqrt_d"), PRESETS["givens"]],
-                         ids=name)
-def test_blocks_are_orthogonal(sampler, m, d):
-    w = rows(sampler, m, d, 20)
-    for block in w.split(d, dim=-2):
-        gram = block @ block.mT
-        assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10 * d
-
-
-@pytest.mark.parametrize("lengths", ["chi", "fixed", "sqrt_d"])
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_hadamard_blocks_are_orthogonal(blocks, lengths):
-    """Products of H D are orthogonal; sums of them are not. Where d is padded, the columns of a whole stack are."""
-    w = rows(partial(hadamard, blocks=blocks, lengths=lengths), 11, 8, 20)
-    for block in w.split(8, dim=-2):
-        gram = block @ block.mT
-        assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10
-    padded = rows(partial(hadamard, blocks=blocks, lengths="fixed"), 8, 6, 20)
-    torch.testing.assert_close(padded.mT @ padded, 8 * torch.eye(6).double().expand(20, 6, 6))
+@pytest.mark.parametrize("sampler", [PRESETS["orthogonal"], PRESETS["givens"]], ids=name)
+def test_blocks_are_orthogonal(sampler):
+    for m, d in SHAPES:
+        for block in rows(sampler, m, d, 20).split(d, dim=-2):
+            gram = block @ block.mT
+            assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10 * d, (m, d)
 
 
 def test_hadamard_is_the_product():
@@ -135,34 +115,24 @@ def test_hadamard_is_the_product():
     torch.testing.assert_close(draw.rows(), 8**0.5 * product)
 
 
-@pytest.mark.parametrize("n", [1, 2, 8, 64, 128, 1024])
-def test_fwht_is_the_hadamard_product(n):
-    x = torch.randn(3, n, generator=seeded(), dtype=torch.float64)
-    torch.testing.assert_close(fwht(x), x @ torch.from_numpy(scipy.linalg.hadamard(n)).double())
+def test_fwht_is_the_hadamard_product():
+    for n in (1, 2, 64, 128, 1024):
+        x = torch.randn(3, n, generator=seeded(), dtype=torch.float64)
+        torch.testing.assert_close(fwht(x), x @ torch.from_numpy(scipy.linalg.hadamard(n)).double())
+    long = torch.randn(128, 64, generator=seeded(), dtype=torch.float64)  # three factors
+    left, right = (torch.from_numpy(scipy.linalg.hadamard(n)).double() for n in long.shape)
+    torch.testing.assert_close(fwht(long.flatten()), (left @ long @ right).flatten())
 
 
-def test_fwht_of_three_factors():
-    x = torch.randn(128, 64, generator=seeded(), dtype=torch.float64)
-    left, right = (torch.from_numpy(scipy.linalg.hadamard(n)).double() for n in x.shape)
-    torch.testing.assert_close(fwht(x.flatten()), (left @ x @ right).flatten())
-
-
-def test_fwht_refuses_other_lengths():
-    with pytest.raises(ValueError, match="power of two"):
-        fwht(torch.ones(6))
-
-
-@pytest.mark.parametrize("d", [1, 2, 4, 6])
+@pytest.mark.parametrize("d", [2, 6])
 def test_simplex_cosines(d):
-    w = rows(simplex, 2 * d, d, 20)
-    for block in w.split(d, dim=-2):
+    for block in rows(simplex, 2 * d, d, 20).split(d, dim=-2):
         unit = block / block.norm(dim=-1, keepdim=True)
-        expected = torch.eye(d).double() * (1 + 1 / max(d - 1, 1)) - 1 / max(d - 1, 1)
-        if d > 1:
-            torch.testing.assert_close(unit @ unit.mT, expected.expand(20, d, d))
+        expected = torch.eye(d).double() * (1 + 1 / (d - 1)) - 1 / (d - 1)
+        torch.testing.assert_close(unit @ unit.mT, expected.expand(20, d, d))
 
 
-@pytest.mark.parametrize("d", [1, 2, 4])
+@pytest.mark.parametrize("d", [1, 4])
 def test_haar(d):
     """Signs fixed: without that the mean of Q_00 is -0.28 at d = 4, and never positive at all."""
     q = haar((20_000, d, d), seeded())
@@ -196,15 +166,18 @@ def test_unscrambled_points_are_the_sequences():
     torch.testing.assert_close(first, torch.full((1, 2), 0.5).double())
 
 
-def test_sobol_limit():
-    with pytest.raises(ValueError, match="expected at most 21201"):
-        sobol(4, 21202)
-    with pytest.raises(ValueError, match="blocks=0"):
-        hadamard(4, 4, blocks=0)
+@pytest.mark.parametrize("make, message", [
+    (lambda: sobol(4, 21202), "expected at most 21201"), (lambda: hadamard(4, 4, blocks=0), "blocks=0"),
+    (lambda: fwht(torch.ones(6)), "power of two"),
+    (lambda: iid(True, 4), "expected an integer >= 1")])
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize("sampler", ALL, ids=name)
+@pytest.mark.parametrize("sampler, dtype, tolerance", [
+    (sampler, *((torch.float32, 1e-5) if n % 2 else (torch.float64, 1e-12))) for n, sampler in enumerate(ALL)],
+    ids=lambda value: name(value) if callable(value) else str(value))
 def test_project_is_the_product(sampler, dtype, tolerance):
     """Also against the matrix-free path, with batched noise, broadcast heads and gradients."""
     x = torch.randn(2, 3, 5, 6, generator=seeded(1), dtype=dtype)
@@ -221,19 +194,13 @@ def test_project_is_the_product(sampler, dtype, tolerance):
             torch.testing.assert_close(gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance)
 
 
-@pytest.mark.parametrize("m, d, free", [(1024, 1024, True), (2048, 600, False), (1600, 1024, True), (64, 64, False)])
+@pytest.mark.parametrize("m, d, free", [(1024, 1024, True), (2048, 600, False), (64, 64, False)])
 def test_hadamard_path_switches(m, d, free):
     draw = hadamard(m, d, seeded())
     assert draw.matrix_free == free
     x = torch.randn(4, d, generator=seeded())
     torch.testing.assert_close(draw.project(x), x @ draw.rows().mT, rtol=1e-3, atol=1e-2)
     assert draw.to(torch.float64).project(x.double()).dtype == torch.float64
-
-
-def test_projection_is_float32_at_least():
-    draw = hadamard(8, 8, seeded())
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert draw.project(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 def test_inference_first_then_training():
@@ -257,17 +224,7 @@ def test_on_sphere():
         torch.testing.assert_close(lengths, torch.full_like(lengths, draw.d), rtol=1e-4, atol=0)  # zero rows included
 
 
-@pytest.mark.parametrize("sampler", EXACT, ids=name)
-@pytest.mark.parametrize("phi", [PosRF(), OPRF()], ids=repr)
-def test_exact_samplers_are_unbiased(phi, sampler):
-    for d in (2, 4):
-        x, y = torch.randn(2, 1, d, generator=seeded(3), dtype=torch.float64) * 0.4
-        bias = measured_bias(phi, sampler, x, y, phi.fit(Statistics.of(x, y)), m=16, draws=1500, generator=seeded())
-        assert (bias.error < 0.01).all() and ((bias.ratio - 1).abs() < 5 * bias.error).all()
-
-
-RATIOS = {(1, "fixed"): 0.50, (2, "fixed"): 0.97, (3, "fixed"): 0.93,
-          (1, "chi"): 0.52, (2, "chi"): 1.07, (3, "chi"): 0.99}
+RATIOS = {(1, "fixed"): 0.50, (2, "chi"): 1.07, (3, "fixed"): 0.93}
 
 
 @pytest.mark.parametrize("blocks, lengths", RATIOS)
@@ -290,27 +247,3 @@ def test_measured_bias_shows():
     known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
     assert ((bias.ratio - known).abs() < 5 * bias.error).all() and bias.ratio[0] + 5 * bias.error[0] < 1
     assert str(bias).count("+-") == 2
-
-
-@pytest.mark.parametrize("draw", PRESETS.values(), ids=PRESETS)
-def test_integers_of_numpy_are_integers(draw):
-    n = np.int64
-    ours = draw(n(8), n(4), torch.Generator().manual_seed(0), batch=(n(2),))
-    assert torch.equal(ours.rows(), draw(8, 4, torch.Generator().manual_seed(0), batch=(2,)).rows())
-    assert type(ours.m) is type(ours.d) is int
-    for m, d in ((True, 4), (8, True), (8.0, 4), (8, 4.0), ("8", 4), (np.True_, 4), (8, 0)):
-        with pytest.raises(ValueError, match="expected an integer >= 1"):
-            draw(m, d)
-
-
-def test_integers_of_numpy_in_options():
-    g = lambda: torch.Generator().manual_seed(0)
-    assert torch.equal(*(samplers.hadamard(8, 4, g(), blocks=n).rows() for n in (np.int32(2), 2)))
-    assert torch.equal(*(samplers.givens(8, 4, g(), rotations=n).rows() for n in (np.int32(5), 5)))
-    x = torch.randn(3, 4, generator=g())
-    biases = [samplers.measured_bias(PosRF(), samplers.iid, x, x, m=m, draws=draws, generator=g()).ratio
-              for m, draws in ((8, 50), (np.int64(8), np.int64(50)))]
-    assert torch.equal(*biases)
-    for wrong in (lambda: samplers.hadamard(8, 4, blocks=True), lambda: samplers.givens(8, 4, rotations=1.5)):
-        with pytest.raises(ValueError, match="expected an integer"):
-            wrong()
