@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from own_names import section, write_recipes
+from pages import section, write_recipes
 from small_bert import write_model, write_text
 from torch import nn
 
@@ -86,32 +86,28 @@ def encoder():
     return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
 
 
-def commands(name, starts):
-    """Of a section of the page, as words."""
-    lines = [shlex.split(line, comments=True) for block in section(name, "bash") for line in block.splitlines()]
-    return [words[3:] for words in lines if words[:3] == ["python", "-m", starts]]
-
-
-def task_of(words):
-    return next(word.partition("=")[2] for word in words if word.startswith("task="))
+COMMANDS = [shlex.split(line)[3:] for block in section("Use it everywhere", "bash") for line in block.splitlines()]
 
 
 @pytest.mark.parametrize("words", [
-    ["--config-dir=conf", "task=mlm", "attention=topk", "attention.k=4", "logger=none"],
+    pytest.param(["--config-dir=conf", "task=mlm", "attention=topk", "attention.k=4", "logger=none"],
+                 marks=pytest.mark.slow),
     ["--config-dir=conf", "task=uci", "features=shifted", "features.share=0.5", "logger=none"],
     ["--config-dir=conf", "task=uci", "features=clipped", "logger=none"],  # biased, without a variance
-    *commands("Use it everywhere", "crt_exp")], ids=" ".join)
+    *(pytest.param(words, marks=pytest.mark.slow) for words in COMMANDS)], ids=" ".join)
 def test_command_lines_take_it(words, folder, typed):
+    task = next(word.partition("=")[2] for word in words if word.startswith("task="))
     if "task.model=encoder" in words:
         write_model(folder / "encoder")
-    code, out, err = typed(*words, *TINY[task_of(words)])
+    code, out, err = typed(*words, *TINY[task])
     assert code == 0, err
-    assert task_of(words) != "advise" or all(name in out for name in ("topk k=4", "shifted"))
+    assert task != "advise" or all(name in out for name in ("topk k=4", "shifted"))
 
 
 def test_a_page_takes_it(folder, monkeypatch):
     words = ["mine/shares.py", "--run", "--config-dir=conf", "--out", "pages"]
     monkeypatch.setattr(sys, "argv", ["crt_exp.report", *words])
+    monkeypatch.delitem(sys.modules, "crt_exp.report.__main__")
     pages.load.cache_clear()
     runpy.run_module("crt_exp.report", run_name="__main__")
     values = [float(line.split(",")[4]) for line in Path("pages/shares.csv").read_text().splitlines()[1:]]
@@ -125,6 +121,7 @@ def test_python_takes_the_class(folder, capsys):
     out = capsys.readouterr().out
     assert "mine.attention.TopK k=4" in out and "'mine.attention.TopK', 'ShiftedRF'" in out
     from mine.attention import TopK
+    from mine.clipped import ClippedRF
     from mine.maps import ShiftedRF
 
     assert Mechanism.of(TopK, k=4) == Mechanism.parse("mine.attention.TopK k=4") == Mechanism.parse(TopK, k=4)
@@ -134,17 +131,10 @@ def test_python_takes_the_class(folder, capsys):
     assert Mechanism.of("favorp", features=ShiftedRF, m=8).map() == ShiftedRF()
     with own_names(["conf"]):
         assert Mechanism.of("topk", k=3).layer(2, 4).k == 3
-    class Local(TopK):
-        pass
-
-    assert Mechanism.of(Local, k=2).layer(2, 4).k == 2
-
-
-def test_attention_takes_a_map_without_a_variance(folder):
-    from mine.clipped import ClippedRF
-
-    layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(heads=2, d=8, causal=True)
+    layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(heads=2, d=8, causal=True)  # no variance
     assert layer(*torch.randn(3, 1, 2, 20, 8)).isfinite().all()
+    with pytest.raises(ValueError, match="share=-1: expected a number >= 0"):
+        ShiftedRF(share=-1)
 
 
 def test_advise_takes_the_class(folder):
@@ -157,28 +147,17 @@ def test_advise_takes_the_class(folder):
     assert [row.attention for row in found.rows] == ["exact", *names]
 
 
-@pytest.mark.parametrize("text, said", [
-    ("topk k=0", "attention.k=0: expected an integer >= 1"),
-    ("topk k=many", "attention.k=many: expected an integer >= 1"),
-    ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
-    ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
-    ("shifted features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
-    ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
-])
-def test_a_bad_value_names_the_option(text, said, folder, typed):
-    with own_names(["conf"]), pytest.raises(ConfigError, match=said):
-        Mechanism.parse(text)
-    if not text.startswith("mine."):
-        task = ["task=advise", "task.model=x", "task.text=y", f"task.attentions=['{text}']"]
-        code, _, err = typed("--config-dir=conf", *task, "logger=none")
-        assert code == 2 and said in err and "Traceback" not in err
-
-
-def test_a_bad_value_of_an_object_names_the_option(folder):
-    from mine.maps import ShiftedRF
-
-    with pytest.raises(ValueError, match="share=-1: expected a number >= 0"):
-        ShiftedRF(share=-1)
+def test_a_bad_value_names_the_option(folder, typed):
+    for text, words in (("topk k=many", "attention.k=many: expected an integer >= 1"),
+                        ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
+                        ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
+                        ("shifted features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
+                        ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0")):
+        with own_names(["conf"]), pytest.raises(ConfigError, match=words):
+            Mechanism.parse(text)
+    code, _, err = typed("--config-dir=conf", "task=advise", "task.model=x", "task.text=y", "logger=none",
+                         "task.attentions=['topk k=0']")
+    assert code == 2 and "attention.k=0: expected an integer >= 1" in err and "Traceback" not in err
 
 
 # ---- constructors
@@ -211,12 +190,7 @@ class Plain(Mean):
         super().__init__(heads, d)
 
 
-class Places(Mean):
-    def __init__(self, *args):
-        super().__init__(*args)
-
-
-class Keeping(Mean):
+class Dropping(Mean):
     def __init__(self, heads, d, *, k=8, **options):
         super().__init__(heads, d)
 
@@ -226,56 +200,36 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (3, True, "b", True, 2)
     made = Mechanism.of(Handing, k=np.int64(3))
     assert str(made).endswith("Handing k=3") and json.dumps(made.saved()) and Mechanism.parse(str(made)) == made
-    assert str(Mechanism.of(Handing)) == f"{__name__}.Handing"
-    assert Mechanism.of(Handing, k=3).layer(2, 4).k == 3 and Mechanism.of(Mean).layer(2, 4, causal=True).causal
+    assert str(Mechanism.of(Handing)) == f"{__name__}.Handing" and made.layer(2, 4).k == 3
 
 
-@pytest.mark.parametrize("make, said", [
-    (lambda: Mechanism.of(Plain), "attention._target_=.*Plain: expected a module made of heads, d, kv_heads"),
-    (lambda: Mechanism.of(Places), "attention._target_=.*Places: expected a module made of heads"),
-    (lambda: swap_attention(encoder(), Plain), "Plain: expected a module"),
-    (lambda: Mechanism.of(Keeping).layer(2, 4, causal=True), "Keeping: ignores causal=true"),
-    (lambda: Mechanism.of(Keeping).layer(2, 4, scaling=0.1), "Keeping: ignores scaling=0.1"),
-    (lambda: Mechanism.of(Wanting), 'attention.k=.*: expected an integer'),
-    (lambda: Mechanism.of(Wanting, k=1.5), "attention.k=1.5: expected an integer"),
+@pytest.mark.parametrize("make, words", [
+    (lambda: swap_attention(encoder(), Plain), "attention._target_=.*Plain: expected a module made of heads, d"),
+    (lambda: Mechanism.of(Dropping).layer(2, 4, causal=True), "Dropping: ignores causal=true"),
+    (lambda: Mechanism.of(Wanting), "attention.k=.*: expected an integer"),
     (lambda: Mechanism.of(Handing, _target_="os.system"), "unknown option of attention .*Handing '_target_'"),
-    (lambda: Mechanism.of(Below, j=3), "unknown option of attention .*Below 'j'"),
     (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
     (lambda: Mechanism.of(Mean, m=8), "Mean does not use m"),
-    (lambda: Mechanism.of(Mean, kernel="relu"), "unknown option of attention .*Mean 'kernel'"),
-
     (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or an object"),
-])
-def test_other_constructors_are_refused_in_a_line(make, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+], ids=range(7))
+def test_other_constructors_are_refused_in_a_line(make, words):
+    with pytest.raises(ConfigError, match=words) as caught:
         make()
     assert len(str(caught.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize("name", ["../sampler/iid", "base/random_features", "/etc/passwd", "f" * 5000])
-def test_a_name_is_no_path(name):
-    for group in ("attention", "features"):
-        assert not is_known(group, name)
-    with pytest.raises(ConfigError, match="unknown attention|cannot be imported"):
-        Mechanism.of(name)
+# ---- names and folders
 
 
-def test_the_console_script_finds_code_beside_the_folder_too(tmp_path, monkeypatch, capsys):
-    """As python -m does, which puts the working directory on the path."""
-    from crt_exp import __main__ as door
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["crt_exp", "--version"])
-    door.main()
-    assert sys.path[-1] == str(tmp_path) and capsys.readouterr().out.startswith("crt_exp ")
-
-
-# ---- folders
+def test_a_name_is_no_path():
+    for name in ("../sampler/iid", "base/random_features", "/etc/passwd", "f" * 5000):
+        assert not is_known("attention", name) and not is_known("features", name)
+        with pytest.raises(ConfigError, match="unknown attention|cannot be imported"):
+            Mechanism.of(name)
 
 
 def test_a_name_that_is_taken_is_refused(folder, typed):
-    """It would be read from conf/, and nothing would say so."""
+    """It would be read from conf/ without a warning."""
     (folder / "conf" / "features" / "oprf.yaml").write_text("_target_: mine.maps.ShiftedRF\n")
     with pytest.raises(ConfigError, match="features/oprf.yaml: the name oprf exists in"), own_names(["conf"]):
         pass
@@ -283,7 +237,7 @@ def test_a_name_that_is_taken_is_refused(folder, typed):
     assert code == 2 and "the name oprf exists" in err
 
 
-def test_a_folder_that_is_not_there(monkeypatch, capsys):
+def test_a_folder_that_does_not_exist_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", "crt_variance", "--config-dir", "nowhere"])
     with pytest.raises(SystemExit) as stop:
         report.main()
