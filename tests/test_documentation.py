@@ -39,12 +39,9 @@ def folder(tmp_path, monkeypatch):
     """A working directory with all files of docs/add-your-own.md; modules imported from it are forgotten."""
     monkeypatch.chdir(write_recipes(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    before = {*sys.modules}
     yield tmp_path
-    for name in {*sys.modules} - before:
-        module = sys.modules[name]
-        if str(getattr(module, "__file__", None) or [*getattr(module, "__path__", "")]).count(str(tmp_path)):
-            del sys.modules[name]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        del sys.modules[name]
 
 
 def words_of(text):
@@ -59,6 +56,8 @@ def inline_commands(page):
 
 
 IN_BLOCKS = {words for block in BLOCKS if block.language == "bash" for words in words_of(block.text)}
+IN_BLOCKS |= {("python", *words[words.index("-m"):]) for block in BLOCKS if block.language == "sbatch"
+              for words in words_of(block.text) if "crt_exp" in words}  # behind srun and torchrun
 OF_RECIPES = {words for block in RECIPES if block.language == "bash" and re.match("An? ", block.section)
               for words in words_of(block.text)}
 COMMANDS = sorted(IN_BLOCKS | {words for page in PAGES for words in inline_commands(page)})
@@ -136,85 +135,30 @@ def test_recipes_of_make_are_valid_shell():
     assert "crt_exp.data fetch" in commands and done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sbatch"], ids=lambda _: "")
-def test_batch_file_starts_torchrun_on_every_node(block, tmp_path, monkeypatch):
-    """With commands in place of Slurm's that print their arguments."""
-    for name, line in {"scontrol": "printf '%s\\n' node7 node8", "srun": "printf '%s\\n' \"$@\""}.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node[7-8]",
-                        "SLURM_NNODES": "2", "SLURM_JOB_ID": "5"}
-    done = subprocess.run(["bash", "-eu"], input=block.text, env=env, capture_output=True, text=True)
-    words = done.stdout.splitlines()
-    place = words.index("crt_exp")
-    assert done.returncode == 0 and words[:place] == [
-        "torchrun", "--nnodes=2", "--nproc_per_node=8", "--rdzv_backend=c10d", "--rdzv_id=5",
-        "--rdzv_endpoint=node7:29500", "-m"], done.stderr
-    monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    check_run(words[place + 1:])
-
-
-TINY = {  # overrides that make a run take a second
+TINY = {  # overrides that make a run of docs/add-your-own.md take a second
     "uci": ["task.repeats=1", "task.sigmas=[0.3]"],
-    "variance": ["task.pairs=4", "task.sigmas=[1.0]"],
     "projections": ["task.length=16", "task.ms=[4]", "task.samples=1"],
-    "head_errors": ["task.length=16", "task.ms=[4]", "task.samples=1"],
-    "approximation": ["task.length=16", "task.ms=[4]", "task.samples=1", "task.pairs=2", "task.rows=4"],
-    "speed": ["task.lengths=[32]", "task.rounds=1"],
-    "pointwise": ["task.lengths=[1.0]", "task.angles=3", "task.groups=1", "task.draws=2"],
-    "qmc": ["task.pairs=4", "task.groups=1", "task.draws=2"],
-    "clusters": ["task.points=5", "task.ms=[2]", "task.pairs=4", "task.repeats=1"],
-    "flops": ["task.angles=3", "task.groups=1", "task.draws=2"],
-    "mlm": ["task.text=wordnet", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=cache",
+    "mlm": ["task.text=wordnet", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=null",
             "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
-    "imagenet": ["trainer.steps=2"],
-    "mae": ["trainer.steps=2"],
-    "trembl": ["task.dataset=generated", "task.preset=tiny", "task.generated.sequences=200", "+task.sizes.d=16",
-               "+task.sizes.d_ff=16", "task.validation_share=0.1", "task.test_share=0.1", "trainer.steps=2"],
-    "lra": ["trainer.steps=2", "+task.rules.train=60", "+task.rules.validation=20", "+task.rules.test=20",
-            "+task.sizes.d=16", "task.cache_dir=null"],
-    "recall": ["trainer.steps=2", "task.evaluated=8"],
-    "pixels": ["trainer.steps=2", "task.evaluated=10", "+task.sizes.d=16"],
-    "books": ["trainer.steps=2", "+task.sizes.d=16", "task.cache_dir=null"],
-    "ptb": ["trainer.steps=2", "task.width=16"],
     "first": ["trainer.epochs=1"],
-    "spread": [],
 }
 
 
-def task_of(words):
-    return next((word.partition("=")[2] for word in words if word.startswith("task=")), "uci")
-
-
-def runs():
-    """Commands of docs/add-your-own.md, and single runs that need no model, no data and no file."""
-    for words in COMMANDS:
-        task = task_of(words)
-        apart = ("task.model=", "task.csv=", "task.data_dir=", "experiment=", "task.init=outputs/", "-m", "--",
-                 "task.corpus=ptb", "task.dataset=cifar10", "task.scale=full")
-        alone = task in TINY and not any(word.startswith(apart) for word in words[3:])
-        alone &= task not in ("mlm", "books") or "task.text=wordnet" in words
-        if words in OF_RECIPES or (words[:3] == ("python", "-m", "crt_exp") and alone):
-            yield pytest.param(words, id=" ".join(words))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("words", list(runs()))
-def test_command_runs(words, typed, folder):
+@pytest.mark.parametrize("words", sorted(OF_RECIPES), ids=" ".join)
+def test_command_of_a_recipe_runs(words, typed, folder):
+    tiny = next((TINY.get(word[5:], []) for word in words if word.startswith("task=")), [])
     if words[:3] == ("python", "-m", "crt_exp"):
-        code, _, err = typed(*words[3:], *TINY[task_of(words)])
-        expected = 6 if "-m" in words[3:] else 1  # the sweep of add-your-own.md has two maps and three seeds
+        code, _, err = typed(*words[3:], *tiny)
+        expected = 6 if "-m" in words[3:] else 1  # the sweep has two maps and three seeds
         assert code == 0 and len(list((folder / "outputs").rglob("metrics.jsonl"))) == expected, err
     else:
-        run_in(folder, *words, *(TINY[task_of(words)] if words[0] == "torchrun" else []))
+        run_in(folder, *words, *tiny)
 
 
 def run_in(folder, *words):
     """A command as a user types it there: `python` is that of the tests, and it finds the package."""
-    paths = {"PATH": [Path(sys.executable).parent, os.environ["PATH"]],
-             "PYTHONPATH": [ROOT, os.environ.get("PYTHONPATH", "")]}
-    env = os.environ | {name: os.pathsep.join(map(str, parts)) for name, parts in paths.items()}
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

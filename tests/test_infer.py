@@ -18,7 +18,7 @@ from crt_exp import Mechanism, infer, predict, sample, transcribe
 from crt_exp.config import instantiate, own_names
 from crt_exp.data import images
 from crt_exp.data.plan import Plan
-from crt_exp.models import language, vision
+from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import greedy
 from crt_exp.runner.command_line import compose
 from crt_exp.tasks.trembl import VOCABULARY
@@ -227,10 +227,6 @@ def test_runs_that_cannot_be_used(tmp_path, called):
         assert code == 2 and out == "" and words in err and str(tmp_path / name) in err
     export(f"{PROTEINS} task.direction=bidirectional", "exact", tmp_path / "masked")
     assert "a masked model cannot generate" in called(f"run={tmp_path / 'masked'}")[2]
-    model = language.LanguageModel(language.LanguageDescription(11, 32, sizes={"heads": 2, "layers": 1, "d_ff": 8, "d": 8},
-                                                                causal=True), Mechanism.of("exact").layer)
-    language.save_model(model.description, Mechanism.of("exact"), {"kind": "letters"}, model.state_dict(), tmp_path / "a")
-    assert "expected a run with letters, pixels or text" in called(f"run={tmp_path / 'a'}")[2]
 
 
 # ---- the command

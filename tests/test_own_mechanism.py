@@ -1,7 +1,6 @@
 """The attention and the map of docs/add-your-own.md, in every place that takes the name of a mechanism."""
 
 import json
-import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -13,53 +12,12 @@ from pages import section, write_recipes
 from small_bert import write_model, write_text
 from torch import nn
 
-from crt_exp import Mechanism, advise, swap_attention
+from crt_exp import Mechanism, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, is_known, own_names
-from crt_exp.report import __main__ as report, pages
-
-FILES = {
-    "mine/sizes.py": """
-import torch
-from crt_exp.measure import Measurement
-
-class Size(Measurement):
-    metric, measures_whole = "size", staticmethod(lambda mechanism: True)
-
-    def __init__(self):
-        pass
-
-    def rows(self, mechanism, seed):
-        q = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
-        yield {"size": mechanism.layer(2, 4)(q, q, q).square().mean().item()}
-""",
-    "conf/task/size.yaml": "_target_: mine.sizes.Size\n",
-    "mine/clipped.py": """
-import math
-from dataclasses import dataclass
 from crt_exp.features import FeatureMap, Features
 from crt_exp.features.base import ONE
-from crt_exp.samplers import at_least_float32
 
-@dataclass(frozen=True)
-class ClippedRF(FeatureMap):
-    def phi_q(self, x, noise, params=()):
-        x, weight = at_least_float32(x), 0.5 if self.kernel == "softmax" else 1.0
-        squares = weight * x.square().sum(-1, keepdim=True)
-        return Features(ONE, noise.project(x).clamp(-3, 3) - squares - math.log(noise.m) / 2)
-""",
-    "conf/features/clipped.yaml": "_target_: mine.clipped.ClippedRF\n",
-    "mine/shares.py": """
-from crt_exp.report import Page, mean_table, sweep
-
-page = Page("shares", "Shares", "", small={
-    "shares": sweep("task=size", attention=["topk k=4", "topk k=2"])
-    + sweep("task=size", features=["shifted share=0.5 m=16", "shifted m=16 features.share=0.5"])},
-    columns=["method"], metrics=["size"], measured=[])
-
-def tables(rows):
-    return {"Size": mean_table(rows, {"size": {"metric": "size"}})}
-"""}
 TINY = {"advise": ["task.length=32", "task.samples=2", "task.calibration=1", "task.rounds=1"],
         "fidelity": ["task.length=32", "task.texts=2"],
         "mlm": ["task.text=words.txt", "task.vocabulary_size=60", "task.block=16", "task.cache_dir=null",
@@ -74,11 +32,15 @@ def folder(tmp_path, monkeypatch, one_thread):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, name)
-    for path, text in FILES.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
     write_text(tmp_path / "words.txt")
     return tmp_path
+
+
+class ClippedRF(FeatureMap):
+    """Biased, without a variance."""
+
+    def phi_q(self, x, noise, params=()):
+        return Features(ONE, noise.project(x).clamp(-3, 3) - x.square().sum(-1, keepdim=True))
 
 
 def encoder():
@@ -93,7 +55,6 @@ COMMANDS = [shlex.split(line)[3:] for block in section("Use it everywhere", "bas
     pytest.param(["--config-dir=conf", "task=mlm", "attention=topk", "attention.k=4", "logger=none"],
                  marks=pytest.mark.slow),
     ["--config-dir=conf", "task=uci", "features=shifted", "features.share=0.5", "logger=none"],
-    ["--config-dir=conf", "task=uci", "features=clipped", "logger=none"],  # biased, without a variance
     *(pytest.param(words, marks=pytest.mark.slow) for words in COMMANDS)], ids=" ".join)
 def test_command_lines_take_it(words, folder, typed):
     task = next(word.partition("=")[2] for word in words if word.startswith("task="))
@@ -104,24 +65,12 @@ def test_command_lines_take_it(words, folder, typed):
     assert task != "advise" or all(name in out for name in ("topk k=4", "shifted"))
 
 
-def test_a_page_takes_it(folder, monkeypatch):
-    words = ["mine/shares.py", "--run", "--config-dir=conf", "--out", "pages"]
-    monkeypatch.setattr(sys, "argv", ["crt_exp.report", *words])
-    monkeypatch.delitem(sys.modules, "crt_exp.report.__main__")
-    pages.load.cache_clear()
-    runpy.run_module("crt_exp.report", run_name="__main__")
-    values = [float(line.split(",")[4]) for line in Path("pages/shares.csv").read_text().splitlines()[1:]]
-    assert len(values) == 4 and values[2] == values[3] and len({*values}) == 3
-    assert "topk, k = 4" in Path("pages/shares.md").read_text()
-
-
 def test_python_takes_the_class(folder, capsys):
     (code,) = section("Use it everywhere", "python")
     exec(code, {"__name__": "__main__"})
     out = capsys.readouterr().out
     assert "mine.attention.TopK k=4" in out and "'mine.attention.TopK', 'ShiftedRF'" in out
     from mine.attention import TopK
-    from mine.clipped import ClippedRF
     from mine.maps import ShiftedRF
 
     assert Mechanism.of(TopK, k=4) == Mechanism.parse("mine.attention.TopK k=4") == Mechanism.parse(TopK, k=4)
@@ -135,16 +84,6 @@ def test_python_takes_the_class(folder, capsys):
     assert layer(*torch.randn(3, 1, 2, 20, 8)).isfinite().all()
     with pytest.raises(ValueError, match="share=-1: expected a number >= 0"):
         ShiftedRF(share=-1)
-
-
-def test_advise_takes_the_class(folder):
-    import transformers
-
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_positions=64, n_embd=8, n_layer=1,
-                                                                 n_head=2))
-    names = ["mine.attention.TopK", "mine.attention.TopK k=2"]
-    found = advise(model, torch.arange(40).repeat(8), length=32, attentions=names, samples=2, calibration=1, rounds=1)
-    assert [row.attention for row in found.rows] == ["exact", *names]
 
 
 def test_a_bad_value_names_the_option(folder, typed):
@@ -182,16 +121,11 @@ class Below(Handing):
 
 class Wanting(Mean):
     def __init__(self, heads, d, *, k: int, **options):
-        super().__init__(heads, d, **options)
+        super().__init__(heads, d)  # drops the options
 
 
 class Plain(Mean):
     def __init__(self, heads, d, k=8):
-        super().__init__(heads, d)
-
-
-class Dropping(Mean):
-    def __init__(self, heads, d, *, k=8, **options):
         super().__init__(heads, d)
 
 
@@ -205,13 +139,12 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
 
 @pytest.mark.parametrize("make, words", [
     (lambda: swap_attention(encoder(), Plain), "attention._target_=.*Plain: expected a module made of heads, d"),
-    (lambda: Mechanism.of(Dropping).layer(2, 4, causal=True), "Dropping: ignores causal=true"),
+    (lambda: Mechanism.of(Wanting, k=1).layer(2, 4, causal=True), "Wanting: ignores causal=true"),
     (lambda: Mechanism.of(Wanting), "attention.k=.*: expected an integer"),
-    (lambda: Mechanism.of(Handing, _target_="os.system"), "unknown option of attention .*Handing '_target_'"),
     (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
     (lambda: Mechanism.of(Mean, m=8), "Mean does not use m"),
     (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or an object"),
-], ids=range(7))
+], ids=range(6))
 def test_other_constructors_are_refused_in_a_line(make, words):
     with pytest.raises(ConfigError, match=words) as caught:
         make()
@@ -228,20 +161,14 @@ def test_a_name_is_no_path():
             Mechanism.of(name)
 
 
-def test_a_name_that_is_taken_is_refused(folder, typed):
+def test_a_name_that_is_taken_and_a_folder_that_does_not_exist_are_refused(folder, typed):
     """It would be read from conf/ without a warning."""
     (folder / "conf" / "features" / "oprf.yaml").write_text("_target_: mine.maps.ShiftedRF\n")
     with pytest.raises(ConfigError, match="features/oprf.yaml: the name oprf exists in"), own_names(["conf"]):
         pass
-    code, _, err = typed("--config-dir=conf", "task=uci", "features=oprf", "logger=none")
-    assert code == 2 and "the name oprf exists" in err
-
-
-def test_a_folder_that_does_not_exist_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["report", "crt_variance", "--config-dir", "nowhere"])
-    with pytest.raises(SystemExit) as stop:
-        report.main()
-    assert stop.value.code == 2 and "nowhere: expected a folder" in capsys.readouterr().err
+    for place, words in (("conf", "the name oprf exists"), ("nowhere", "nowhere: expected a folder")):
+        code, _, err = typed(f"--config-dir={place}", "task=uci", "features=oprf", "logger=none")
+        assert code == 2 and words in err, err
 
 
 def test_an_option_that_its_file_leaves_to_the_user(folder):
