@@ -1,4 +1,4 @@
-"""The doors to the command line: the file, the module and torchrun run what `python -m crt_exp` runs."""
+"""The doors to the command line: the file and the module run what `python -m crt_exp` runs."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchrun import torchrun
 
 from crt_exp import train
 
@@ -76,11 +75,3 @@ def test_a_run_by_the_file_is_that_of_the_module(tmp_path, typed):
     assert typed(*SHORT, f"hydra.run.dir={tmp_path}/b")[0] == 0
     found = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]) for name in "ab"]
     assert found[0] | {"time_s": 0} == found[1] | {"time_s": 0}
-
-
-@pytest.mark.slow
-def test_two_processes_by_the_file_have_one_directory(tmp_path):
-    out = torchrun("--config-dir", str(Path(__file__).parent / "toy_conf"), "task=toy", "logger=none",
-                   "trainer.epochs=1", door=[str(FILE)], cwd=tmp_path)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.count("toy: accuracy") == 1 and len(list((tmp_path / "outputs" / "toy").iterdir())) == 1
