@@ -75,20 +75,16 @@ def test_every_command_parses(folder):
 
 def check(words):
     """Parse a command: its options and names exist, and the configuration of a run composes."""
-    extras = project()["optional-dependencies"]
     match words:
         case ("make", target, *variables):
             check_make(target, dict(variable.split("=", 1) for variable in variables))
-        case ("pip", "install", "-e", what):
-            extra = re.fullmatch(r"\.(?:\[(\w+)\])?", what)[1]
-            assert extra is None or extra in extras
         case ("pip", "wheel", "--no-deps", ".") | ("pip", "install", "gguf"):
             pass
+        case ("pip", "install", *_, what):  # a wheel, the checkout, or extras of one of these
+            found = re.fullmatch(rf"crt_exp-{project()['version']}-py3-none-any.whl|(?:\.|crt_exp)(?:\[(\w+)\])?", what)
+            assert found[1] is None or found[1] in project()["optional-dependencies"]
         case ("export", assignment):
             assert re.fullmatch(r"CRT_DATA=\w+", assignment)
-        case ("pip", "install", what):  # a wheel, and the extras of the installed package
-            wheel = f"crt_exp-{project()['version']}-py3-none-any.whl"
-            assert what == wheel or re.fullmatch(r"crt_exp\[(\w+)\]", what)[1] in extras
         case ("python", "-m", "crt_exp.data", *arguments):
             options = data_command.parser().parse_args(arguments)
             name = getattr(options, "name", None)

@@ -5,7 +5,6 @@ import functools
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import hostile
 import numpy as np
@@ -68,31 +67,16 @@ def test_every_map_alone_is_read_from_what_it_writes(name):
         assert parsed(f"{name} m=12 sampler=simplex") == made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", choices("attention"))
-def test_the_command_line_composes_what_the_library_makes(name):
-    options = {"generalized": {"kernel": "tanh"}, "window": {"block": 7}, "favorpp": {"sampler": "simplex"},
-               "hrf_cluster": {"features.queries": 3, "features.field": "complex"}}.get(name, {})
-    typed = [f"{key if key == 'sampler' or '.' in key else f'attention.{key}'}={value}"
-             for key, value in options.items()]
-    cfg = compose([f"attention={name}", "seed=3", *typed])
-    composed = Mechanism.composed(cfg, {"attention": name, **cfg.hydra.runtime.choices}.get)
-    assert composed.describe() == Mechanism.of(name, seed=3, **options).describe()
-    assert parsed(str(composed)) == composed
-
-
 # ---- text
 
 
 @pytest.mark.parametrize("text, same_as", [
     ("favorpp m=64 features=geom redraw_every=7", {"m": 64, "features": "geom", "redraw_every": 7}),
-    ("favorpp normalize_qk=true learn=projections", {"normalize_qk": True, "learn": "projections"}),
     ("favorpp sampler=hadamard sampler.blocks=1", {"sampler": "hadamard", "sampler.blocks": 1}),
     ("hrf_angular m=8 features.n=16", {"m": 8, "features.n": 16}),
     ("generalized kernel=elu+1 phi.kernel_epsilon=1e-05 normalize=false",
      {"kernel": "elu+1", "phi.kernel_epsilon": 1e-5, "normalize": False}),
     ("nearfar preset=cheap open=16 exact_until=null", {"preset": "cheap", "open": 16}),
-    ("  window   block=32 first=16 ", {"block": 32, "first": 16}),
 ])
 def test_options_are_those_of_python(text, same_as):
     assert parsed(text) == Mechanism.of(text.split()[0], **same_as)
@@ -155,13 +139,6 @@ def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
             Mechanism.of_saved(saved | change, "a")
 
 
-def test_objects_that_have_no_text_are_refused_when_read():
-    for made in (Mechanism.of(features=Sum(PosRF(), OPRF()), m=8),
-                 Mechanism.of("favorp", sampler=functools.partial(iid, dtype=None), m=8)):
-        with pytest.raises(ValueError):
-            Mechanism.parse(str(made))
-
-
 def test_custom_names_and_those_of_the_papers(tmp_path):
     folder = tmp_path / "attention"
     folder.mkdir()
@@ -175,7 +152,6 @@ def test_custom_names_and_those_of_the_papers(tmp_path):
 
 
 def test_arguments_stand_beside_the_text():
-    assert Mechanism.parse("favorpp", m=8, seed=2) == Mechanism.of("favorpp", m=8, seed=2)
     assert Mechanism.parse("favorpp m=8", m=None) == Mechanism.of("favorpp", m=8)
     with pytest.raises(ConfigError, match="attention 'favorpp m=8': m: given twice"):
         Mechanism.parse("favorpp m=8", m=16)
@@ -191,34 +167,20 @@ def test_swaps_take_text_and_layers_by_integers_of_numpy(layers, swapped):
     assert [*found] == swapped and all(layer.m == 4 and layer.seed == 3 for layer in found.values())
 
 
-@pytest.mark.parametrize("layers", [[True], [0.0], np.array([True, False, True])], ids=str)
-def test_layers_that_are_no_numbers_are_refused(layers):
-    with pytest.raises(ValueError, match="expected indices of 3 layers"):
-        swap_attention(encoder(3), "favorp", m=4, layers=layers)
-
-
 WRONG = [
     ("", "expected a name, then key=value, each key once"), (None, "attention None: expected a name"),
-    ("m=8 favorpp", "expected a name, then key=value"), ("window =8", "then key=value, each key once"),
     ("window block=8 block=9", "each key once"), ("window block={a: 1}", "then key=value, each key once"),
     ("favour m=8", "attention 'favour m=8': unknown attention 'favour'; did you mean favor"),
     ("favorpp sampler=ortho", "unknown sampler 'ortho'; did you mean orthogonal"),
-    ("favorpp features=oprff", "unknown features 'oprff'"),
     ("favorpp name=exact", "unknown option of attention favorpp 'name'"),
-    ("relu phi._target_=os.system", "unknown option of phi '_target_'"),
     ("favorpp sampler.blocks=1", "unknown option of sampler orthogonal 'blocks'"),
-    ("hrf_cluster features._target_=os.system", "unknown option of features clustered '_target_'"),
-    ("favorpp m=0", "m=0: expected"), ("favorpp m=true", "m=true"), ("favorpp seed=1.5", "seed=1.5"),
+    ("favorpp m=true", "m=true: expected"), ("favorpp seed=1.5", "seed=1.5"),
     ("exact m=8", "attention exact does not use m"), ("exact sampler.lengths=chi", "does not use sampler"),
-    ("exact features.n=1", "does not use features"),
-    ("window block=1.5", "attention.block=1.5: expected an integer"),
     ("nearfar preset=best", "attention.preset=best: expected cheap, default or quality"),
     ("oprf features=pos", "features=pos: not allowed with a feature map"),
     ("os.system", "attention._target_=posix.system: expected a module"),
     ("no.such.Place", "no.such.Place cannot be imported"),
-    ("favorp features=os.system", "features=os.system: expected a FeatureMap"),
     ("favorp sampler=os.getcwd", "sampler=os.getcwd: expected a function of m, d"),
-    ("crt_exp.features.OPRF features.scale=2", "unknown key 'features.scale'"),
 ]
 
 
@@ -229,13 +191,15 @@ def test_what_is_wrong_is_named(text, words):
     assert "task." not in str(caught.value)
 
 
-@pytest.mark.parametrize("name, given, words", [
-    ("favorpp", {"sampler": {"_target_": "os.getcwd"}}, "expected a name of conf/.* or an object"),
-    ("favorpp", {"features": [1]}, "expected a name of conf/.* or an object"),
-    ("hrf_cluster", {"features": PosRF(), "features.n": 1}, "an object takes no options")])
-def test_objects_are_samplers_and_maps_without_options(name, given, words):
-    with pytest.raises(ConfigError, match=words):
-        Mechanism.of(name, **given)
+def test_objects_are_samplers_and_maps_without_options():
+    for given, words in (({"sampler": {"_target_": "os.getcwd"}}, "expected a name of conf/.* or an object"),
+                         ({"features": PosRF(), "features.A": -1}, "an object takes no options")):
+        with pytest.raises(ConfigError, match=words):
+            Mechanism.of("favorpp", **given)
+    for made in (Mechanism.of(features=Sum(PosRF(), OPRF()), m=8),
+                 Mechanism.of("favorp", sampler=functools.partial(iid, dtype=None), m=8)):
+        with pytest.raises(ValueError):  # they have no text
+            Mechanism.parse(str(made))
 
 
 # ---- saved records: data, of which nothing is run, imported or expanded
@@ -248,11 +212,6 @@ def test_a_saved_mechanism_that_is_no_more_is_refused():
                           ({"m": 9}, "favorpp has other options in conf/")]:
         with pytest.raises(ConfigError, match=f"task.init = a: .*{words}"):
             Mechanism.of_saved(saved | change, "task.init = a")
-
-
-def test_large_sizes_that_allocate_nothing_are_read():
-    for text in ("nearfar exact_until=1000000000 cells=4096 heavy=1024", "linformer length=65536 rank=256"):
-        parsed(text)
 
 
 def test_a_hostile_attention_runs_nothing_and_is_one_line(tmp_path, monkeypatch):
@@ -270,13 +229,10 @@ def test_a_hostile_attention_runs_nothing_and_is_one_line(tmp_path, monkeypatch)
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9))
 FILES = {"deep JSON": (json_object, '{"a":' * 10**5, ""), "long number": (json_object, "1" * 10**5, ""),
-         "half": (json_object, '{"a": 1', "not valid JSON"), "no text": (json_object, b"\xff\xfe\xff", ""),
-         "list in JSON": (json_object, "[1]", "expected a JSON object"),
+         "no text": (json_object, b"\xff\xfe\xff", ""), "list in JSON": (json_object, "[1]", "expected a JSON object"),
          "bomb": (read_yaml, BOMB, "aliases are refused.*line 2"),
-         "merged": (read_yaml, "a: &a {b: 1}\nc:\n  <<: *a\n", "aliases are"),
          "deep": (read_yaml, "[" * 2000, "recursion"), "huge": (read_yaml, "#" * (2**17 + 1), "at most 131072"),
-         "python": (read_yaml, "a: !!python/object/apply:os.getcwd []\n", "not valid YAML.*line"),
-         "list": (read_yaml, "- 1\n", "expected keys")}
+         "python": (read_yaml, "a: !!python/object/apply:os.getcwd []\n", "not valid YAML.*line")}
 
 
 @pytest.mark.parametrize("read, content, words", FILES.values(), ids=FILES)
@@ -288,13 +244,7 @@ def test_files_that_no_run_writes_are_one_line(read, content, words, tmp_path):
     hostile.check_one_line(caught.value)
 
 
-def test_interpolations_stay_strings(tmp_path):
-    (tmp_path / "config.yaml").write_text("a: ${b}${b}\nb: ${oc.env:HOME}\n")
-    assert read_yaml(tmp_path / "config.yaml") == {"a": "${b}${b}", "b": "${oc.env:HOME}"}
-
-
-@pytest.mark.parametrize("task", ["_target_: os.system\n  command: touch {}", "_target_: trap.call", "_target_: [1]",
-                                  "_target_: crt_exp.tasks.mlm.os.system\n  command: touch {}", "5",
+@pytest.mark.parametrize("task", ["_target_: os.system\n  command: touch {}", "_target_: [1]",
                                   "_target_: crt_exp.tasks.sequences.Recall\n  vocabulary: {{_target_: trap.call}}"])
 def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):
     sprung = hostile.set_trap(tmp_path, monkeypatch)
@@ -303,9 +253,3 @@ def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):
         kept_task(tmp_path)
     assert not sprung.exists()
     hostile.check_one_line(caught.value)
-
-
-def test_the_task_of_a_run_is_made_as_it_was_configured(tmp_path):
-    task = (Path(CONF) / "task" / "recall.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(task)
-    assert type(kept_task(tmp_path)).__name__ == "Recall"

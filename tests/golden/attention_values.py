@@ -29,7 +29,7 @@ def groups() -> list[str]:
     """The attentions, as `Mechanism.parse` reads them."""
     named = [name + OPTIONS.get(name, "") for name in choices("attention")]
     return [*named, *NEAR_FAR, *RETRIEVED, "favorpp learn=parameters", "favorpp learn=projections",
-            "favorpp sampler=hadamard", "favorp normalize_qk=true", "favorp features=geom"]
+            "favorpp sampler=hadamard", "favorp normalize_qk=true", "favorpp features=geom"]
 
 
 def cases(name: str) -> dict:
