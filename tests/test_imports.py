@@ -109,7 +109,6 @@ print({name.partition(".")[0] for name in {*sys.modules} - before} - {*sys.stdli
 
 from crt_exp import Mechanism, RandomFeatures, calibrate_attention, describe_attention, swap_attention, unswap_attention
 from crt_exp.config import choices
-from crt_exp.sampled_softmax import SampledSoftmax
 
 for name in choices("attention"):
     Mechanism.of(name).layer(2, 4)

@@ -45,14 +45,10 @@ def called(capsys):
     return call
 
 
-def task_of(line):
-    return instantiate(compose(line.split()).task)
-
-
 def export(line, mechanism, folder, change=lambda model: None):
     """The task and the model of an untrained run."""
     torch.manual_seed(0)
-    task = task_of(line)
+    task = instantiate(compose(line.split()).task)
     model = task.build(Mechanism.parse(mechanism)).eval()
     change(model)
     task.export(model, model.state_dict(), folder)

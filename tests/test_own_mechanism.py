@@ -66,10 +66,8 @@ def test_python_takes_the_class(folder, capsys):
 
 
 def test_a_bad_value_names_the_option(folder, typed):
-    for text, words in (("topk k=many", "attention.k=many: expected an integer >= 1"),
-                        ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
+    for text, words in (("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
                         ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
-                        ("shifted features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
                         ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0")):
         with own_names(["conf"]), pytest.raises(ConfigError, match=words):
             Mechanism.parse(text)
