@@ -2,6 +2,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch starts its threads
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
@@ -20,6 +21,18 @@ def pytest_collection_finish():
     every run does when it lets go of its memory."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter, config):
+    """One line with what was skipped, and why."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    parts = [f"{count} ({reason})" for reason, count in reasons.most_common()]
+    if config.option.markexpr == "not slow":
+        parts.append("slow tests (run by `make test-all`)")
+    if parts:
+        terminalreporter.write_line(f"skipped: {', '.join(parts)}")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +65,7 @@ def interruptible():
 def typed(monkeypatch, capsys, tmp_path):
     """Runs a command line in this process, or by torchrun, in an empty folder: (exit code, stdout, stderr). In this
     process its curves.png is empty, and where there is no GPU its end does not look through all objects for memory to
-    give back: these cost more than all steps of a short run. test_curves.py draws curves."""
+    give back: these cost more than all steps of a short run."""
     def run(*args, processes=1):
         if processes > 1:
             done = torchrun(*args, cwd=tmp_path)

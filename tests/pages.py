@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/, their fenced blocks, and the project's own description."""
+"""README.md and the pages of docs/, their fenced blocks, the files that a user adds, and the project's description."""
 
 import re
 import tomllib
@@ -27,6 +27,22 @@ def blocks_of(page):
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+RECIPES = [block for block in BLOCKS if block.page.name == "add-your-own.md"]
+
+
+def section(name: str, language: str) -> list[str]:
+    """The blocks of a section of add-your-own.md that are no files."""
+    return [block.text for block in RECIPES if (block.section, block.language, block.title) == (name, language, "")]
+
+
+def write_recipes(folder: Path, *sections: str) -> Path:
+    """The files of add-your-own.md, or of these sections."""
+    for block in RECIPES:
+        if block.title and (not sections or block.section in sections):
+            path = folder / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+    return folder
 
 
 def project():

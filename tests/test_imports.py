@@ -1,22 +1,28 @@
-"""Who may import whom: the diagram in docs/contributing.md, compared with the imports of every module."""
+"""Imports: the diagram in docs/contributing.md, and a library that needs torch, scikit-learn and few others."""
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "crt_exp"
-PICTURE = (PACKAGE.parent / "docs" / "contributing.md").read_text()
-BOXES = {room: box for box, rooms in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M)
-         for room in rooms.split(", ")}
+from omegaconf import OmegaConf
+from pages import ROOT, project
+
+from crt_exp.config import CONF, read_yaml
+
+PACKAGE = ROOT / "crt_exp"
+PICTURE = (ROOT / "docs" / "contributing.md").read_text()
+BOXES = {part: box for box, parts in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M)
+         for part in parts.split(", ")}
 ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
 COMMANDS = ("__main__", "infer", "predict", "transcribe", "sample")
-FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the rooms
+FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the subpackages
 
 
 def name_of(path):
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -49,43 +55,88 @@ def below(start):
     return frozenset().union(*({end} | below(end) for begin, end in ARROWS if begin == start))
 
 
-def test_every_import_follows_arrows_of_the_picture():
+def test_imports_are_the_arrows_of_the_picture():
+    found = [(name, other) for name in MODULES if name != FRONT for other in sorted(imported(name))]
     odd = [f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
-           for name in MODULES if name != FRONT for other in sorted(imported(name))
-           if box(other) not in below(box(name)) | {box(name)}]
+           for name, other in found if box(other) not in below(box(name)) | {box(name)}]
     assert not odd, "\n".join(odd)
-
-
-def test_every_arrow_of_the_picture_is_an_import_and_none_follows_from_others():
-    found = {(box(name), box(other)) for name in MODULES if name != FRONT for other in imported(name)}
-    assert set(ARROWS) <= found and len(set(ARROWS)) == len(ARROWS)
-    assert not [(begin, end) for begin, end in ARROWS for other in below(begin) if other != end and end in below(other)]
+    assert set(ARROWS) <= {(box(name), box(other)) for name, other in found} and len({*ARROWS}) == len(ARROWS)
+    implied = [(begin, end) for begin, end in ARROWS for other in below(begin) if other != end and end in below(other)]
+    assert not implied
 
 
 def test_no_circle():
     TopologicalSorter({name: imported(name) for name in MODULES}).prepare()  # raises CycleError, which names the circle
 
 
-CORE = ("samplers", "features", "bounds", "mechanism", "attention", "nearfar", "swap", "sampled_softmax",
-        "estimators")
+def test_subpackages_of_the_library_need_no_runs_no_data_and_maps_no_configuration():
+    """However indirectly; names and files become arguments in `Mechanism`, which stands above maps and layers."""
+    plain = ("samplers", "features", "bounds", "attention", "nearfar")
+    core = (*plain, "mechanism", "swap", "sampled_softmax", "estimators")
+    for parts, apart in ((core, {"runner", "tasks", "data", "models", "measure", "report"}),
+                         (plain, {"config", "mechanism"})):
+        for part in parts:
+            needed, left = set(), [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{part}.")]
+            while left:
+                needed.add(name := left.pop())
+                left += imported(name) - needed
+            odd = {name for name in needed if name.split(".")[1] in apart}
+            assert needed and not odd, f"{part} needs {sorted(odd)}"
 
 
-def test_the_core_needs_no_runs_and_no_data():
-    """A library of maps and attention: nothing that it imports, however indirectly, reads data, trains or reports."""
-    for room in CORE:
-        check_apart(room, {"runner", "tasks", "data", "models", "measure", "report"})
+# ---- the light install: pip install crt_exp
+
+LIGHT = {"torch", "numpy", "scipy", "scikit-learn", "safetensors", "pyyaml", "pydantic"}
+HIDDEN = ("hydra", "omegaconf", "transformers", "timm", "pandas", "matplotlib", "datasets", "accelerate",
+          "wandb", "torchvision", "torchaudio", "tqdm", "psutil", "jiwer", "Bio", "soundfile", "sentencepiece",
+          "peft", "huggingface_hub", "tokenizers", "PIL")
+USES = """
+import sys
+
+class Hiding:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name}", name=name)
+
+sys.meta_path.insert(0, Hiding)
+import torch
+from torch import nn
+
+before = {*sys.modules}
+import crt_exp
+print({name.partition(".")[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names})
+
+from crt_exp import Mechanism, RandomFeatures, calibrate_attention, describe_attention, swap_attention, unswap_attention
+from crt_exp.config import choices
+
+for name in choices("attention"):
+    Mechanism.of(name).layer(2, 4)
+RandomFeatures("oprf", n_components=8).fit_transform(torch.randn(9, 4).numpy())
+encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+swap_attention(encoder, "nearfar")
+calibrate_attention(encoder, [torch.randn(1, 9, 8)])
+try:
+    describe_attention(encoder)
+except ImportError as error:
+    print(error)
+unswap_attention(encoder)
+"""
 
 
-def test_maps_samplers_and_layers_need_no_configuration():
-    """They are made of arguments; names and files become these in `Mechanism`, which stands above."""
-    for room in ("samplers", "features", "bounds", "attention", "nearfar"):
-        check_apart(room, {"config", "mechanism"})
+def test_the_library_needs_the_light_install_alone_and_its_import_loads_nothing():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"HIDDEN = {HIDDEN}\n{USES}"], capture_output=True,
+                          text=True)
+    first, *rest = done.stdout.splitlines()
+    assert done.returncode == 0 and first == "{'crt_exp'}" and "pandas" in "".join(rest), done.stdout + done.stderr
+    names = {requirement.partition(">")[0].partition("<")[0] for requirement in project()["dependencies"]}
+    assert names == LIGHT
 
 
-def check_apart(room, apart):
-    needed, left = set(), [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{room}.")]
-    while left:
-        needed.add(name := left.pop())
-        left += imported(name) - needed
-    odd = {name for name in needed if name.split(".")[1] in apart}
-    assert needed and not odd, f"{room} needs {sorted(odd)}"
+def test_files_are_read_as_omegaconf_reads_them():
+    groups = ("attention", "features", "sampler")
+    for path in [CONF / "config.yaml", *(path for group in groups for path in sorted((CONF / group).rglob("*.yaml")))]:
+        found, expected = read_yaml(path), OmegaConf.to_container(OmegaConf.load(path))
+        if path.name == "config.yaml":  # of whose last part the library reads nothing
+            del found["hydra"], expected["hydra"]
+        assert found == expected, path

@@ -5,8 +5,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import hostile
 import numpy as np
@@ -15,25 +13,28 @@ import pytest
 import soundfile
 import torch
 from small_speech import tone, write_digits
-from test_language import kept, mechanism
-from test_librispeech import spoken
-from test_speech_data import cut
-from test_trembl import GENERATED, OPTIONS
 
-from crt_exp import Mechanism, infer
-from crt_exp.config import own_names
-from crt_exp.data import images, warn
+from crt_exp import Mechanism, infer, predict, sample, transcribe
+from crt_exp.config import instantiate, own_names
+from crt_exp.data import images
 from crt_exp.data.plan import Plan
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import greedy
-from crt_exp.report.sweeps import run_missing, sweep
-from crt_exp.tasks.trembl import VOCABULARY, TrEMBL
+from crt_exp.runner.command_line import compose
+from crt_exp.tasks.trembl import VOCABULARY
+
+PROTEINS = """task=trembl task.max_length=16 task.validation_share=0.1 task.test_share=0.1 task.cache_dir=null
+    task.generated.sequences=150 task.generated.shortest=8 task.generated.longest=16 task.generated.nearest=2
+    task.generated.farthest=4 +task.sizes.heads=2 +task.sizes.layers=1 +task.sizes.d_ff=32 +task.sizes.d=16"""
+IMAGES = "task=imagenet task.sizes.depth=2 task.sizes.width=32"
+SPEECH = """task=librispeech task.corpus=fsdd task.strings.train=24 task.strings.validation=6 task.strings.test=9
+    task.batch_seconds=12 +task.sizes.layers=2 +task.sizes.dim=16 +task.sizes.ffn=32 +task.sizes.heads=2
+    +task.sizes.kernel=5 +task.sizes.predictor=16 +task.sizes.joiner=16"""
 
 
 @pytest.fixture(autouse=True)
 def quiet(one_thread, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    warn.cache_clear()
 
 
 @pytest.fixture
@@ -44,20 +45,26 @@ def called(capsys):
     return call
 
 
+def export(line, mechanism, folder, change=lambda model: None):
+    """The task and the model of an untrained run."""
+    torch.manual_seed(0)
+    task = instantiate(compose(line.split()).task)
+    model = task.build(Mechanism.parse(mechanism)).eval()
+    change(model)
+    task.export(model, model.state_dict(), folder)
+    return task, model
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """The runs `exact` and `favorpp`, two steps on the embedded digits, and `proteins`; `digits` with three images and
-    `a.wav`."""
+    """The runs `favorpp` (images) and `proteins`; `digits` with three images, and `a.wav`."""
     root = tmp_path_factory.mktemp("infer")
-    run_missing(sweep("task=imagenet trainer.steps=2 task.sizes.depth=2 task.sizes.width=32", model={
-        "exact": "attention=exact", "favorpp": "attention=favorpp features.m=16"}), root, root)
+    export(IMAGES, "favorpp m=16", root / "favorpp")
+    export(PROTEINS, "favorp m=8", root / "proteins")
     (root / "digits").mkdir()
     found = images.load()["val"]
     for i in range(3):
         found.read(found.sources[i]).save(root / f"digits/{i}.png")
-    task = TrEMBL(**OPTIONS)
-    model = task.build(mechanism("favorp"))
-    task.export(model, model.state_dict(), root / "proteins")
     soundfile.write(root / "a.wav", tone(600, 0.5), 8000)
     return root
 
@@ -65,40 +72,27 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def speech(root):
     """The task and the model of the run `spoken`."""
-    torch.manual_seed(0)
-    task = spoken(write_digits(root / "recordings"))
-    model = task.build(Mechanism.of("favorpp", m=8)).eval()
-    with torch.no_grad():
-        model.joiner.out.bias[-1] += 1.5
-        model.joiner.out.weight.mul_(6)
-    task.export(model, model.state_dict(), root / "spoken")
-    return task, model
+    def speak(model):
+        with torch.no_grad():
+            model.joiner.out.bias[-1] += 1.5
+            model.joiner.out.weight.mul_(6)
+    digits = write_digits(root / "recordings")
+    return export(f"{SPEECH} task.data_dir={digits}", "favorpp m=8", root / "spoken", speak)
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------
+# ---- images and audio
 
 
-@pytest.mark.parametrize("name", ["exact", "favorpp"])
-def test_table_holds_the_probabilities_of_the_model(name, root, called):
-    code, out, _ = called(f"run={root / name}", f"input={root / 'digits'}")
+def test_table_holds_the_probabilities_of_the_model(root, called):
+    code, out, _ = called(f"run={root / 'favorpp'}", f"input={root / 'digits'}")
     rows = pd.read_csv(io.StringIO(out), dtype=str).values.tolist()
-    model = vision.load(root / name)
+    model = vision.load(root / "favorpp")
     assert code == 0 and len(rows) == 3
     for i, (first, *cells) in enumerate(rows):
         image = images.read_image(root / f"digits/{i}.png")
         expected = model.model(model.transform(image)[None])[0].softmax(-1).topk(5)
         assert first == str(root / f"digits/{i}.png") and cells[::2] == [model.classes[j] for j in expected.indices]
         assert [float(share) for share in cells[1::2]] == pytest.approx(expected.values.tolist(), abs=6e-4)
-
-
-def test_a_folder_with_a_file_that_is_no_image(root, tmp_path, called):
-    shutil.copy(root / "digits/0.png", tmp_path)
-    (tmp_path / "1.png").write_text("no image")
-    code, out, err = called(f"run={root / 'exact'}", f"input={tmp_path}")
-    assert code == 2 and out.count(".png") == 1 and f"input={tmp_path}: 1 of 2 files are unreadable" in err
-
-
-# ---- audio -----------------------------------------------------------------------------------------------------------
 
 
 def lines(out):
@@ -109,35 +103,34 @@ def lines(out):
             for head, times in heads]
 
 
-def test_it_hears_what_the_run_hears(root, speech, called, tmp_path):
-    """Noise and weights are those of the run."""
+def test_transcript_is_that_of_the_model(root, speech, called, tmp_path):
     task, model = speech
     batch = next(iter(task.batches("test", Plan(batch=4))))
     audio = batch["audio"][0, :batch["samples"][0]].numpy()
     soundfile.write(tmp_path / "a.wav", audio, 8000)
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path / 'a.wav'}")
     assert code == 0 and err == "", err
-    (file, seconds, said, times), = lines(out)
+    (file, seconds, text, times), = lines(out)
     _, (found,) = model(batch["audio"][:1, :len(audio)], batch["samples"][:1], search=greedy)
-    assert said == task.vocabulary.decode(found.symbols) and said and file == str(tmp_path / "a.wav")
-    assert [symbol for _, symbol in times] == said.split()
+    assert text == task.vocabulary.decode(found.symbols) and text and file == str(tmp_path / "a.wav")
+    assert [symbol for _, symbol in times] == text.split()
     assert [at for at, _ in times] == sorted(at for at, _ in times) and times[-1][0] <= seconds
     assert seconds == pytest.approx(len(audio) / 8000, abs=0.06)
 
 
-def test_folders_other_rates_and_minutes(root, speech, called, tmp_path):
-    words = [tone(300 + 300 * (i % 9), 0.4, 16000, seed=i) * (i % 5 > 0) for i in range(60)]
+def test_folders_other_rates_and_segments(root, speech, called, tmp_path):
+    words = [tone(300 + 300 * (i % 9), 0.4, 16000, seed=i) * (i % 5 > 0) for i in range(15)]
     (tmp_path / "in").mkdir()
     soundfile.write(tmp_path / "long.flac", np.concatenate(words), 16000)
     soundfile.write(tmp_path / "in" / "short.WAV", tone(900, 0.5, 44100), 44100, format="WAV")
     (tmp_path / "notes.txt").write_text("no audio")
-    code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}", "segment=10")
+    code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}", "segment=2.5")
     assert code == 0, err
     found = lines(out)
     assert [file for file, *_ in found] == [str(tmp_path / "in" / "short.WAV"), str(tmp_path / "long.flac")]
-    assert [seconds for _, seconds, *_ in found] == [0.5, 24.0]
+    assert [seconds for _, seconds, *_ in found] == [0.5, 6.0]
     times = [at for at, _ in found[1][3]]
-    assert times == sorted(times) and times[0] < 10 and 14 < times[-1] <= 24
+    assert times == sorted(times) and times[0] < 2.5 and 3.5 < times[-1] <= 6
 
 
 def test_segments_are_cut_in_silence_and_cover_everything():
@@ -146,24 +139,25 @@ def test_segments_are_cut_in_silence_and_cover_everything():
     assert found[0][0] == 0 and found[-1][1] == len(audio) and all(a[1] == b[0] for a, b in zip(found, found[1:]))
     assert all(0 < end - start <= 40000 for start, end in found)
     assert all((audio[end - 400:end + 400] == 0).all() for _, end in found[:-1])
-    for seconds in (5.0, 5.01, 5.09, 5.5):                # none is too short to be heard
-        audio = (tone(500, seconds) * 2**14).astype(np.int16)
-        assert all(end - start >= 800 for start, end in infer.segments(audio, 8000, 5.0))
 
 
-def test_what_cannot_be_heard_is_named_and_counted(root, speech, called, tmp_path):
+def test_unreadable_files_are_named_and_counted_and_the_others_are_read(root, speech, called, tmp_path):
     for name in ("a", "b", "c"):
         soundfile.write(tmp_path / f"{name}.wav", tone(600, 0.5), 8000)
-    cut(tmp_path / "a.wav", 0.5)
+    (tmp_path / "a.wav").write_bytes((tmp_path / "a.wav").read_bytes()[:4000])
     soundfile.write(tmp_path / "b.wav", tone(600, 0.02), 8000)
     (tmp_path / "d.mp3").touch()
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}")
     assert code == 2 and ": 3 of 4 files are unreadable" in err and "a.wav: truncated" in err
     assert "b.wav: 0.020 s, expected at least" in err and "d.mp3: not readable" in err
     assert [file for file, *_ in lines(out)] == [str(tmp_path / "c.wav")]
+    shutil.copy(root / "digits/0.png", tmp_path)
+    (tmp_path / "1.png").write_text("no image")
+    code, out, err = called(f"run={root / 'favorpp'}", f"input={tmp_path}")
+    assert code == 2 and out.count(".png") == 1 and f"input={tmp_path}: 1 of 2 files are unreadable" in err
 
 
-# ---- sequences (books and pixels: tests/tasks) -----------------------------------------------------------------------
+# ---- sequences (books and pixels: tests/tasks)
 
 
 def test_sequences_of_letters(root, called, tmp_path):
@@ -174,96 +168,67 @@ def test_sequences_of_letters(root, called, tmp_path):
     assert all(line.startswith("MK") and len(line) <= 16 and set(line) <= set(VOCABULARY["letters"]) for line in found)
     assert called(run, "prompt=MK", "seed=4", "top_k=5")[1].splitlines() == found[1:2]
     assert len(called(run, "length=9", "temperature=0")[1].strip()) <= 9
-    assert called(run, "temperature=1e-1")[1] == called(run, "temperature=0.1")[1]
-    path = tmp_path / "out.fasta"
-    assert called(run, "n=2", f"output={path}")[:2] == (0, "")
-    assert path.read_text().count(">sample-") == 2
+    assert called(run, "n=2", f"output={tmp_path / 'a.fasta'}")[:2] == (0, "")
+    assert (tmp_path / "a.fasta").read_text().count(">sample-") == 2
 
 
-def test_a_run_with_a_sampler_of_ones_own_is_read_where_its_names_are_given(tmp_path, called):
+def test_a_run_with_a_custom_sampler_is_read_with_its_names(tmp_path, called):
     (tmp_path / "conf/sampler").mkdir(parents=True)
     (tmp_path / "conf/sampler/mine.yaml").write_text("_target_: crt_exp.samplers.iid\n_partial_: true\n")
-    task, run = TrEMBL(**OPTIONS), f"run={tmp_path / 'run'}"
     with own_names([tmp_path / "conf"]):
-        model = task.build(Mechanism.of("favorp", sampler="mine", m=8))
-    task.export(model, model.state_dict(), tmp_path / "run")
-    code, _, err = called(run)
+        export(PROTEINS, "favorp sampler=mine m=8", tmp_path / "run")
+    code, _, err = called(f"run={tmp_path / 'run'}")
     assert code == 2 and "unknown sampler 'mine'" in err and "names=FOLDER" in err
-    code, out, err = called(run, f"names={tmp_path / 'conf'}")
+    code, out, err = called(f"run={tmp_path / 'run'}", f"names={tmp_path / 'conf'}")
     assert (code, err) == (0, "") and out
 
 
-# ---- runs of others --------------------------------------------------------------------------------------------------
+# ---- runs of others
 
-INPUT = {"favorpp": "digits", "spoken": "a.wav", "proteins": None}
+INPUT = {"favorpp": ["input={root}/digits"], "spoken": ["input={root}/a.wav"], "proteins": []}
 ATTENTION = {"favorpp": "crt_exp", "spoken": "attention", "proteins": "attention"}
 SIZES = [("favorpp", None, {"crt_exp": 5}), ("favorpp", None, {"architecture": {"_target_": "os.system"}}),
-         ("favorpp", "model_args", {"depth": 10**12}), ("spoken", "sizes", {"dim": 10**9}),
-         ("spoken", "symbols", {"entries": [5]}), ("proteins", "sizes", {"d": 10**9}),
-         ("proteins", None, {"length": 10**12}), ("proteins", None, {"kind": [1]})]
+         ("spoken", "symbols", {"entries": [5]}), ("proteins", "sizes", {"d": 10**9})]
 
 
-def refused(name, change, root, tmp_path, called):
-    shutil.copytree(root / name, tmp_path / "run")
-    file = tmp_path / "run/model/config.json"
-    config = json.loads(file.read_text())
-    change(config)
-    file.write_text(json.dumps(config))
-    given = [f"input={root / INPUT[name]}"] if INPUT[name] else []
-    code, out, err = called(f"run={tmp_path / 'run'}", *given)
-    assert code == 2 and out == "" and err.startswith("crt_exp.infer: error: ")
-    hostile.check_one_line(err)
-    return err
+def test_a_hostile_run_runs_nothing_and_takes_no_memory(root, speech, tmp_path, called, monkeypatch):
+    sprung, imported = hostile.set_trap(tmp_path, monkeypatch), dict(hostile.changes(tmp_path))["imported"]
+    changes = [(name, lambda config, key=key: imported(config[key])) for name, key in ATTENTION.items()]
+    changes += [(name, lambda config, key=key, value=value: (config if key is None else config[key]).update(value))
+                for name, key, value in SIZES]
+    for i, (name, change) in enumerate(changes):
+        shutil.copytree(root / name, tmp_path / f"run{i}")
+        file = tmp_path / f"run{i}/model/config.json"
+        config = json.loads(file.read_text())
+        change(config)
+        file.write_text(json.dumps(config))
+        code, out, err = called(f"run={tmp_path / f'run{i}'}", *[word.format(root=root) for word in INPUT[name]])
+        assert code == 2 and out == "" and err.startswith("crt_exp.infer: error: "), (i, err)
+        hostile.check_one_line(err)
+        assert not sprung.exists(), i
 
 
-@pytest.mark.parametrize("name", INPUT)
-def test_a_hostile_run_runs_nothing(name, root, speech, tmp_path, called, monkeypatch):
-    sprung, change = hostile.set_trap(tmp_path, monkeypatch), dict(hostile.changes(tmp_path))["imported"]
-    refused(name, lambda config: change(config[ATTENTION[name]]), root, tmp_path, called)
-    assert not sprung.exists()
+def test_a_masked_model_cannot_generate(tmp_path, called):
+    export(f"{PROTEINS} task.direction=bidirectional", "exact", tmp_path / "run")
+    assert "a masked model cannot generate" in called(f"run={tmp_path / 'run'}")[2]
+    (tmp_path / "run/model/config.json").write_text('{"model_type": "bert"}')
+    assert "expected a run of" in called(f"run={tmp_path / 'run'}")[2]
 
 
-@pytest.mark.parametrize("name, key, value", SIZES, ids=str)
-def test_a_run_of_other_sizes_is_one_line_and_takes_no_memory(name, key, value, root, speech, tmp_path, called):
-    refused(name, lambda config: (config if key is None else config[key]).update(value), root, tmp_path, called)
-
-
-def test_runs_that_cannot_be_used(root, speech, tmp_path, called):
-    for name, file, text, words in [("bert", "model/config.json", '{"model_type": "bert"}', "expected a run of"),
-                                    ("half", "config.yaml", "seed: 0\n", "no config.json"),
-                                    ("empty", "notes.txt", "", ": no config.json")]:
-        (tmp_path / name / file).parent.mkdir(parents=True)
-        (tmp_path / name / file).write_text(text)
-        code, out, err = called(f"run={tmp_path / name}")
-        assert code == 2 and out == "" and words in err and str(tmp_path / name) in err
-    another = refused("spoken", lambda config: config["symbols"]["entries"].append("ten"), root, tmp_path, called)
-    assert "from config.json" in another
-    task = TrEMBL(**OPTIONS | {"direction": "bidirectional", "generated": GENERATED})
-    model = task.build(mechanism("exact"))
-    task.export(model, model.state_dict(), tmp_path / "masked")
-    assert "a masked model cannot generate" in called(f"run={tmp_path / 'masked'}")[2]
-    kept(tmp_path / "letters", "exact")
-    assert "expected a run with letters, pixels or text" in called(f"run={tmp_path / 'letters'}")[2]
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command
 
 
 @pytest.mark.parametrize("arguments, words", [
-    ("run=nowhere input=x.png", "run=nowhere: no such directory"),
-    ("input=x.png", "run: missing"), ("run={exact}", "input: missing"),
-    ("run={exact} inptu={digit}", "did you mean input?"), ("run={exact} input={digit} output=o.csv", "'output'"),
+    ("run=nowhere input=x.png", "run=nowhere: no such directory"), ("input=x.png", "run: missing"),
     ("run={spoken} input=/nowhere.wav", "input=/nowhere.wav: expected an audio file"),
-    ("run={spoken} input={digit} segment=0", "segment"),
     ("run={proteins} prompt=MKJ", "unknown letter 'J'"),
     ("run={proteins} prompt=AAAAAAAAAAAAAAAA", "has 16 symbols, expected fewer than length=16"),
     ("run={proteins} length=40 temperature=0 prompt=MKMKMKMKMKMKMKMKMKMK", "expected at most 16, the learned"),
-    ("run={proteins} top_p=0", "top_p"), ("run={proteins} device=foo", "device")], ids=ascii)
+], ids=ascii)
 def test_mistakes_are_one_line(arguments, words, root, speech, tmp_path, called, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    places = {name: root / name for name in ("exact", "favorpp", "spoken", "proteins")}
-    places["digit"] = root / "digits/0.png"
-    code, out, err = called(*[word.format(**places) for word in arguments.split()])
+    runs = {name: root / name for name in INPUT}
+    code, out, err = called(*[word.format(**runs) for word in arguments.split()])
     assert code == 2 and out == "" and err.startswith("crt_exp.infer: error: ") and words in err, err
     assert len(err.splitlines()) <= 2
 
@@ -272,10 +237,4 @@ def test_help_names_every_key(called):
     code, out, _ = called("--help")
     keys = {field.name for options, _ in infer.KINDS.values() for field in dataclasses.fields(options)}
     assert code == 0 and all(key in out for key in keys) and called()[0] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["predict", "transcribe", "sample"])
-def test_other_names_of_the_command(name):
-    done = subprocess.run([sys.executable, "-m", f"crt_exp.{name}", "run=nowhere"], capture_output=True, text=True)
-    assert done.returncode == 2 and "run=nowhere: no such directory" in done.stderr
+    assert {alias.main for alias in (predict, sample, transcribe)} == {infer.main}

@@ -1,71 +1,20 @@
 """The attention and the map of docs/add-your-own.md, in every place that takes the name of a mechanism."""
 
 import json
-import runpy
-import shlex
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from own_names import section, write_recipes
-from small_bert import write_model, write_text
+from pages import section, write_recipes
 from torch import nn
 
-from crt_exp import Mechanism, advise, swap_attention
+from crt_exp import Mechanism, swap_attention
 from crt_exp.attention import Baseline
 from crt_exp.config import ConfigError, is_known, own_names
-from crt_exp.report import __main__ as report, pages
-
-FILES = {
-    "mine/sizes.py": """
-import torch
-from crt_exp.measure import Measurement
-
-class Size(Measurement):
-    metric, measures_whole = "size", staticmethod(lambda mechanism: True)
-
-    def __init__(self):
-        pass
-
-    def rows(self, mechanism, seed):
-        q = torch.randn(1, 2, 6, 4, generator=torch.Generator().manual_seed(0))
-        yield {"size": mechanism.layer(2, 4)(q, q, q).square().mean().item()}
-""",
-    "conf/task/size.yaml": "_target_: mine.sizes.Size\n",
-    "mine/clipped.py": """
-import math
-from dataclasses import dataclass
 from crt_exp.features import FeatureMap, Features
 from crt_exp.features.base import ONE
-from crt_exp.samplers import at_least_float32
-
-@dataclass(frozen=True)
-class ClippedRF(FeatureMap):
-    def phi_q(self, x, noise, params=()):
-        x, weight = at_least_float32(x), 0.5 if self.kernel == "softmax" else 1.0
-        squares = weight * x.square().sum(-1, keepdim=True)
-        return Features(ONE, noise.project(x).clamp(-3, 3) - squares - math.log(noise.m) / 2)
-""",
-    "conf/features/clipped.yaml": "_target_: mine.clipped.ClippedRF\n",
-    "mine/shares.py": """
-from crt_exp.report import Page, mean_table, sweep
-
-page = Page("shares", "Shares", "", small={
-    "shares": sweep("task=size", attention=["topk k=4", "topk k=2"])
-    + sweep("task=size", features=["shifted share=0.5 m=16", "shifted m=16 features.share=0.5"])},
-    columns=["method"], metrics=["size"], measured=[])
-
-def tables(rows):
-    return {"Size": mean_table(rows, {"size": {"metric": "size"}})}
-"""}
-TINY = {"advise": ["task.length=32", "task.samples=2", "task.calibration=1", "task.rounds=1"],
-        "fidelity": ["task.length=32", "task.texts=2"],
-        "mlm": ["task.text=words.txt", "task.vocabulary_size=60", "task.block=16", "task.cache_dir=null",
-                "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=1"],
-        "uci": ["task.repeats=1", "task.sigmas=[0.3]"]}
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, one_thread):
@@ -74,11 +23,14 @@ def folder(tmp_path, monkeypatch, one_thread):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         monkeypatch.delitem(sys.modules, name)
-    for path, text in FILES.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
-    write_text(tmp_path / "words.txt")
     return tmp_path
+
+
+class ClippedRF(FeatureMap):
+    """Biased, without a variance."""
+
+    def phi_q(self, x, noise, params=()):
+        return Features(ONE, noise.project(x).clamp(-3, 3) - x.square().sum(-1, keepdim=True))
 
 
 def encoder():
@@ -86,37 +38,10 @@ def encoder():
     return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
 
 
-def commands(name, starts):
-    """Of a section of the page, as words."""
-    lines = [shlex.split(line, comments=True) for block in section(name, "bash") for line in block.splitlines()]
-    return [words[3:] for words in lines if words[:3] == ["python", "-m", starts]]
-
-
-def task_of(words):
-    return next(word.partition("=")[2] for word in words if word.startswith("task="))
-
-
-@pytest.mark.parametrize("words", [
-    ["--config-dir=conf", "task=mlm", "attention=topk", "attention.k=4", "logger=none"],
-    ["--config-dir=conf", "task=uci", "features=shifted", "features.share=0.5", "logger=none"],
-    ["--config-dir=conf", "task=uci", "features=clipped", "logger=none"],  # biased, without a variance
-    *commands("Use it everywhere", "crt_exp")], ids=" ".join)
-def test_command_lines_take_it(words, folder, typed):
-    if "task.model=encoder" in words:
-        write_model(folder / "encoder")
-    code, out, err = typed(*words, *TINY[task_of(words)])
+def test_the_command_line_takes_it(folder, typed):
+    code, _, err = typed("--config-dir=conf", "task=uci", "features=shifted", "features.share=0.5", "task.repeats=1",
+                         "task.sigmas=[0.3]", "logger=none")
     assert code == 0, err
-    assert task_of(words) != "advise" or all(name in out for name in ("topk k=4", "shifted"))
-
-
-def test_a_page_takes_it(folder, monkeypatch):
-    words = ["mine/shares.py", "--run", "--config-dir=conf", "--out", "pages"]
-    monkeypatch.setattr(sys, "argv", ["crt_exp.report", *words])
-    pages.load.cache_clear()
-    runpy.run_module("crt_exp.report", run_name="__main__")
-    values = [float(line.split(",")[4]) for line in Path("pages/shares.csv").read_text().splitlines()[1:]]
-    assert len(values) == 4 and values[2] == values[3] and len({*values}) == 3
-    assert "topk, k = 4" in Path("pages/shares.md").read_text()
 
 
 def test_python_takes_the_class(folder, capsys):
@@ -134,51 +59,21 @@ def test_python_takes_the_class(folder, capsys):
     assert Mechanism.of("favorp", features=ShiftedRF, m=8).map() == ShiftedRF()
     with own_names(["conf"]):
         assert Mechanism.of("topk", k=3).layer(2, 4).k == 3
-    class Local(TopK):
-        pass
-
-    assert Mechanism.of(Local, k=2).layer(2, 4).k == 2
-
-
-def test_attention_takes_a_map_without_a_variance(folder):
-    from mine.clipped import ClippedRF
-
-    layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(heads=2, d=8, causal=True)
+    layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(heads=2, d=8, causal=True)  # no variance
     assert layer(*torch.randn(3, 1, 2, 20, 8)).isfinite().all()
-
-
-def test_advise_takes_the_class(folder):
-    import transformers
-
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=40, n_positions=64, n_embd=8, n_layer=1,
-                                                                 n_head=2))
-    names = ["mine.attention.TopK", "mine.attention.TopK k=2"]
-    found = advise(model, torch.arange(40).repeat(8), length=32, attentions=names, samples=2, calibration=1, rounds=1)
-    assert [row.attention for row in found.rows] == ["exact", *names]
-
-
-@pytest.mark.parametrize("text, said", [
-    ("topk k=0", "attention.k=0: expected an integer >= 1"),
-    ("topk k=many", "attention.k=many: expected an integer >= 1"),
-    ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
-    ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
-    ("shifted features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
-    ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0 and <= 1"),
-])
-def test_a_bad_value_names_the_option(text, said, folder, typed):
-    with own_names(["conf"]), pytest.raises(ConfigError, match=said):
-        Mechanism.parse(text)
-    if not text.startswith("mine."):
-        task = ["task=advise", "task.model=x", "task.text=y", f"task.attentions=['{text}']"]
-        code, _, err = typed("--config-dir=conf", *task, "logger=none")
-        assert code == 2 and said in err and "Traceback" not in err
-
-
-def test_a_bad_value_of_an_object_names_the_option(folder):
-    from mine.maps import ShiftedRF
-
     with pytest.raises(ValueError, match="share=-1: expected a number >= 0"):
         ShiftedRF(share=-1)
+
+
+def test_a_bad_value_names_the_option(folder, typed):
+    for text, words in (("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
+                        ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
+                        ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0")):
+        with own_names(["conf"]), pytest.raises(ConfigError, match=words):
+            Mechanism.parse(text)
+    code, _, err = typed("--config-dir=conf", "task=advise", "task.model=x", "task.text=y", "logger=none",
+                         "task.attentions=['topk k=0']")
+    assert code == 2 and "attention.k=0: expected an integer >= 1" in err and "Traceback" not in err
 
 
 # ---- constructors
@@ -203,7 +98,7 @@ class Below(Handing):
 
 class Wanting(Mean):
     def __init__(self, heads, d, *, k: int, **options):
-        super().__init__(heads, d, **options)
+        super().__init__(heads, d)  # drops the options
 
 
 class Plain(Mean):
@@ -211,83 +106,46 @@ class Plain(Mean):
         super().__init__(heads, d)
 
 
-class Places(Mean):
-    def __init__(self, *args):
-        super().__init__(*args)
-
-
-class Keeping(Mean):
-    def __init__(self, heads, d, *, k=8, **options):
-        super().__init__(heads, d)
-
-
 def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     layer = Mechanism.of(Below, k=3, more=True, kernel="b").layer(4, 8, causal=True, kv_heads=2, scaling=0.5, layer=1)
     assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (3, True, "b", True, 2)
     made = Mechanism.of(Handing, k=np.int64(3))
-    assert str(made).endswith("Handing k=3") and json.dumps(made.to_saved()) and Mechanism.parse(str(made)) == made
-    assert str(Mechanism.of(Handing)) == f"{__name__}.Handing"
-    assert Mechanism.of(Handing, k=3).layer(2, 4).k == 3 and Mechanism.of(Mean).layer(2, 4, causal=True).causal
+    assert str(made).endswith("Handing k=3") and json.dumps(made.saved()) and Mechanism.parse(str(made)) == made
+    assert str(Mechanism.of(Handing)) == f"{__name__}.Handing" and made.layer(2, 4).k == 3
 
 
-@pytest.mark.parametrize("make, said", [
-    (lambda: Mechanism.of(Plain), "attention._target_=.*Plain: expected a module made of heads, d, kv_heads"),
-    (lambda: Mechanism.of(Places), "attention._target_=.*Places: expected a module made of heads"),
-    (lambda: swap_attention(encoder(), Plain), "Plain: expected a module"),
-    (lambda: Mechanism.of(Keeping).layer(2, 4, causal=True), "Keeping: ignores causal=true"),
-    (lambda: Mechanism.of(Keeping).layer(2, 4, scaling=0.1), "Keeping: ignores scaling=0.1"),
-    (lambda: Mechanism.of(Wanting), 'attention.k=.*: expected an integer'),
-    (lambda: Mechanism.of(Wanting, k=1.5), "attention.k=1.5: expected an integer"),
-    (lambda: Mechanism.of(Handing, _target_="os.system"), "unknown option of attention .*Handing '_target_'"),
-    (lambda: Mechanism.of(Below, j=3), "unknown option of attention .*Below 'j'"),
+@pytest.mark.parametrize("make, words", [
+    (lambda: swap_attention(encoder(), Plain), "attention._target_=.*Plain: expected a module made of heads, d"),
+    (lambda: Mechanism.of(Wanting, k=1).layer(2, 4, causal=True), "Wanting: ignores causal=true"),
+    (lambda: Mechanism.of(Wanting), "attention.k=.*: expected an integer"),
     (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
-    (lambda: Mechanism.of(Mean, m=8), "Mean: does not use m=8; remove it"),
-    (lambda: Mechanism.of(Mean, kernel="relu"), "unknown option of attention .*Mean 'kernel'"),
-
+    (lambda: Mechanism.of(Mean, m=8), "Mean does not use m"),
     (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or an object"),
-])
-def test_other_constructors_are_refused_in_a_line(make, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+], ids=range(6))
+def test_other_constructors_are_refused_in_a_line(make, words):
+    with pytest.raises(ConfigError, match=words) as caught:
         make()
     assert len(str(caught.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize("name", ["../sampler/iid", "base/random_features", "/etc/passwd", "f" * 5000])
-def test_a_name_is_no_path(name):
-    for group in ("attention", "features"):
-        assert not is_known(group, name)
-    with pytest.raises(ConfigError, match="unknown attention|cannot be imported"):
-        Mechanism.of(name)
+# ---- names and folders
 
 
-def test_the_console_script_finds_code_beside_the_folder_too(tmp_path, monkeypatch, capsys):
-    """As python -m does, which puts the working directory on the path."""
-    from crt_exp import __main__ as door
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["crt_exp", "--version"])
-    door.main()
-    assert sys.path[-1] == str(tmp_path) and capsys.readouterr().out.startswith("crt_exp ")
+def test_a_name_is_no_path():
+    for name in ("../sampler/iid", "base/random_features", "/etc/passwd", "f" * 5000):
+        assert not is_known("attention", name) and not is_known("features", name)
+        with pytest.raises(ConfigError, match="unknown attention|cannot be imported"):
+            Mechanism.of(name)
 
 
-# ---- folders
-
-
-def test_a_name_that_is_taken_is_refused(folder, typed):
-    """It would be read from conf/, and nothing would say so."""
+def test_a_name_that_is_taken_and_a_folder_that_does_not_exist_are_refused(folder, typed):
+    """It would be read from conf/ without a warning."""
     (folder / "conf" / "features" / "oprf.yaml").write_text("_target_: mine.maps.ShiftedRF\n")
     with pytest.raises(ConfigError, match="features/oprf.yaml: the name oprf exists in"), own_names(["conf"]):
         pass
-    code, _, err = typed("--config-dir=conf", "task=uci", "features=oprf", "logger=none")
-    assert code == 2 and "the name oprf exists" in err
-
-
-def test_a_folder_that_is_not_there(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["report", "crt_variance", "--config-dir", "nowhere"])
-    with pytest.raises(SystemExit) as stop:
-        report.main()
-    assert stop.value.code == 2 and "nowhere: expected a folder" in capsys.readouterr().err
+    for place, words in (("conf", "the name oprf exists"), ("nowhere", "nowhere: expected a folder")):
+        code, _, err = typed(f"--config-dir={place}", "task=uci", "features=oprf", "logger=none")
+        assert code == 2 and words in err, err
 
 
 def test_an_option_that_its_file_leaves_to_the_user(folder):

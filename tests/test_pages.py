@@ -15,23 +15,22 @@ from crt_exp.report import mean_ci
 from crt_exp.report.rows import read_rows
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_that_are_named_exist(page):
+def test_links_and_files_that_are_named_exist():
     """`tests/maps.py`, `conf/attention/`: what begins like a path of the repository is one, or a file of a recipe."""
     own = {block.title for block in BLOCKS if block.title}
-    for path in re.findall(r"`((?:crt_exp|conf|tests|docs)/[\w./-]+)`", page.read_text()):
-        assert path in own or (ROOT / path).exists(), path
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
+        for path in re.findall(r"`((?:crt_exp|conf|tests|docs)/[\w./-]+)`", page.read_text()):
+            assert path in own or (ROOT / path).exists(), (page, path)
 
 
-def test_site_holds_every_page():
+def test_site_holds_every_page_and_every_task():
     nav = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
     assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+    page = (ROOT / "docs" / "run.md").read_text().split("\n## Tasks\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
+    assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(choices("task"))
 
 
 def test_api_names_exist():
@@ -43,30 +42,23 @@ def test_api_names_exist():
                 assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
 
 
-def paragraphs_on_reports():
-    for page in PAGES:
-        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text()):
-            if "outputs/report/" in text and not text.startswith("```"):
-                yield pytest.param(page, text, id=f"{page.stem}: {text[:30]}")
-
-
-@pytest.mark.parametrize("page, text", list(paragraphs_on_reports()))
-def test_numbers_beside_a_report_are_its_own(page, text):
+def test_numbers_beside_a_report_are_its_own():
     """Decimals and counts of three digits in a paragraph or a row stand in one of the pages that it links."""
-    links = {(page.parent / link).with_suffix("") for link in re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)}
-    reports = "".join(link.with_suffix(".md").read_text() for link in links if link.with_suffix(".md").is_file())
-    numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", text)
-    assert not [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
+    paragraphs = [(page, text) for page in PAGES for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text())
+                  if "outputs/report/" in text and not text.startswith("```")]
+    assert paragraphs
+    for page, text in paragraphs:
+        links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
+        files = {(page.parent / link).with_suffix(".md") for link in links}
+        reports = "".join(file.read_text() for file in files if file.is_file())
+        numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", text)
+        odd = [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
+        assert not odd, (page, text)
 
 
+@pytest.mark.slow
 def test_words_and_sentences_are_plain():
     assert not [*words.hits()]
-
-
-def test_every_task_is_documented():
-    page = (ROOT / "docs" / "run.md").read_text().split("\n## Tasks\n")[1].split("\n## ")[0]
-    cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
-    assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(choices("task"))
 
 
 def test_citation_and_version_agree():
@@ -112,6 +104,5 @@ def test_accuracies_of_maps_are_those_of_the_page():
     (row,) = tables_of("128 columns")
     page = (ROOT / "outputs/report/crt_uci.md").read_text()
     values = [value for name, value in row.items() if name != "128 columns"]
-    assert [*map(float, (value.split()[0] for value in values))] == sorted(
-        (float(value.split()[0]) for value in values), reverse=True)
-    assert all(f"| {value} |" in page for value in values)
+    numbers = [float(value.split()[0]) for value in values]
+    assert numbers == sorted(numbers, reverse=True) and all(f"| {value} |" in page for value in values)

@@ -1,14 +1,10 @@
-"""Print words that have a better term, and long sentences, as `file:line: word`; `python tests/words.py`.
+"""Print words that have a better term, and sentences of more than 30 words, as `file:line: word`.
 
-Words are searched in README.md, CHANGELOG.md, docs/, the pages of results, docstrings and comments. Sentences of more
-than 30 words are searched in README.md, CHANGELOG.md and docs/.
+`python tests/words.py` reads README.md, CHANGELOG.md and docs/.
 """
 
-import ast
-import io
 import re
 import sys
-import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -22,14 +18,7 @@ WORDS = re.compile(r"""\b(?:
     | says? | said | tells? | told | (?:an?|one|each|every|another|other)\ text(?!\ \w) | [Tt]exts | so\ many
     | (?:a|one|the|each|last|of)\ draws?(?!\ from)
     )\b""", re.X)
-EXCEPTIONS = re.compile("|".join([  # of "path: line"
-    r"evolution/|hrf_robotics\.md|sweep\.yaml",  # arms of robots, places on the ground
-    r"Zipf's law|noise variance|LSTM.*cells",  # terms of the field
-    r"crt_vit_mae_uptrain|ptraining: task\.init|The paper, uptrained|\"able to|when uptrained",  # quotes of CRT
-    r"tabular\.py|drawing\.py: .*bars in cells",  # cells of tables
-    r"draw\), so that|tensors of one draw",  # a counter of projections, named draw
-    r"outputs/(uptrained|taught|transferred)|adapt\.py: .*\"transferred|said \(\.\.\., J\)",  # names in code
-]))
+EXCEPTIONS = re.compile("Zipf's law|noise variance|LSTM.*cells|\"able to|when uptrained|outputs/(uptr|taught|transf)")
 
 
 def prose(text):
@@ -40,38 +29,17 @@ def prose(text):
     return text
 
 
-def parts():
-    """(path, number of the first line, text) of all that is read."""
-    for path in [*DOCS, *sorted((ROOT / "outputs" / "report").glob("*.md"))]:
-        yield path, 1, path.read_text()
-    for path in sorted((ROOT / "conf").rglob("*.yaml")):
-        yield path, 1, "\n".join(line.partition("#")[2] for line in path.read_text().splitlines())
-    for path in sorted((ROOT / "crt_exp").rglob("*.py")):
-        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-        yield from ((path, each.start[0], each.string) for each in tokens if each.type == tokenize.COMMENT)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-                yield path, node.body[0].lineno, node.body[0].value.value
-
-
 def hits():
-    for path, first, text in parts():
-        name = path.relative_to(ROOT)
-        for number, line in enumerate(prose(text).splitlines(), first):
-            if not EXCEPTIONS.search(f"{name}: {text.splitlines()[number - first]}"):
+    for path in DOCS:
+        text, name = path.read_text(), path.relative_to(ROOT)
+        for number, (line, whole) in enumerate(zip(prose(text).splitlines(), text.splitlines()), 1):
+            if not EXCEPTIONS.search(whole):
                 yield from (f"{name}:{number}: {word}" for word in WORDS.findall(line))
-        for number, count in long_sentences(prose(text)) if path in DOCS else ():
-            yield f"{name}:{number}: {count} words"
-
-
-def long_sentences(text):
-    """(number of the paragraph's line, number of words) of sentences over 30 words, without tables and headings."""
-    start = 0
-    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.)\s)", text):
-        start = text.index(paragraph, start)
-        for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", "" if paragraph.lstrip()[:1] in ("|", "#") else paragraph):
-            if (count := len(re.findall(r"\S*\w\S*", sentence))) > 30:
-                yield text.count("\n", 0, start) + 1, count
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.)\s)", prose(text)):
+            for sentence in re.split(r"(?<=[.!?])[*_)\"]*\s", paragraph):
+                count = len(re.findall(r"\S*\w\S*", sentence))
+                if count > 30 and paragraph.lstrip()[0] not in "|#":
+                    yield f"{name}: {count} words: {' '.join(sentence.split())}"
 
 
 if __name__ == "__main__":

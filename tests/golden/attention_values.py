@@ -4,6 +4,7 @@ float32 goes through the engines in C where there are some, float64 through PyTo
 """
 
 import warnings
+from itertools import product
 
 import torch
 
@@ -13,11 +14,8 @@ from values import attempt, numbers
 
 B, H, KV, D = 2, 4, 2, 16
 SMALL = "nearfar block=16 heavy=8 cells=16"
-OPTIONS = {
-    "linformer": " length=1024 rank=16",
-    "reformer": " chunk=16 buckets=8 hashes=2",
-    "window": " block=32 first=2",
-}
+OPTIONS = {"linformer": " length=1024 rank=16", "reformer": " chunk=16 buckets=8 hashes=2",
+           "window": " block=32 first=2"}
 NEAR_FAR = [f"{SMALL} exact_until=64", f"{SMALL} exact_until=0 first_order=true",
             "nearfar preset=cheap exact_until=128", "nearfar preset=quality exact_until=128"]
 RETRIEVED = [f"{SMALL} open=16 exact_until=64", f"{SMALL} open=48 exact_until=0 first_order=true"]  # causal alone
@@ -30,33 +28,25 @@ MASKS = ("none", "right", "left")
 def groups() -> list[str]:
     """The attentions, as `Mechanism.parse` reads them."""
     named = [name + OPTIONS.get(name, "") for name in choices("attention")]
-    learned = [f"favorpp learn={what}" for what in ("parameters", "projections")]
-    return [
-        *named,
-        *NEAR_FAR,
-        *RETRIEVED,
-        *learned,
-        "favorpp sampler=hadamard",
-        "favorp normalize_qk=true",
-        "favorpp features=geom",
-    ]
+    return [*named, *NEAR_FAR, *RETRIEVED, "favorpp learn=parameters", "favorpp learn=projections",
+            "favorpp sampler=hadamard", "favorp normalize_qk=true", "favorpp features=geom"]
 
 
 def cases(name: str) -> dict:
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for direction in DIRECTIONS if name not in RETRIEVED else ["causal"]:
-            sizes = DIRECTIONS[direction]
-            for length, keys in LENGTHS.items():
-                for engine, dtype in DTYPES.items():
-                    S = keys if direction == "cross" else length
-                    layer = attempt(_layer, name, sizes, length, S, dtype)
-                    for mask in MASKS if not isinstance(layer, str) else ():
-                        case = f"{direction} {length} {engine} {mask}"
-                        found[case] = attempt(_outputs, layer, length, S, dtype, _mask(mask, S))
-                    if isinstance(layer, str):
-                        found[f"{direction} {length} {engine}"] = layer
+        for direction, length, engine in product(DIRECTIONS, LENGTHS, DTYPES):
+            if name in RETRIEVED and direction != "causal":
+                continue
+            S, dtype = LENGTHS[length] if direction == "cross" else length, DTYPES[engine]
+            layer = attempt(_layer, name, DIRECTIONS[direction], length, S, dtype)
+            if isinstance(layer, str):
+                found[f"{direction} {length} {engine}"] = layer
+                continue
+            for mask in MASKS:
+                found[f"{direction} {length} {engine} {mask}"] = attempt(
+                    _outputs, layer, length, S, dtype, _mask(mask, S))
     return found
 
 

@@ -27,11 +27,8 @@ def cases(name: str) -> dict:
         warnings.simplefilter("ignore")
         if name == ESTIMATORS:
             return {label: attempt(make) for label, make in _estimators().items()}
-        return {
-            f"{sampler} {kernel}": attempt(_features, name, sampler, kernel)
-            for sampler in choices("sampler")
-            for kernel in ("softmax", "gaussian")
-        }
+        return {f"{sampler} {kernel}": attempt(_features, name, sampler, kernel)
+                for sampler in choices("sampler") for kernel in ("softmax", "gaussian")}
 
 
 def _features(name: str, sampler: str, kernel: str) -> dict:
@@ -44,10 +41,8 @@ def _features(name: str, sampler: str, kernel: str) -> dict:
     fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
     found = {"width": phi.width(M), "estimate": numbers(fx.exp() @ fy.exp().mT)}
     for side, features in (("q", fx), ("k", fy)):
-        found |= {
-            f"{side} value": numbers(torch.as_tensor(features.value)),
-            f"{side} log_scale": numbers(features.log_scale),
-        }
+        found[f"{side} value"] = numbers(torch.as_tensor(features.value))
+        found[f"{side} log_scale"] = numbers(features.log_scale)
     variance = attempt(phi.log_variance, x[:, :5], y[:, :5], params)
     return found | {"log_variance": variance if isinstance(variance, str) else numbers(variance)}
 
@@ -59,37 +54,31 @@ def _estimators() -> dict:
     A = StandardScaler().fit_transform(A)
     values = lambda *arrays: [numbers(torch.as_tensor(np.asarray(a))) for a in arrays]
     made = {}
-    for name in ("trig", "oprf", "pos", "geom", "angular"):
-        made[f"RandomFeatures {name}"] = lambda name=name: values(
-            RandomFeatures(name, n_components=64, gamma=0.05, random_state=0).fit_transform(X)
-        )
-    own = {"matern32": "matern", "arccos1": "arc_cosine"} | {n: n for n in ("laplace", "rational_quadratic")}
-    for kernel, name in own.items():
-        made[f"RandomFeatures kernel={kernel}"] = lambda name=name: values(
-            RandomFeatures(name, n_components=32, length_scale=0.1**-0.5, random_state=0).fit_transform(X)
-        )
-    made["RandomFeatures kernel=softmax"] = lambda: values(
-        RandomFeatures(kernel="softmax", n_components=32, gamma=0.05, random_state=0).fit_transform(X)
-    )
+    features = {name: {"mechanism": name, "n_components": 64, "gamma": 0.05}
+                for name in ("trig", "oprf", "pos", "geom", "angular")}
+    features |= {f"kernel={kernel}": {"mechanism": name, "n_components": 32, "length_scale": 0.1**-0.5}
+                 for kernel, name in (("matern32", "matern"), ("arccos1", "arc_cosine"), ("laplace", "laplace"),
+                                      ("rational_quadratic", "rational_quadratic"))}
+    features["kernel=softmax"] = {"kernel": "softmax", "n_components": 32, "gamma": 0.05}
+    for label, options in features.items():
+        made[f"RandomFeatures {label}"] = lambda options=options: values(
+            RandomFeatures(**options, random_state=0).fit_transform(X))
     for name in ("trig", "oprf", "pos", "geom", "gerf", "angular", "exact"):
         columns = 128 if name == "exact" else Mechanism.of(features=name).map("gaussian").width(128)
         made[f"KernelRegressionClassifier {name}"] = lambda name=name, columns=columns: _classified(
-            KernelRegressionClassifier(name, n_components=columns, random_state=0), X, labels, values
-        )
+            KernelRegressionClassifier(name, n_components=columns, random_state=0), X, labels, values)
     matern = {"mechanism": "matern", "length_scale": 0.2**-0.5}
     kinds = {"trig": {"gamma": 0.1}, "oprf": {"mechanism": "oprf", "gamma": 0.1}, "matern32": matern}
     for label, kind in kinds.items():
         options = kind | {"n_components": 48, "random_state": 0}
         for alpha in ("gcv", "evidence", 0.5):
             made[f"RandomFeatureRidge {label} {alpha}"] = lambda options=options, alpha=alpha: values(
-                *RandomFeatureRidge(alpha=alpha, **options).fit(A, y).predict(A[:50], return_std=True)
-            )
+                *RandomFeatureRidge(alpha=alpha, **options).fit(A, y).predict(A[:50], return_std=True))
         made[f"RandomFeatureRidge {label} partial_fit"] = lambda options=options: values(
             _in_parts(RandomFeatureRidge(**options), A, y).predict(A[:50])
         )
         made[f"RandomFeatureClassifier {label}"] = lambda options=options: _classified(
-            RandomFeatureClassifier(**options), X, labels, values
-        )
+            RandomFeatureClassifier(**options), X, labels, values)
     return made
 
 

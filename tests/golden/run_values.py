@@ -1,12 +1,13 @@
-"""Metrics of tiny runs through the command line: every task, a sweep, a stopped and resumed run, two processes."""
+"""The command line: composed configurations, and metrics of tiny runs.
+
+Runs are of every task, of a sweep, stopped and resumed, and in two processes.
+"""
 
 import atexit
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -14,12 +15,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from small_bert import write_glue, write_model, write_text
 from small_images import write_images
 from small_speech import write_digits
 from stopping import stopped_and_continued
+from torchrun import torchrun
 
+from crt_exp.config import CONF, choices
+from crt_exp.runner.command_line import compose
 from crt_exp.tasks.trembl import TrEMBL
 from crt_exp.train import main
 
@@ -92,25 +98,20 @@ RUNS = {
 TRAINING = {"glue", "mlm", "transfer", "librispeech", "imagenet", "mae", "trembl", "pixels", "books", "lra", "recall",
             "ptb"}
 CACHING = {"mlm", "transfer", "trembl", "books", "lra", "advise", "fidelity"}
-SWEEP, RESUMED, PROCESSES = "a sweep and its table", "stopped and resumed", "two processes"
 
 
 def groups() -> list[str]:
-    return [*RUNS, SWEEP, RESUMED, PROCESSES]
+    return [*RUNS, *OTHERS]
 
 
 def cases(group: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        if group == SWEEP:
-            return _sweep(folder)
-        if group == RESUMED:
-            return _resumed(folder)
-        if group == PROCESSES:
-            return _processes(folder)
+        if group in OTHERS:
+            return OTHERS[group](folder)
         for number, stage in enumerate(RUNS[group]):
             _typed(stage, folder / str(number), before=folder / str(number - 1))
-        return {"metrics": _last(folder / str(len(RUNS[group]) - 1))}
+        return {"metrics": _last(folder / str(number))}
 
 
 @cache
@@ -130,7 +131,13 @@ def _arguments(line: str, directory: Path, **places: Path) -> list[str]:
     return [*words, "logger=none", f"hydra.run.dir={directory}", *own]
 
 
-def _started(*args: str) -> tuple[int, str, str]:
+def _typed(line: str, directory: Path, **places: Path) -> str:
+    code, out, _ = _started(*_arguments(line, directory, **places))
+    assert code == 0, out
+    return out
+
+
+def _started(*args: str, directory=None) -> tuple[int, str, str]:
     """A command line in this process: its exit code and its output."""
     out, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
@@ -141,12 +148,6 @@ def _started(*args: str) -> tuple[int, str, str]:
         except SystemExit as stop:
             code = stop.code or 0
     return code, out.getvalue(), ""
-
-
-def _typed(line: str, directory: Path, **places: Path) -> str:
-    code, out, _ = _started(*_arguments(line, directory, **places))
-    assert code == 0, out
-    return out
 
 
 def _last(directory: Path) -> dict:
@@ -175,19 +176,50 @@ def _resumed(folder: Path) -> dict:
     """The tensors that a stopped and resumed run keeps are those of an uninterrupted one, bit for bit."""
     line = f"{PROTEINS} {FAVORPP} trainer.steps=12 trainer.save_every=5 trainer.log_every=2"
     _typed(line, folder / "whole")
-
-    def stopped(*args, directory):
-        return _started(*args)
     with pytest.MonkeyPatch.context() as patch:
-        stopped_and_continued(stopped, patch, TrEMBL, 9, *_arguments(line, folder / "stopped"))
+        stopped_and_continued(_started, patch, TrEMBL, 9, *_arguments(line, folder / "stopped"))
     one, two = (load_file(folder / name / "model/model.safetensors") for name in ("whole", "stopped"))
     return {"metrics": _last(folder / "stopped"), "equal": all(bool((one[key] == two[key]).all()) for key in one)}
 
 
 def _processes(folder: Path) -> dict:
-    args = _arguments(f"{PROTEINS} trainer.steps=6 {FAVORPP} task.dropout=0", folder / "run")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "crt_exp", *args]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=200)
+    done = torchrun(*_arguments(f"{PROTEINS} trainer.steps=6 {FAVORPP} task.dropout=0", folder / "run"), cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return {"metrics": _last(folder / "run")}
+
+
+OTHERS = {"a sweep and its table": _sweep, "stopped and resumed": _resumed, "two processes": _processes}
+
+# ---- configurations: what differs from the one without arguments
+
+BASE = "python -m crt_exp"
+
+
+def configurations() -> list[str]:
+    return [BASE, *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("report", "hydra"))]
+
+
+def configuration(group: str) -> dict:
+    """The composed configuration of every choice of a group."""
+    base = _composed()
+    return base if group == BASE else {name: _changes(base, _composed(f"{group}={name}")) for name in choices(group)}
+
+
+def _composed(*overrides: str) -> dict:
+    """{"task.dataset": "wine", ...}, interpolations of paths and dates as they are written."""
+    cfg = compose([*overrides])
+    plain = yaml.safe_load(OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])))
+    return dict(_flat(plain))
+
+
+def _flat(node, path: str = ""):
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, node
+
+
+def _changes(base: dict, new: dict) -> dict:
+    changed = {key: value for key, value in new.items() if key not in base or base[key] != value}
+    return changed | {key: "(absent)" for key in base if key not in new}

@@ -14,23 +14,26 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS"
 def main() -> None:
     import compare
     import torch
-    from values import file_of, load, save
 
     torch.set_num_threads(1)
     for wanted in sys.argv[1:] or list(compare.SECTIONS):
         section, _, group = wanted.partition(":")
-        module = compare.SECTIONS[section]
-        old = load(section)["groups"] if file_of(section).exists() else {}
-        if group:
-            groups = {
-                name: module.cases(name) if name == group else old[name]
-                for name in module.groups()
-                if name in {*old, group}
-            }
-        else:
-            groups = {name: module.cases(name) for name in module.groups()}
-        save(section, json.loads(json.dumps(groups)))
-        print(f"{file_of(section)}: {len(groups)} groups")
+        names, cases = compare.SECTIONS[section]
+        old = compare.load(section)["groups"] if group else {}
+        groups = {name: old[name] if name in old and name != group else cases(name) for name in names()}
+        save(compare, section, json.loads(json.dumps(groups)))
+        print(f"{compare.file_of(section)}: {len(groups)} groups")
+
+
+def save(compare, section: str, groups: dict) -> None:
+    """A line for each case."""
+    parts = []
+    for group, cases in groups.items():
+        lines = ",\n".join(f"    {json.dumps(case)}: {json.dumps(value)}" for case, value in cases.items())
+        parts.append(f"  {json.dumps(group)}: {{\n{lines}\n  }}")
+    tolerance = {"same machine": compare.SAME, "other": compare.OTHER}
+    head = f'"machine": {json.dumps(compare.machine())},\n"tolerance": {json.dumps(tolerance)},\n"groups": {{\n'
+    compare.file_of(section).write_text("{" + head + ",\n".join(parts) + "\n}}\n")
 
 
 if __name__ == "__main__":
