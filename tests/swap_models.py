@@ -67,20 +67,18 @@ class Timm(nn.Module):
 class Encoder(nn.Module):
     """nn.TransformerEncoder with the arguments of the others."""
 
-    def __init__(self, batch_first=True, bias=True):
+    def __init__(self, batch_first=True):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, bias=bias)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first)
         self.embedding = nn.Embedding(40, 16)
         self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
         self.batch_first = batch_first
-        for p in self.parameters():  # a clone of one layer has equal parameters
-            nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
+        spread(self, 0.2)  # a clone of one layer has equal parameters
 
-    def forward(self, input_ids, attention_mask=None, mask=None):
+    def forward(self, input_ids, attention_mask=None):
         x = self.embedding(input_ids)
         x = x if self.batch_first else x.transpose(0, 1)
-        padding = None if attention_mask is None else attention_mask == 0
-        out = self.inner(x, mask=mask, src_key_padding_mask=padding)
+        out = self.inner(x, src_key_padding_mask=None if attention_mask is None else attention_mask == 0)
         return out if self.batch_first else out.transpose(0, 1)
 
 
@@ -106,12 +104,89 @@ CAUSAL = {"gpt2": gpt2, "llama": llama}
 HF = {name: ALL[name] for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "vit", "vit_mae")}
 
 
-each = lambda models: pytest.mark.parametrize("make", models.values(), ids=models.keys())
+ALIKE = ("roberta", "distilbert", "encoder_time_first", "vit_mae", "marian")
+SEQ2SEQ_SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+                 "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40,
+                 "init_std": 0.3, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None,
+                 "decoder_start_token_id": 2, "forced_eos_token_id": None}
 
 
-def made(make, scale=4.0):
+def neox():
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
+        **SIZES, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+
+
+def opt():
+    return transformers.OPTForCausalLM(transformers.OPTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32, vocab_size=40, word_embed_proj_dim=16,
+        max_position_embeddings=40, dropout=0.0, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+
+
+def bart():
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(
+        **SEQ2SEQ_SIZES, max_position_embeddings=40))
+
+
+def marian():
+    return transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ_SIZES, max_position_embeddings=40))
+
+
+def whisper():
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
+        **SEQ2SEQ_SIZES, num_mel_bins=4, max_source_positions=L, max_target_positions=40, suppress_tokens=None,
+        begin_suppress_tokens=None))
+
+
+def bert2bert():
+    decoder = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    return spread(transformers.EncoderDecoderModel(
+        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)))
+
+
+def vit_gpt2():
+    decoder = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40,
+                                      add_cross_attention=True, is_decoder=True)
+    return spread(transformers.VisionEncoderDecoderModel(
+        transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(transformers.ViTConfig(**IMAGES), decoder)))
+
+
+class Seq2Seq(nn.Module):
+    """nn.Transformer with the arguments of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.inner = nn.Transformer(16, 4, 1, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+        spread(self)
+
+    def forward(self, input_ids, decoder_input_ids, attention_mask=None):
+        source, target = self.embedding(input_ids), self.embedding(decoder_input_ids)
+        padding = None if attention_mask is None else attention_mask == 0
+        past = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
+        return self.inner(source, target, tgt_mask=past, tgt_is_causal=True, src_key_padding_mask=padding,
+                          memory_key_padding_mask=padding)
+
+
+HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2bert": bert2bert, "vit_gpt2": vit_gpt2}
+
+
+def each(models):
+    """One test for each model; models that share all code with another one are slow."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize("make", [pytest.param(make, id=name, marks=[slow] if name in ALIKE else [])
+                                            for name, make in models.items()])
+
+
+def spread(model, std=0.3):
+    """Random weights with which attention is not flat."""
+    for p in model.parameters():
+        nn.init.normal_(p, std=std) if p.ndim > 1 else None
+    return model
+
+
+def made(make, scale=4.0, seed=0):
     """A model in eval mode whose attention is not flat."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = make().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
