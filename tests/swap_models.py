@@ -137,17 +137,11 @@ def whisper():
         begin_suppress_tokens=None))
 
 
-def bert2bert():
-    decoder = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
-    return spread(transformers.EncoderDecoderModel(
-        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)))
-
-
-def vit_gpt2():
+def bert2gpt2():
     decoder = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40,
                                       add_cross_attention=True, is_decoder=True)
-    return spread(transformers.VisionEncoderDecoderModel(
-        transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(transformers.ViTConfig(**IMAGES), decoder)))
+    return spread(transformers.EncoderDecoderModel(
+        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)))
 
 
 class Seq2Seq(nn.Module):
@@ -167,7 +161,7 @@ class Seq2Seq(nn.Module):
                           memory_key_padding_mask=padding)
 
 
-HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2bert": bert2bert, "vit_gpt2": vit_gpt2}
+HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2gpt2": bert2gpt2}
 
 
 def each(models):

@@ -18,29 +18,19 @@ from torch.nn.functional import cross_entropy, kl_div
 
 import crt_exp
 from crt_exp import swap_attention
-from crt_exp.attention import exact_attention
 from crt_exp.config import ConfigError
 from crt_exp.data.text import bert_tokenizer
 from crt_exp.data.vocabularies import Symbols
 from crt_exp.features.base import NotFinite
 from crt_exp.measure.advise import label_of
-from crt_exp.measure.fidelity import LayerCall
 from crt_exp.measure.recall import Layers
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
 from crt_exp.models.conformer_transducer import PRESETS, Recogniser, save_model
 from crt_exp.models.language import Transformer
 from crt_exp.swap.advise import Advice, Row, mechanisms, pays_from, spread
-from crt_exp.swap.bench import (
-    IGNORED,
-    BatchBench,
-    Bench,
-    TextBench,
-    calibrated_layers,
-    fit_attention,
-    nats,
-    next_token_labels,
-)
+from crt_exp.swap import bench
+from crt_exp.swap.bench import IGNORED, BatchBench, Bench, TextBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -91,10 +81,10 @@ def bench_of(model, length=64):
 @torch.no_grad()
 def test_losses_of_text_are_those_of_their_definition():
     model = llama()
-    bench = bench_of(model)
-    found = bench.losses(Mechanism.of("window", block=16, first=4))
+    own = bench_of(model)
+    found = own.losses(Mechanism.of("window", block=16, first=4))
     swap_attention(model, "window", block=16, first=4)
-    row = bench.rows[1:2]
+    row = own.rows[1:2]
     assert found["loss"][1] == pytest.approx(float(model(row, labels=row).loss), abs=1e-5)
     twice = torch.cat([row[:, :32], row[:, :32]], 1)
     logits = model(twice).logits[0, 32 + 15:-1]
@@ -147,12 +137,12 @@ def test_dictionaries_are_what_the_model_takes():
 
 
 def test_losses_by_position_are_those_of_the_places_asked_for():
-    ids, labels = next_token_labels(torch.randint(5, 40, (1, 64)))
+    ids, labels = bench.next_token_labels(torch.randint(5, 40, (1, 64)))
     assert labels[0, -1] == IGNORED and torch.equal(labels[0, :-1], ids[0, 1:])
     logits = torch.randn(2, 700, 9)
     labels = torch.randint(9, (2, 700)).masked_fill(torch.rand(2, 700) < 0.5, IGNORED)
     expected = cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none")
-    assert torch.equal(nats(logits, labels), expected[labels.flatten() != IGNORED])
+    assert torch.equal(bench.nats(logits, labels), expected[labels.flatten() != IGNORED])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -191,27 +181,15 @@ def test_the_model_is_itself_again_also_after_an_error():
         Bench(swap_attention(bench.model, "uniform"))
 
 
-@torch.no_grad()
-def test_watched_calls_are_those_of_exact_attention():
-    bench = bench_of(llama())
-    calls, out = bench.record_calls(bench.rows[:1], LayerCall.of)
-    assert len(calls) == 2 and torch.allclose(out.logits, bench.run(bench.rows[:1]).logits, atol=1e-5)
-    for each in calls:
-        root = each.scaling**0.5
-        torch.testing.assert_close(exact_attention(root * each.q, root * each.k, each.v, causal=each.causal),
-                                   each.output)
-    assert len(bench.record_calls(bench.rows[:1], LayerCall.of, layers=[1])[0]) == 1
-
-
 def test_models_that_were_built_with_attention_are_fitted_and_looked_at():
     """Each layer as it is calibrated; what has nothing to fit reads nothing."""
     build = lambda mechanism: Transformer(2, 2, 32, 16, mechanism.layer, causal=True)
     x, model = torch.randn(2, 24, 16), build(Mechanism.of("favorpp", m=8))
-    layers = calibrated_layers(model, [x])
+    layers = bench.calibrated_layers(model, [x])
     assert [part.attention for part in model.blocks] == layers and all(each.measured.error > 0 for each in layers)
-    fresh = fit_attention(build(Mechanism.of("favorpp", m=8)), [x])
+    fresh = bench.fit_attention(build(Mechanism.of("favorpp", m=8)), [x])
     assert all(float(block.attention.running_weight) for block in fresh.blocks)
-    fit_attention(build(Mechanism.of("window")), (pytest.fail("read") for _ in range(1)))
+    bench.fit_attention(build(Mechanism.of("window")), (pytest.fail("read") for _ in range(1)))
 
 
 def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsys):
@@ -309,8 +287,8 @@ def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
 def test_candidates_and_bad_inputs():
     assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
     for model, given, message in (
-            (llama(), {"texts": "one text"}, "tokenizer=None"), (llama(), {"length": 1000}, "expected 32 to 256 tokens"),
-            (llama(), {"samples": 50}, "at least 2 and 1, of 18 texts"), (llama(), {"samples": 1}, "expected at least 2"),
+            (llama(), {"texts": "one text"}, "tokenizer=None"), (llama(), {"length": 1000}, "expected 32 to 256"),
+            (llama(), {"samples": 50}, "at least 2 and 1, of 18 texts"), (llama(), {"samples": 1}, "at least 2"),
             (llama(), {"attentions": ["favour"]}, "unknown attention 'favour'"),
             (bert(), {}, "with a mask token"), (torch.nn.Linear(2, 2), {}, "predicts no tokens"),
             (transformers.LlamaModel(llama().config), {}, "predicts no tokens"),
@@ -383,15 +361,14 @@ def test_a_run_is_judged_on_its_own_blocks(place, typed, tmp_path):
     run = tmp_path / "mine"
     shutil.copytree(place / "llama", run / "model")
     (run / "config.yaml").write_text("task:\n  _target_: crt_exp.tasks.mlm.MLM\n  block: 40\n")
-    code, out, err = typed(*command(place, "llama", TEXT[0], "task.samples=2", "task.calibration=1",
-                                    "task.attentions=[window]"), f"task.model={run}", f"hydra.run.dir={tmp_path / 'run'}")
+    words = command(place, "llama", TEXT[0], "task.samples=2", "task.calibration=1", "task.attentions=[window]")
+    code, out, err = typed(*words, f"task.model={run}", f"hydra.run.dir={tmp_path / 'run'}")
     assert code == 0, err
     assert "timed 40 tokens" in err and "window computes exact attention" in out
 
 
 @pytest.mark.parametrize("model, words, message", [
-    ("llama", [], "one of task.text, task.images"), ("llama", [TEXT[0], "task.samples=900"], "of 9 texts of 256 tokens"),
-    ("timm", ["task.images={place}/nowhere"], "no such folder"),
+    ("llama", [], "one of task.text, task.images"), ("timm", ["task.images={place}/nowhere"], "no such folder"),
     ("timm", ["task.images={place}/images", "task.length=64"], "task.length: only for task.text"),
     ("speech", ["task.audio={place}/audio", PIECES[0]], "no transcript"),
     ("vit", ["task.audio={place}/table.csv", PIECES[0]], "expected a transformers model ForCTC")])

@@ -19,13 +19,12 @@ from swap_models import bert, gpt2, inputs, llama, made, run, swapped, vit
 from wheel_models import onnx
 
 import crt_exp
-from crt_exp import calibrate_attention, samplers, swap_attention, unswap_attention
+from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.__main__ import main
 from crt_exp.models import encoders, vision
-from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap.saved import fetched
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
@@ -66,15 +65,11 @@ def test_saved_comes_back_bit_for_bit(make, name, options, tmp_path):
 @torch.no_grad()
 def test_layers_with_different_attention_and_a_bare_model(tmp_path):
     torch.manual_seed(0)
-    model = transformers.BertForMaskedLM(bert().config).eval()
-    swap_attention(model, "favorpp", m=8, layers=[0], seed=1)
-    swap_attention(model, "window", layers=[1])
-    swap_attention(model, "nearfar", layers=[1])
+    model = swap_attention(transformers.BertForMaskedLM(bert().config).eval(), "favorpp", m=8, layers=[0], seed=1)
+    swap_attention(model, "nearfar", layers=[1]).save_pretrained(tmp_path)
     saved = model.config.crt_exp
     assert [each["name"] for each in saved["mechanisms"]] == ["favorpp", "nearfar"]
-    assert list(saved["layers"].values()) == [0, 1]
-    model.save_pretrained(tmp_path)
-    assert alike(model.bert, crt_exp.from_pretrained(transformers.BertModel, tmp_path).eval(), bert)
+    assert list(saved["layers"].values()) == [0, 1] and alike(model.bert, back(tmp_path), bert)
     one = swap_attention(made(bert), "uniform", layers=[1])
     one.save_pretrained(tmp_path / "one")
     assert list(one.config.crt_exp["layers"].values()) == [None, 0] and alike(one, back(tmp_path / "one"), bert)
@@ -82,14 +77,9 @@ def test_layers_with_different_attention_and_a_bare_model(tmp_path):
 
 @torch.no_grad()
 def test_half_precision_comes_back(tmp_path):
-    model = swap_attention(made(llama), "nearfar", exact_until=0, block=1, heavy=1, cells=2, open=12)
-    model.bfloat16().save_pretrained(tmp_path)
-    again = back(tmp_path, llama, transformers.AutoModelForCausalLM, dtype="auto")
-    assert [part.sizes.open for part in again.modules() if isinstance(part, NearFar)] == [12, 12]
-    assert alike(model, again, llama)
-    half = swap_attention(made(bert), "favorpp", m=8).bfloat16()
-    half.save_pretrained(tmp_path / "half")
-    assert alike(half, back(tmp_path / "half", dtype="auto"), bert)
+    half = swap_attention(made(llama), "favorp", m=8).bfloat16()
+    half.save_pretrained(tmp_path)
+    assert alike(half, back(tmp_path, llama, transformers.AutoModelForCausalLM, dtype="auto"), llama)
 
 
 @torch.no_grad()
@@ -159,12 +149,6 @@ def test_a_plain_load_is_refused_where_it_is_saved_again(harmless, tmp_path, cap
         back(tmp_path)
 
 
-def test_objects_are_refused(tmp_path):
-    swap_attention(made(bert), "favorpp", m=8, sampler=samplers.iid).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="built from Python objects"):
-        back(tmp_path)
-
-
 LAYER = "encoder.layer.0.attention.self"
 first = lambda config: config["crt_exp"]["mechanisms"][0]
 RECORDS = {
@@ -179,6 +163,7 @@ RECORDS = {
     "name": (lambda config: first(config).update(name="favour"), "unknown attention 'favour'"),
     "no layers": (lambda config: config["crt_exp"].pop("layers"), "is invalid"),
     "layers of another model": (lambda config: config["crt_exp"].update(layers={"other": 0}), f"no entry for {LAYER}"),
+    "objects": (lambda config: first(config).update(rebuilds=False), "built from Python objects"),
     "none swapped": (lambda config: config["crt_exp"].update(layers=dict.fromkeys(config["crt_exp"]["layers"])),
                      "no layer is swapped")} | {
     f"layer {number!r}": (lambda config, number=number: config["crt_exp"]["layers"].update({LAYER: number}), "crt_exp")
@@ -217,11 +202,8 @@ def test_code_of_a_folder_is_refused_without_a_question(harmless, tmp_path, monk
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         crt_exp.from_pretrained(transformers.AutoModel, folder)
-    origin = encoders.Origin(str(folder), "task.model", True, False)
-    for load in (lambda: encoders.load_config(origin),
-                 lambda: encoders.load_model("AutoModel", None, origin, crt_exp.Mechanism.of("exact"))):
-        with pytest.raises(DataError, match="task.model=.* needs the code of its repository"):
-            load()
+    with pytest.raises(DataError, match="task.model=.* needs the code of its repository"):
+        encoders.load_config(encoders.Origin(str(folder), "task.model", True, False))
     edit(folder, lambda config: config.update(model_type="bert"))  # a class that transformers has
     assert crt_exp.from_pretrained(transformers.AutoModel, folder).config.crt_exp
     assert not (tmp_path / "sprung").exists()
@@ -254,11 +236,6 @@ def test_a_pickled_model_works_in_another_process(tmp_path):
 
 # ---- weights that come from a disk for each call, and inference mode
 
-def dispatched(model, folder, tmp_path):
-    return load_checkpoint_and_dispatch(model, str(folder / "model.safetensors"), device_map=places(model),
-                                        offload_folder=str(tmp_path / "disk"))
-
-
 def places(model):
     """Its first layer in memory, the second on a disk, as accelerate names them."""
     layer = next(path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1")))
@@ -270,43 +247,40 @@ def places(model):
     return found
 
 
-def loading(make, tmp_path):
-    return {"device_map": places(made(make)), "offload_folder": str(tmp_path / "disk")}
+def dispatched(model, folder, tmp_path):
+    return load_checkpoint_and_dispatch(model, str(folder / "model.safetensors"), device_map=places(model),
+                                        offload_folder=str(tmp_path / "disk"))
 
 
-def offloaded(model, tmp_path):
+def swapped_when_empty(make, swap, tmp_path):
+    with init_empty_weights():
+        model = made(make)
+    return dispatched(swap(model), tmp_path / "plain", tmp_path)
+
+
+def made_empty_and_loaded_swapped(make, swap, tmp_path):
+    with init_empty_weights():
+        model = swap(made(make))
+    return dispatched(model, tmp_path / "saved", tmp_path)
+
+
+def brought_back(make, swap, tmp_path):
+    return back(tmp_path / "saved", make, device_map=places(made(make)), offload_folder=str(tmp_path / "disk"))
+
+
+def offloaded_after(make, swap, tmp_path):
+    model = swap(made(make))
     accelerate.disk_offload(model, str(tmp_path / "disk"), execution_device=torch.device("cpu"))
     return model
 
 
-def empty(make):
-    with init_empty_weights():
-        return made(make)
-
-
-def swapped_empty(make, swap):
-    with init_empty_weights():
-        return swap(made(make))
-
-
-# (model's maker, folder of it, folder of the swapped one, a folder, the swap) -> the swapped model
-WAYS = {
-    "swapped when on disk": lambda make, plain, saved, tmp_path, swap: swap(
-        type(made(make)).from_pretrained(plain, **BARE.get(make, {}), **loading(make, tmp_path))),
-    "swapped when dispatched": lambda make, plain, saved, tmp_path, swap: swap(dispatched(empty(make), plain, tmp_path)),
-    "swapped when empty": lambda make, plain, saved, tmp_path, swap: dispatched(swap(empty(make)), plain, tmp_path),
-    "made empty and loaded swapped": lambda make, plain, saved, tmp_path, swap: dispatched(
-        swapped_empty(make, swap), saved, tmp_path),
-    "brought back": lambda make, plain, saved, tmp_path, swap: back(saved, make, **loading(make, tmp_path)),
-    "offloaded after": lambda make, plain, saved, tmp_path, swap: offloaded(swap(made(make)), tmp_path)}
 OFFLOADED = {"favorpp": (llama, {"m": 8}), "reformer": (bert, {}), "hrf_cluster": (llama, {"m": 4}),
              "hedgehog": (bert, {"m": 4})}
 
 
 @pytest.mark.parametrize("way, name", [
-    ("swapped when on disk", "favorpp"), ("swapped when on disk", "hedgehog"), ("swapped when dispatched", "reformer"),
-    ("swapped when empty", "hrf_cluster"), ("made empty and loaded swapped", "hedgehog"), ("brought back", "hrf_cluster"),
-    ("brought back", "favorpp"), ("offloaded after", "reformer")])
+    (swapped_when_empty, "hrf_cluster"), (swapped_when_empty, "reformer"), (made_empty_and_loaded_swapped, "hedgehog"),
+    (brought_back, "hrf_cluster"), (brought_back, "favorpp"), (offloaded_after, "reformer")])
 @torch.no_grad()
 def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     make, options = OFFLOADED[name]
@@ -314,7 +288,7 @@ def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     whole = swap(made(make))
     made(make).save_pretrained(tmp_path / "plain")
     whole.save_pretrained(tmp_path / "saved")
-    model = WAYS[way](make, tmp_path / "plain", tmp_path / "saved", tmp_path, swap).eval()
+    model = way(make, swap, tmp_path).eval()
     assert not any(t.is_meta for part in model.modules() if "swapped" in part._modules
                    for t in part.swapped.buffers())
     assert alike(model, whole, make)

@@ -7,19 +7,8 @@ import pytest
 import swap_models
 import torch
 import transformers
-from swap_models import (
-    HF_SEQ2SEQ,
-    B,
-    L,
-    Seq2Seq,
-    bart,
-    bert2bert,
-    each,
-    llama,
-    marian,
-    vit_gpt2,
-    whisper,
-)
+from decoders import tokens
+from swap_models import HF_SEQ2SEQ, B, L, Seq2Seq, bart, bert2gpt2, each, llama, marian, whisper
 from torch import nn
 
 from crt_exp import calibrate_attention, samplers, swap_attention
@@ -31,11 +20,6 @@ from crt_exp.swap.cache import RecurrentLayer
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
 T = 7  # decoder tokens
-FITTED = ("favorpp", "gerf", "geom", "geom_plus", "pois", "pois_plus")
-
-
-def ids(length, seed=0):
-    return torch.randint(3, 40, (B, length), generator=torch.Generator().manual_seed(seed))
 
 
 def numbers(*shape, seed=0):
@@ -54,15 +38,13 @@ def source(make, seed=0):
     """What the encoder reads; the second text is padded at the end."""
     if make is whisper:
         return {"input_features": numbers(4, 2 * L, seed=seed)}
-    if make is vit_gpt2:
-        return {"pixel_values": numbers(3, 8, 8, seed=seed)}
     mask = torch.ones(B, L, dtype=torch.long)
     mask[1, 6:] = 0
-    return {"input_ids": ids(L, seed), "attention_mask": mask}
+    return {"input_ids": tokens(B, L, seed), "attention_mask": mask}
 
 
 def inputs(make, seed=0, length=T):
-    return source(make, seed) | {"decoder_input_ids": ids(length, seed + 10)}
+    return source(make, seed) | {"decoder_input_ids": tokens(B, length, seed + 10)}
 
 
 @torch.no_grad()
@@ -81,8 +63,8 @@ def swapped(make, name="favorpp", calibrated=True):
 # ---- the future, the cache and padding
 
 @pytest.mark.parametrize("make, name, calibrated", [
-    (bart, "gerf", True), (whisper, "favorpp", False), (bert2bert, "geom", False), (vit_gpt2, "pois_plus", True),
-    (Seq2Seq, "geom_plus", True), (Seq2Seq, "pois", False)])
+    (bart, "gerf", True), (whisper, "favorpp", False), (bert2gpt2, "geom", False), (Seq2Seq, "geom_plus", True),
+    (Seq2Seq, "pois", False)])
 def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibrated):
     """Also where the decoder's prefix is as long as the encoder's sequence, or one token. Leaks are above 1e-2."""
     model, batch = swapped(make, name, calibrated), inputs(make, length=L + 3)
@@ -92,7 +74,7 @@ def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibr
         torch.testing.assert_close(whole[:, :length], part, rtol=1e-7, atol=1e-7)
 
 
-@each({"bart": bart, "bert2bert": bert2bert, "transformer": Seq2Seq})
+@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_future_never_leaks_in_training(make):
     """The statistics of a training pass come from earlier ones."""
     model, batch = swapped(make, "geom_plus", calibrated=False).train(), inputs(make)
@@ -122,7 +104,7 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-10)
 
 
-@each({"bart": bart, "bert2bert": bert2bert, "transformer": Seq2Seq})
+@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_padding_of_the_encoder_counts_nowhere(make):
     cut, padded = inputs(make, 5), inputs(make, 5)
     cut["input_ids"], cut["attention_mask"] = cut["input_ids"][:, :6], None
@@ -130,7 +112,7 @@ def test_padding_of_the_encoder_counts_nowhere(make):
     for length in (3, L):  # as many queries as keys: the padding of keys must not be taken for one of queries
         found = []
         for batch in (cut, padded):
-            batch["decoder_input_ids"] = ids(length, 3)
+            batch["decoder_input_ids"] = tokens(B, length, 3)
             model = calibrate_attention(swap_attention(made(make), "geom_plus", m=16), [batch])
             found.append(run(model, batch))
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
@@ -163,22 +145,18 @@ def test_marian_comes_back_under_other_names(tmp_path):
 
 # ---- which attention is one to another sequence
 
-@pytest.mark.parametrize("make, name", [(bart, "window"), (bert2bert, "identity"), (Seq2Seq, "window")])
+@pytest.mark.parametrize("make, name", [(bart, "window"), (bert2gpt2, "identity"), (Seq2Seq, "window")])
 def test_attention_within_one_sequence_is_refused_in_the_place_of_one_to_another(make, name):
-    """At the swap, and before anything changes; the other layers can have it."""
+    """At the swap, and before anything changes."""
     model = made(make)
     with pytest.raises(ValueError, match=f"attends to another sequence: not supported by attention={name}; leave"):
         swap_attention(model, name)
     assert not any("swapped" in part._modules for part in model.modules())
-    held = {id(child): part for part in model.modules() for child in part.children()}
-    layers = [i for i, (path, part) in enumerate(swap_families.attention_modules(model))
-              if not swap_families.is_cross(part, path, held.get(id(part)))]
-    run(swap_attention(model, name, layers=layers), inputs(make))
 
 
 def test_which_modules_may_be_cross():
-    expected = {"encoder_attn": True, "crossattention.self": True, "crossattention": True, "attention.self": False}
-    for make in (bart, bert2bert, vit_gpt2):
+    expected = {"encoder_attn": True, "crossattention": True, "attention.self": False}
+    for make in (bart, bert2gpt2):
         for path, part in make().named_modules():
             if swap_families.family(part) and not getattr(part, "is_causal", False):
                 told = [value for name, value in expected.items() if path.endswith(name)]
@@ -198,7 +176,7 @@ def test_multihead_attention_tells_cross_attention_by_its_tensors():
 
 # ---- statistics
 
-@each({"bart": bart, "bert2bert": bert2bert, "transformer": Seq2Seq})
+@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_calibration_fills_the_queries_of_cross_attention(make):
     model = swap_attention(made(make), "favorpp", m=16)
     seen = {}
@@ -256,11 +234,3 @@ def test_uncalibrated_cross_attention_estimates_softmax(name):
     assert errors[0] < 2 * errors[1]
 
 
-@pytest.mark.slow
-def test_compiled_cross_attention():
-    torch._dynamo.reset()
-    layer = cross_layer(cross=True)
-    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
-    for seed in range(3):
-        q, k, v = (numbers(4, n, 8, seed=seed + n).float() for n in (5, 6, 6))
-        torch.testing.assert_close(compiled(q, k, v), layer(q, k, v), rtol=1e-4, atol=1e-5)

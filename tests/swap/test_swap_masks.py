@@ -6,12 +6,14 @@ import copy
 import pytest
 import torch
 import transformers
+from decoders import tokens as tokens_of
 from swap_models import LOOSE, SIZES, B, Encoder, L, attention, run, spread
-from swap_models import inputs as batch_of
 from torch import nn
+from transformers import masking_utils
 
 import swap_models
-from crt_exp import calibrate_attention, describe_attention, swap_attention, unswap_attention
+from crt_exp import describe_attention, swap_attention, unswap_attention
+from crt_exp.swap import call, interface
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")]
@@ -24,8 +26,8 @@ def numbers(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def tokens(batch=B, length=L, seed=0):
-    return torch.randint(2, 40, (batch, length), generator=torch.Generator().manual_seed(seed))
+def tokens(length=L):
+    return tokens_of(B, length)
 
 
 def made(name, config):
@@ -63,49 +65,25 @@ def test_a_mask_of_one_sequence_serves_the_batch():
 
 
 @torch.no_grad()
-def test_padded_images_of_siglip2():
-    sizes = {key: value for key, value in GROUPED.items() if key in SIZES and "vocab" not in key and "max" not in key}
-    model = made("Siglip2VisionModel", transformers.Siglip2VisionConfig(**sizes, num_patches=16, patch_size=4))
-    mask = torch.ones(B, 16, dtype=torch.long)
-    mask[1, 8:] = 0
-    batch = {"pixel_values": numbers(B, 16, 48), "pixel_attention_mask": mask,
-             "spatial_shapes": torch.tensor([[4, 4], [2, 4]])}
-    before = model(**batch)
-    after = swap_attention(model, "exact")(**batch)
-    torch.testing.assert_close(after.last_hidden_state[mask.bool()], before.last_hidden_state[mask.bool()], **CLOSE)
-    torch.testing.assert_close(after.pooler_output, before.pooler_output, **CLOSE)
-
-
-@torch.no_grad()
 def test_causal_masks_are_kept_as_keys_alone():
     """No L x L mask is made for plain causal or bidirectional attention, with or without padding."""
-    from transformers import masking_utils
-
-    from crt_exp.swap.interface import interface_mask
-
-    keep = torch.ones(B, 10**6, dtype=torch.bool)
-    causal = interface_mask(B, 10**6, 10**6, mask_function=masking_utils.causal_mask_function, attention_mask=keep)
-    both = interface_mask(B, 10**6, 10**6, mask_function=masking_utils.bidirectional_mask_function, attention_mask=None)
+    keep, mask_of = torch.ones(B, 10**6, dtype=torch.bool), interface.interface_mask
+    causal = mask_of(B, 10**6, 10**6, mask_function=masking_utils.causal_mask_function, attention_mask=keep)
+    both = mask_of(B, 10**6, 10**6, mask_function=masking_utils.bidirectional_mask_function, attention_mask=None)
     assert causal.shape == (B, 10**6) and both.shape == (B, 1, 10**6, 10**6) and both.untyped_storage().nbytes() == 1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [bert, llama])
 def test_whether_a_key_is_padding_is_looked_up_once_for_all_layers(make, monkeypatch):
-    from crt_exp.swap import call, interface
-
     asked = []
     for module in (call, interface):
         monkeypatch.setattr(module, "known_true", lambda keep: asked.append(keep) or bool(keep.all()))
-    keep = torch.ones(B, L, dtype=torch.long)
-    model, ids = make(), tokens()
-    before = model(input_ids=ids).last_hidden_state
-    swapped = swap_attention(model, "exact")
-    torch.testing.assert_close(swapped(input_ids=ids, attention_mask=keep).last_hidden_state, before, **CLOSE)
+    model, keep = swap_attention(make(), "exact"), torch.ones(B, L, dtype=torch.long)
+    model(input_ids=tokens(), attention_mask=keep)
     assert len(asked) == 1
     keep[1, 6:] = 0
-    padded = swapped(input_ids=ids, attention_mask=keep).last_hidden_state
-    torch.testing.assert_close(padded[1, :6], model(input_ids=ids[1:, :6]).last_hidden_state[0], **CLOSE)
+    model(input_ids=tokens(), attention_mask=keep)
     assert len(asked) > 2
 
 
@@ -119,47 +97,36 @@ def test_other_patterns_are_refused_when_they_come():
         model(input_ids=tokens(), position_ids=torch.arange(L).remainder(4).expand(B, -1), use_cache=False)
 
 
-@torch.no_grad()
-def test_padded_images_of_naflexvit_are_refused_or_exact():
+def test_padded_images_of_naflexvit_are_refused():
     """Its masks of pairs leave out padding in the rows too; the option that the refusal names gives masks of keys."""
     naflexvit = pytest.importorskip("timm.models.naflexvit")
     places = torch.cartesian_prod(torch.arange(3), torch.arange(3)).expand(B, 9, 2)
-    batch = {"patches": numbers(B, 9, 48), "patch_coord": places,
+    batch = {"patches": numbers(B, 9, 48).float(), "patch_coord": places,
              "patch_valid": torch.arange(9) < torch.tensor([[9], [6]])}
-    for keys_alone in (False, True):
-        model = naflexvit.NaFlexVit(naflexvit.NaFlexVitCfg(
-            embed_dim=16, depth=2, num_heads=4, patch_size=4, pos_embed_grid_size=(4, 4), global_pool="avg",
-            use_key_only_attn_mask=keys_alone), num_classes=3).double().eval()
-        before = model(batch)
-        swap_attention(model, "exact")
-        if keys_alone:
-            torch.testing.assert_close(model(batch), before, **CLOSE)
-        else:
-            with pytest.raises(ValueError, match=r"blocks.0.attn: .* use_key_only_attn_mask=True"):
-                model(batch)
+    model = naflexvit.NaFlexVit(naflexvit.NaFlexVitCfg(embed_dim=16, depth=2, num_heads=4, patch_size=4,
+                                                       pos_embed_grid_size=(4, 4), use_key_only_attn_mask=False))
+    with pytest.raises(ValueError, match=r"blocks.0.attn: .* use_key_only_attn_mask=True"):
+        swap_attention(model, "exact")(batch)
 
 
 # ---- windows
 
-@torch.no_grad()
 def test_the_refusal_names_the_layers_that_can_be_swapped():
-    model, ids = made("Gemma3TextModel", gemma(layer_types=["sliding_attention", "full_attention"])), tokens(length=20)
-    before = model(input_ids=ids).last_hidden_state
+    model = made("Gemma3TextModel", gemma(layer_types=["sliding_attention", "full_attention"]))
     with pytest.raises(ValueError, match=r"layers.0.self_attn .*layers='supported' swaps \[1\]"):
         swap_attention(model, "exact", layers=[0, 1])
     with pytest.raises(ValueError, match="layers='all': expected indices of 2 layers"):
         swap_attention(model, "exact", layers="all")
     with pytest.warns(UserWarning, match=r"Gemma3TextModel: 1 layers with window .*: layers.0"):
-        after = swap_attention(model, "exact")(input_ids=ids).last_hidden_state
-    torch.testing.assert_close(after, before, **CLOSE)
+        swap_attention(model, "exact")
     assert swap_attention(unswap_attention(model), "exact", layers="supported").layers[1].self_attn.swapped is not None
 
 
 @torch.no_grad()
 def test_layers_with_a_window_stay_and_decode_beside_the_others():
     """The default of Gemma 3, whose cache holds a window for some layers: in parallel, in pieces, token by token."""
-    model = made("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2))
-    ids = tokens(length=20)
+    kinds, ids = ["sliding_attention", "full_attention"] * 2, tokens(length=20)
+    model = made("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=kinds))
     for name, options in (("exact", {}), ("favorp", {"m": 8})):
         swap_attention(model, name, layers="supported", **options)
         assert describe_attention(model)["mechanism"].tolist() == ["unchanged", name] * 2
@@ -240,22 +207,10 @@ def test_masks_of_torch_without_a_batch():
     torch.testing.assert_close(after, before, **CLOSE)
 
 
-def test_one_module_causal_and_not():
-    module, x = swap_attention(attention(batch_first=True), "favorpp", m=16).eval(), torch.randn(B, 6, 16)
-    mask = nn.Transformer.generate_square_subsequent_mask(6)
-    full = module(x, x, x)[0]
-    with pytest.warns(UserWarning, match="calibrate_attention"):
-        causal = module(x, x, x, attn_mask=mask)[0]
-    calibrate_attention(module, [{"query": x, "key": x, "value": x, "attn_mask": mask}])
-    torch.testing.assert_close(module(x, x, x)[0], full)
-    fitted = module(x, x, x, attn_mask=mask)[0]
-    assert not torch.equal(fitted, causal) and not torch.allclose(fitted, full)
-
-
 @torch.no_grad()
 def test_encoder_in_eval_mode_is_swapped_and_restored():
     """Its fused path, which knows no swapped attention, is off until attention is its own again."""
-    model, ids = swap_models.made(Encoder), batch_of(Encoder)["input_ids"]
+    model, ids = swap_models.made(Encoder), tokens()
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
     before, nested = run(model, input_ids=ids, attention_mask=mask), model.inner.use_nested_tensor
