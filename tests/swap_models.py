@@ -67,44 +67,25 @@ class Timm(nn.Module):
 class Encoder(nn.Module):
     """nn.TransformerEncoder with the arguments of the others."""
 
-    def __init__(self, batch_first=True):
+    def __init__(self):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first)
         self.embedding = nn.Embedding(40, 16)
-        self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
-        self.batch_first = batch_first
+        self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 2)
         spread(self, 0.2)  # a clone of one layer has equal parameters
 
     def forward(self, input_ids, attention_mask=None):
-        x = self.embedding(input_ids)
-        x = x if self.batch_first else x.transpose(0, 1)
-        out = self.inner(x, src_key_padding_mask=None if attention_mask is None else attention_mask == 0)
-        return out if self.batch_first else out.transpose(0, 1)
+        padding = None if attention_mask is None else attention_mask == 0
+        return self.inner(self.embedding(input_ids), src_key_padding_mask=padding)
 
 
-class Conformer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        from torchaudio.models import Conformer as Inner
-
-        self.embedding = nn.Embedding(40, 16)
-        # a kernel of 1 mixes no tokens
-        self.inner = Inner(16, 4, 32, 2, depthwise_conv_kernel_size=1, use_group_norm=False)
-
-    def forward(self, input_ids, attention_mask=None):
-        lengths = torch.full((len(input_ids),), input_ids.shape[1]) if attention_mask is None else attention_mask.sum(1)
-        return self.inner(self.embedding(input_ids), lengths)[0]
-
-
-TEXT = {"bert": bert, "roberta": roberta, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "encoder": Encoder,
-        "encoder_time_first": lambda: Encoder(False), "conformer": Conformer}
+TEXT = {"bert": bert, "roberta": roberta, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "encoder": Encoder}
 IMAGE = {"vit": vit, "vit_mae": vit_mae, "timm": Timm}
 ALL = TEXT | IMAGE
 CAUSAL = {"gpt2": gpt2, "llama": llama}
 HF = {name: ALL[name] for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "vit", "vit_mae")}
 
 
-ALIKE = ("roberta", "distilbert", "encoder_time_first", "vit_mae", "marian")
+ALIKE = ("roberta", "distilbert", "vit_mae", "marian")
 SEQ2SEQ_SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
                  "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40,
                  "init_std": 0.3, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None,
@@ -114,12 +95,6 @@ SEQ2SEQ_SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encod
 def neox():
     return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
         **SIZES, bos_token_id=0, eos_token_id=None, pad_token_id=0))
-
-
-def opt():
-    return transformers.OPTForCausalLM(transformers.OPTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32, vocab_size=40, word_embed_proj_dim=16,
-        max_position_embeddings=40, dropout=0.0, bos_token_id=0, eos_token_id=None, pad_token_id=0))
 
 
 def bart():

@@ -33,11 +33,9 @@ from crt_exp.swap import bench
 from crt_exp.swap.bench import IGNORED, BatchBench, Bench, TextBench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
-         "vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = HEADS | {"hidden_size": 16, "vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
 CLASSES = ("class0", "class1", "class2")
-IMAGES = {"image_size": 12, "patch_size": 3, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-          "intermediate_size": 32}
 DESCRIPTION = vision.VisionDescription(vision.SIZED, 12, vision.NEW | {"patch_size": 3, "embed_dim": 32, "depth": 2},
                                        CLASSES)
 
@@ -120,22 +118,6 @@ def test_losses_of_images_are_those_of_their_definition():
     assert divergence == pytest.approx(float(expected), abs=1e-4) and divergence > 1e-3
 
 
-def test_dictionaries_are_what_the_model_takes():
-    torch.manual_seed(0)
-    model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(
-        conv_dim=(16,) * 7, num_conv_pos_embeddings=8, vocab_size=12, num_conv_pos_embedding_groups=2, hidden_size=32,
-        num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)).eval()
-    waves = [{"input_values": torch.randn(1, 4000 + 800 * i), "labels": torch.tensor([[3, 4]])} for i in range(4)]
-    bench = BatchBench(model, waves[:3], waves[3:])
-    with torch.no_grad():
-        expected = float(model(**waves[1]).loss)
-    assert bench.length == 17 and bench.labelled
-    assert bench.losses(None)["loss"][1] == pytest.approx(expected, abs=1e-5)
-    advice = crt_exp.advise(model, [{"input_values": each["input_values"]} for each in waves], samples=3, calibration=1,
-                            rounds=1, attentions=["uniform"])
-    assert any("Without labels" in note for note in advice.notes) and advice.noun == "pieces"
-
-
 def test_losses_by_position_are_those_of_the_places_asked_for():
     ids, labels = bench.next_token_labels(torch.randint(5, 40, (1, 64)))
     assert labels[0, -1] == IGNORED and torch.equal(labels[0, :-1], ids[0, 1:])
@@ -211,10 +193,9 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
     advice.save(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"advise.csv", "advise.md", "advise.png"}
     assert len(list(csv.DictReader((tmp_path / "advise.csv").open()))) == 4
-    advice = crt_exp.advise(vit(), images(), labels=torch.zeros(7, dtype=torch.long), samples=5, calibration=2,
-                            rounds=1, attentions=["nearfar", "uniform"])
+    advice = crt_exp.advise(vit(), images(), samples=5, calibration=2, rounds=1, attentions=["nearfar", "uniform"])
     assert (advice.noun, advice.samples, advice.length) == ("images", 5, 17)
-    assert not any("Without labels" in note for note in advice.notes)
+    assert any("Without labels" in note for note in advice.notes)
     assert advice.rows[1].above == pytest.approx(0, abs=1e-5)  # exact below 512
 
 
@@ -241,16 +222,12 @@ def test_the_sentence_follows_the_numbers():
     assert found.sentence == ("Use nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
                               "repeated passages at 512 tokens, and a pass is 2.00 times as fast; below 512 tokens "
                               "keep exact.")
-    assert found.code == 'swap_attention(model, "nearfar preset=cheap")'
     slow = advice_of(row("nearfar", 0.004, ms=(9, 18, 40)))
     assert slow.chosen is None and "its speed is 0.80 times that of exact" in slow.sentence
     far = advice_of(row("favorpp", 0.4, repeated=3.0))
     assert far.sentence.startswith("Keep exact: the closest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010")
-    assert far.code == "# keep the model as it is"
     none = advice_of(row("favorpp", 0.0), uniform=(0.05, 0.0))
     assert none.sentence.startswith("No recommendation: uniform attention costs only 0.0500 ± 0.0010 nats")
-    assert advice_of(row("favorpp", 0.0, fitted=True)).code == (
-        'calibrate_attention(swap_attention(model, "favorpp"), batches)')
     assert advice_of(row("window", 0.001, repeated=0.5), repeated=2.9).chosen is not None  # repetition does not help
     alone = Advice([Row("exact", 0.0, 0.0), Row("uniform", 0.5, 0.1)], 64, 3, 2.0, None, 0.02)
     assert alone.chosen is None and "only exact and uniform attention were measured" in alone.sentence
@@ -272,8 +249,7 @@ def test_a_model_that_only_copies_is_judged_on_repeated_passages():
     copying = {"loss": 5.2, "repeated": 0.1, "uniform": (-0.6, 4.6)}
     found = advice_of(forgets, keeps, **copying)
     assert found.chosen is keeps and "on repeated passages" in found.sentence
-    found = advice_of(forgets, **copying)
-    assert found.sentence.startswith("Keep exact: the closest, window, costs -1.4000") and "(0.1 on" in found.sentence
+    assert advice_of(forgets, **copying).chosen is None
 
 
 def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
@@ -295,7 +271,7 @@ def test_candidates_and_bad_inputs():
             (swap_attention(llama(), "uniform"), {}, "already swapped")):
         with pytest.raises((ValueError, ConfigError), match=message):
             crt_exp.advise(model, **({"texts": ids(), "length": 64} | given))
-    bare = transformers.ViTModel(transformers.ViTConfig(**IMAGES))
+    bare = transformers.ViTModel(transformers.ViTConfig(image_size=12, patch_size=3, hidden_size=24, **HEADS))
     for model, given, message in (
             (vit(), {"samples": 50}, "of 7 images"), (vit(), {"labels": torch.zeros(3)}, "labels: 3, expected 7"),
             (bare, {}, "no loss and no class scores"), (torch.nn.Conv2d(3, 2, 12), {}, "no supported attention")):
@@ -319,8 +295,6 @@ def place(tmp_path_factory):
     llama().save_pretrained(root / "llama")
     bert_tokenizer(root / "vocab.txt").save_pretrained(root / "llama")
     vision.save_model(DESCRIPTION, Mechanism.of("exact"), vit().state_dict(), root / "timm")
-    transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGES)).save_pretrained(root / "vit")
-    transformers.ViTImageProcessor(size={"height": 12, "width": 12}).save_pretrained(root / "vit")
     write_images(root / "images", val=2)
     sizes = PRESETS["small"] | {"layers": 1, "dim": 16, "ffn": 32, "heads": 2, "predictor": 16, "joiner": 16}
     heard = Recogniser(Symbols.of("words", WORDS, 0), 8000, sizes, Mechanism.of("exact"))
@@ -342,15 +316,13 @@ TEXT = ["task.text={place}/text.txt", "task.length=64", "task.samples=3", "task.
 PIECES = ["task.samples=6", "task.attentions=[nearfar,uniform]"]
 
 
-@pytest.mark.parametrize("model, words, noun, labelled", [
-    ("llama", TEXT, "timed 64 tokens", True), ("timm", ["task.images={place}/images", *PIECES], "6 images of", True),
-    ("speech", ["task.audio={place}/table.csv", *PIECES], "6 utterances of", True),
-    pytest.param("vit", ["task.images={place}/images", *PIECES], "6 images of", False, marks=pytest.mark.slow)])
-def test_the_task_reads_files_and_writes_the_table(model, words, noun, labelled, place, typed, tmp_path):
+@pytest.mark.parametrize("model, words, noun", [
+    ("llama", TEXT, "timed 64 tokens"), ("speech", ["task.audio={place}/table.csv", *PIECES], "6 utterances of"),
+    pytest.param("timm", ["task.images={place}/images", *PIECES], "6 images of", marks=pytest.mark.slow)])
+def test_the_task_reads_files_and_writes_the_table(model, words, noun, place, typed, tmp_path):
     code, out, err = typed(*command(place, model, *words), f"hydra.run.dir={tmp_path / 'run'}")
     assert code == 0, err
-    assert "loss increase" in out and ("Without labels" in out) != labelled
-    assert noun in err + (tmp_path / "run" / "advise.md").read_text()
+    assert "loss increase" in out and noun in err + (tmp_path / "run" / "advise.md").read_text()
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["final"] and records[-1]["advice"] in out
     assert len(records[0]["loss"]) == (3 if model == "llama" else 6)
@@ -369,9 +341,7 @@ def test_a_run_is_judged_on_its_own_blocks(place, typed, tmp_path):
 
 @pytest.mark.parametrize("model, words, message", [
     ("llama", [], "one of task.text, task.images"), ("timm", ["task.images={place}/nowhere"], "no such folder"),
-    ("timm", ["task.images={place}/images", "task.length=64"], "task.length: only for task.text"),
-    ("speech", ["task.audio={place}/audio", PIECES[0]], "no transcript"),
-    ("vit", ["task.audio={place}/table.csv", PIECES[0]], "expected a transformers model ForCTC")])
+    ("speech", ["task.audio={place}/audio", PIECES[0]], "no transcript")])
 def test_bad_commands_are_refused(model, words, message, place, typed, tmp_path):
     run = tmp_path / "run"
     check_refused(typed(*command(place, model, *words), f"hydra.run.dir={run}"), [message], run)

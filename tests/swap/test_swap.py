@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from swap_models import ALL, LOOSE, SIZES, TEXT, Conformer, Encoder, Timm, bert, each, gpt2, inputs, llama, made
+from swap_models import ALL, LOOSE, SIZES, TEXT, Encoder, Timm, bert, each, gpt2, inputs, llama, made
 from swap_models import B, L, attention, run, swapped
 from torch import nn
 
@@ -51,13 +51,10 @@ def test_padding_is_truncation(make):
     padded = torch.cat([short, torch.full((B, 3), 7)], 1)
     mask = torch.ones(B, L, dtype=torch.long)
     mask[:, 6:] = 0
-    if make is Conformer:  # which needs one sequence of full length
-        padded = torch.cat([padded, inputs(make, L, 1)["input_ids"]])
-        mask = torch.cat([mask, torch.ones(1, L, dtype=torch.long)])
     for name in ("exact", "favorpp"):
         model = swapped(make, name)
         cut, whole = run(model, input_ids=short), run(model, input_ids=padded, attention_mask=mask)
-        torch.testing.assert_close(whole[:B, :6], cut, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole[:, :6], cut, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -75,28 +72,20 @@ def test_returned_matrices_are_those_of_the_attention(make):
         torch.testing.assert_close(matrix @ v[..., :4], out[..., :4], **LOOSE)
 
 
+@pytest.mark.parametrize("make", [bert, llama])
 @torch.no_grad()
-def test_exact_matrices_are_those_of_the_library():
-    for make in (bert, llama):
-        model, batch = made(make), inputs(make)
-        model.set_attn_implementation("eager")
-        before = model(**batch, output_attentions=True).attentions
-        for layers in (None, [0]):  # untouched layers as well
-            swap_attention(model, "exact", layers=layers)
-            torch.testing.assert_close(model(**batch, output_attentions=True).attentions, before, **LOOSE)
-            unswap_attention(model)
-
-
-@torch.no_grad()
-def test_untouched_layers_stay_exact():
-    for make in (bert, llama, Encoder):
-        model, ids = made(make), inputs(make)["input_ids"]
-        mask = torch.ones_like(ids)
-        mask[1, 6:] = 0
-        before = run(model, input_ids=ids, attention_mask=mask)
-        swap_attention(model, "exact", layers=[-1])
-        after = run(model, input_ids=ids, attention_mask=mask)
-        torch.testing.assert_close(after[mask.bool()], before[mask.bool()], **LOOSE)
+def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
+    """Of swapped and of untouched layers."""
+    model, real = made(make), torch.arange(L) < torch.tensor([[L], [6]])
+    batch = inputs(make) | {"attention_mask": real.long()}
+    model.set_attn_implementation("eager")
+    before = model(**batch, output_attentions=True)
+    for layers in (None, [0]):
+        found = swap_attention(model, "exact", layers=layers)(**batch, output_attentions=True)
+        torch.testing.assert_close(found[0][real], before[0][real], **LOOSE)
+        for one, two in zip(found.attentions, before.attentions):
+            torch.testing.assert_close(one.transpose(1, 2)[real], two.transpose(1, 2)[real], **LOOSE)
+        unswap_attention(model)
 
 
 @torch.no_grad()
@@ -118,10 +107,7 @@ def test_models_of_one_configuration_are_apart():
     swap_attention(first, "favorpp", m=8)
     assert config._attn_implementation != "crt_exp" and torch.equal(run(second, **inputs(bert)), before)
     assert not hasattr(second.config, "crt_exp")
-    twin = copy.deepcopy(first)
-    assert torch.equal(run(twin, **inputs(bert)), run(first, **inputs(bert)))
-    unswap_attention(twin)
-    assert twin.config._attn_implementation == config._attn_implementation
+    assert unswap_attention(copy.deepcopy(first)).config._attn_implementation == config._attn_implementation
     assert first.config._attn_implementation == "crt_exp"
 
 
@@ -173,9 +159,9 @@ def test_half_precision():
     expected = run(model, **batch)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(run(model, **batch).float(), expected, rtol=0.1, atol=0.1)
-    for half in (copy.deepcopy(model).bfloat16(), swap_attention(made(bert).bfloat16(), "favorpp", m=32)):
-        assert run(half, **batch).dtype == torch.bfloat16
-        torch.testing.assert_close(run(half, **batch).float(), expected, rtol=0.1, atol=0.1)
+    half = run(swap_attention(made(bert).bfloat16(), "favorpp", m=32), **batch)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), expected, rtol=0.1, atol=0.1)
 
 
 @torch.no_grad()
@@ -199,7 +185,7 @@ COMPOSED = {"shared": (bert, Sum(OPRF(), PosRF(), shared=True), 24),
 
 @pytest.mark.parametrize("make, phi, m", COMPOSED.values(), ids=COMPOSED.keys())
 @torch.no_grad()
-def test_several_noises_in_a_model_are_saved_described_and_decoded(make, phi, m, tmp_path):
+def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path):
     def maker(heads, d, sampler=samplers.orthogonal, seed=0, **sizes):
         return RandomFeatureAttention(phi, sampler, m, heads, d, seed=seed, **sizes)
 
@@ -211,8 +197,6 @@ def test_several_noises_in_a_model_are_saved_described_and_decoded(make, phi, m,
     other = type(model).from_pretrained(tmp_path).eval()
     anew = lambda heads, d, **sizes: maker(heads, d, samplers.iid, 9, **sizes)
     assert torch.equal(run(swap_layers(other, anew, "composed"), **batch), out)
-    rows = describe_attention(model)
-    assert rows["m"].tolist() == [m] * 2 and (rows["M"] == phi.width(m)).all()
     if make is llama:
         cached, new = model(**batch, use_cache=True), torch.tensor([[5], [6]])
         assert type(cached.past_key_values.layers[0]).__name__ == "RecurrentLayer"
@@ -239,9 +223,6 @@ def test_errors_name_what_is_wrong():
         swap_attention(attention(add_zero_attn=True), "favorpp")
     with pytest.raises(ValueError, match=r"layer.0.attention.self: head_mask is not supported"):
         swapped(bert)(**inputs(bert), head_mask=torch.ones(2, 4))
-    state = swap_attention(made(bert), "favorpp", m=16).state_dict()
-    with pytest.raises(ValueError, match=r"saved .*=\(4, 16, 4\), expected \(4, 32, 4\); use m=16"):
-        swap_attention(made(bert), "favorpp", m=32).load_state_dict(state)
     with pytest.raises(ValueError, match="h.0.attn: causal call .*causal=True"):
         swap_attention(made(gpt2), "favorpp", m=8, causal=False)(**inputs(gpt2))
     alibi = transformers.BloomModel(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=20))
@@ -275,8 +256,6 @@ def test_attention_of_other_kinds_is_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swap_attention(Mixed(), "favorpp", m=8, layers=[0])  # who chooses layers knows
-        for make in ALL.values():
-            swap_attention(make(), "exact")
 
 
 class ByHand(nn.Module):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from decoders import tokens as tokens_of
-from swap_models import SIZES, gpt2, llama, made, neox, opt
+from swap_models import SIZES, gpt2, llama, made, neox
 
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.swap.cache import NewKeys, RecurrentLayer
@@ -52,7 +52,7 @@ def left_padded(ids):
 # ---- generate
 
 @pytest.mark.parametrize("make, name, options", [
-    (gpt2, "favorpp", {}), (llama, "favorp", {}), (neox, "gerf", {}), (opt, "favor", {}), (llama, "geom", {}),
+    (gpt2, "favorpp", {}), (llama, "favorp", {}), (neox, "gerf", {}), (gpt2, "favor", {}), (llama, "geom", {}),
     (llama, "favorpp", {"num_beams": 3}), (gpt2, "relu", {"do_sample": True, "num_return_sequences": 3})])
 def test_generate_gives_the_tokens_of_the_whole_sequence(make, name, options):
     ids = tokens()
@@ -64,16 +64,6 @@ def test_a_prompt_in_chunks():
     model, ids = swapped(llama), tokens(11)
     options = {"attention_mask": left_padded(ids), "max_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options), generated(model, ids, **options)[1])
-
-
-@pytest.mark.slow
-def test_assisted_generation_keeps_all_keys():
-    model, ids = swapped(llama), tokens(6, batch=1).repeat(1, 2)
-    expected = generated(model, ids, max_new_tokens=20)[1]
-    assistant = calibrate_attention(swap_attention(made(llama, seed=1), "favorp", m=16), [tokens(9)])
-    for helper in ({"assistant_model": assistant}, {"assistant_model": model}, {"prompt_lookup_num_tokens": 3}):
-        out = model.generate(ids, max_new_tokens=20, do_sample=False, return_dict_in_generate=True, **helper)
-        assert torch.equal(out.sequences, expected) and recurrent(out.past_key_values) == 0
 
 
 @torch.no_grad()
@@ -90,7 +80,7 @@ def test_generation_goes_on_from_a_returned_cache():
 
 # ---- calls of the model
 
-@pytest.mark.parametrize("make, name", [(gpt2, "favorpp"), (llama, "favor"), (neox, "favorpp"), (opt, "favorpp")])
+@pytest.mark.parametrize("make, name", [(gpt2, "favorpp"), (llama, "favor"), (neox, "favorpp")])
 @torch.no_grad()
 def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
     model, ids = swapped(make, name), tokens(14)
@@ -141,11 +131,6 @@ def test_a_cache_of_ones_own_keeps_all_keys():
         past = model(ids[:, :6], past_key_values=given).past_key_values
         assert recurrent(past) == 0 and past.layers[0].keys.shape[2] == 6
         torch.testing.assert_close(model(ids[:, 6:], past_key_values=past).logits, whole[:, 6:], **CLOSE)
-    options = {"max_new_tokens": 5, "do_sample": False}
-    expected = model.generate(ids, use_cache=False, **options)
-    for given in ({"past_key_values": transformers.DynamicCache()},
-                  {"cache_implementation": "static", "disable_compile": True}):
-        assert torch.equal(model.generate(ids, **given, **options), expected)
 
 
 def test_training_and_gradients_keep_all_keys():
@@ -163,12 +148,8 @@ def test_training_and_gradients_keep_all_keys():
         past = model(ids[:, :6], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="self_attn: .*gradients"):
         model(ids[:, 6:], past_key_values=past, use_cache=True)
-    with torch.no_grad():
-        out = model.train().generate(ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
-        assert recurrent(out.past_key_values) == 0
-        past = model.eval()(ids[:, :6], use_cache=True).past_key_values
-        with pytest.raises(ValueError, match="training mode"):
-            model.train()(ids[:, 6:], past_key_values=past, use_cache=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="training mode"):
+        model.train()(ids[:, 6:], past_key_values=past, use_cache=True)
 
 
 @torch.no_grad()
@@ -244,17 +225,14 @@ def test_new_keys_are_of_no_other_use():
     model = swapped(llama)
     layer_cache = model(tokens(), use_cache=True).past_key_values
     keys, values = layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
-    assert isinstance(keys, NewKeys) and keys.shape == (2, 2, 1, 4) and keys.device.type == "cpu"
-    for wrong in (lambda: keys + 1, lambda: torch.cat([values, values]), lambda: values.transpose(0, 1)):
-        with pytest.raises(ValueError, match="the recurrent cache .*DynamicCache"):
-            wrong()
+    assert isinstance(keys, NewKeys) and keys.shape == (2, 2, 1, 4)
+    with pytest.raises(ValueError, match="the recurrent cache .*DynamicCache"):
+        torch.cat([values, values])
     layer, swap = layer_cache.layers[0], model.model.layers[0].self_attn.swapped
     with pytest.raises(ValueError, match="self_attn: .* reused keys"):
         layer.attend(swap, torch.ones(2, 4, 1, 4), keys, keys, **CALL)
     with torch._C.DisableTorchFunctionSubclass():
         assert layer.keys.numel() == layer.keys.untyped_storage().nbytes() == 0  # what Whisper and Mllama look at
-    with pytest.raises(ValueError, match="__getitem__: the recurrent cache"):
-        layer.keys[0]
     with pytest.raises(ValueError, match="no swapped attention used the new keys"):
         layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
 
@@ -273,11 +251,3 @@ def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
     assert recurrent(swap_attention(model, "exact")(ids, use_cache=True).past_key_values) == 0
 
 
-@torch.no_grad()
-def test_half_precision_decodes_in_float32_sums():
-    model, ids = swapped(llama).bfloat16(), tokens(9)
-    whole = model(ids).logits
-    past = model(ids[:, :6], use_cache=True).past_key_values
-    rest = [model(ids[:, t:t + 1], past_key_values=past, use_cache=True).logits for t in range(6, 9)]
-    assert past.layers[0].state.kept.sums.dtype == torch.float32 and rest[0].dtype == torch.bfloat16
-    torch.testing.assert_close(torch.cat(rest, 1), whole[:, 6:], rtol=0.1, atol=0.1)

@@ -97,18 +97,6 @@ def test_other_patterns_are_refused_when_they_come():
         model(input_ids=tokens(), position_ids=torch.arange(L).remainder(4).expand(B, -1), use_cache=False)
 
 
-def test_padded_images_of_naflexvit_are_refused():
-    """Its masks of pairs leave out padding in the rows too; the option that the refusal names gives masks of keys."""
-    naflexvit = pytest.importorskip("timm.models.naflexvit")
-    places = torch.cartesian_prod(torch.arange(3), torch.arange(3)).expand(B, 9, 2)
-    batch = {"patches": numbers(B, 9, 48).float(), "patch_coord": places,
-             "patch_valid": torch.arange(9) < torch.tensor([[9], [6]])}
-    model = naflexvit.NaFlexVit(naflexvit.NaFlexVitCfg(embed_dim=16, depth=2, num_heads=4, patch_size=4,
-                                                       pos_embed_grid_size=(4, 4), use_key_only_attn_mask=False))
-    with pytest.raises(ValueError, match=r"blocks.0.attn: .* use_key_only_attn_mask=True"):
-        swap_attention(model, "exact")(batch)
-
-
 # ---- windows
 
 def test_the_refusal_names_the_layers_that_can_be_swapped():
@@ -137,13 +125,6 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
             torch.testing.assert_close(out.logits, whole[:, start:end], rtol=1e-6, atol=1e-6)
         if name == "exact":
             torch.testing.assert_close(whole, unswap_attention(model)(input_ids=ids, use_cache=False).logits, **CLOSE)
-
-
-@torch.no_grad()
-def test_windows_that_do_not_cut_are_exact():
-    model = made("MistralModel", transformers.MistralConfig(**GROUPED, sliding_window=40))
-    before = run(model, input_ids=tokens())
-    torch.testing.assert_close(run(swap_attention(model, "exact"), input_ids=tokens()), before, **CLOSE)
 
 
 def test_what_changes_the_logits_is_refused_before_anything_changes():
