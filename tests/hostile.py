@@ -50,8 +50,6 @@ def changes(folder):
         "open": set_all(name="nearfar", features=None, sampler=None, m=None, options={"open": [10**12]}),
         "rank": set_all(name="linformer", features=None, sampler=None, m=None,
                         options={"rank": 65536, "length": 65536}),
-        "hybrid": set_all(name="hrf_cluster", features="clustered", m=65536,
-                          options={"features.queries": 65536, "features.keys": 65536}),
         "deep": both("features", deep(200)),
     }.items()
 

@@ -89,6 +89,12 @@ def test_losses_of_text_are_those_of_their_definition():
     assert found["repeated"][1] == pytest.approx(float(cross_entropy(logits, twice[0, 32 + 16:])), abs=1e-5)
 
 
+def test_losses_of_dictionaries_are_those_that_the_model_returns():
+    model, pieces = llama(), [{"input_ids": row, "labels": row} for row in ids(256).view(4, 1, 64)]
+    found = BatchBench(model, pieces[:3], pieces[3:]).losses(None)["loss"]
+    assert found[1] == pytest.approx(float(model(**pieces[1]).loss), abs=1e-5)
+
+
 @torch.no_grad()
 def test_masked_models_hide_the_same_words_from_all():
     model = bert()
@@ -127,11 +133,10 @@ def test_losses_by_position_are_those_of_the_places_asked_for():
     assert torch.equal(bench.nats(logits, labels), expected[labels.flatten() != IGNORED])
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_model_whose_loss_is_not_finite_is_refused(value):
+def test_a_model_whose_loss_is_not_finite_is_refused():
     model = llama()
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] = value
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.inf
     with pytest.raises(NotFinite, match="LlamaForCausalLM: loss .* not finite"):
         crt_exp.advise(model, ids(), length=64, samples=3, calibration=2, attentions=["window"], rounds=1)
 
@@ -222,6 +227,7 @@ def test_the_sentence_follows_the_numbers():
     assert found.sentence == ("Use nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
                               "repeated passages at 512 tokens, and a pass is 2.00 times as fast; below 512 tokens "
                               "keep exact.")
+    assert found.code == 'swap_attention(model, "nearfar preset=cheap")'
     slow = advice_of(row("nearfar", 0.004, ms=(9, 18, 40)))
     assert slow.chosen is None and "its speed is 0.80 times that of exact" in slow.sentence
     far = advice_of(row("favorpp", 0.4, repeated=3.0))

@@ -37,10 +37,10 @@ ROWS = [2, 1, 1]
 
 
 def masks(padded):
-    """With padding on the left of two rows, and a token within that does not count."""
+    """With padding on the left of two rows, and tokens of the prompt and after it that do not count."""
     mask = torch.ones(3, LENGTH, dtype=torch.long)
     if padded:
-        mask[0, :5], mask[2, :9], mask[1, 12] = 0, 0, 0
+        mask[0, :5], mask[2, :9], mask[1, [12, 22]] = 0, 0, 0
     return mask
 
 

@@ -138,9 +138,7 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
 
 def test_the_table_states_errors_and_parameters():
     model, batches = swapped(bert), [inputs(bert, seed=s) for s in range(2)]
-    rows = describe_attention(model)
-    assert rows["type"].tolist() == ["BertSelfAttention"] * 2 and rows["mechanism"].tolist() == ["favorpp"] * 2
-    assert rows[["A mean", "error on calibration", "uniform's error"]].isna().all(axis=None)
+    assert describe_attention(model)[["A mean", "error on calibration", "uniform's error"]].isna().all(axis=None)
     rows = describe_attention(calibrate_attention(model, batches))
     assert (rows["A min"] <= rows["A mean"]).all() and (rows["A max"] <= 0).all() and (rows["M"] == 32).all()
     more = describe_attention(calibrate_attention(swapped(bert, m=1024), batches))

@@ -92,8 +92,7 @@ def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
 def test_swapping_twice_replaces_and_layers_mix():
     model, batch = made(bert), inputs(bert)
     once = run(swap_attention(copy.deepcopy(model), "relu", m=8), **batch)
-    model = swap_attention(swap_attention(model, "favorpp", m=32), "relu", m=8)
-    assert torch.equal(run(model, **batch), once)
+    assert torch.equal(run(swap_attention(swap_attention(model, "favorpp", m=32), "relu", m=8), **batch), once)
     swap_attention(model, "favorp", m=8, layers=[1])
     found = [part.mechanism for part in model.modules() if isinstance(part, RandomFeatureAttention)]
     assert found == ["relu", "favorp"]
@@ -155,10 +154,8 @@ def test_dropout_of_training_is_that_of_the_attention(make, name):
 
 @torch.no_grad()
 def test_half_precision():
-    model, batch = swapped(bert), inputs(bert)
-    expected = run(model, **batch)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(run(model, **batch).float(), expected, rtol=0.1, atol=0.1)
+    batch = inputs(bert)
+    expected = run(swapped(bert), **batch)
     half = run(swap_attention(made(bert).bfloat16(), "favorpp", m=32), **batch)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), expected, rtol=0.1, atol=0.1)
@@ -171,7 +168,7 @@ def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
     model, batch = swapped(bert), inputs(bert)
     batch["attention_mask"] = (torch.arange(L) < torch.tensor([[7], [L]])).long()
     expected = run(model, **batch)
-    compiled = torch.compile(swapped(bert), backend="eager")
+    compiled = swap_attention(torch.compile(made(bert), backend="eager"), "favorpp", m=32)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not called.*")
         torch.testing.assert_close(run(compiled, **batch), expected, rtol=1e-4, atol=1e-4)
@@ -179,8 +176,7 @@ def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
 
 
 COMPOSED = {"shared": (bert, Sum(OPRF(), PosRF(), shared=True), 24),
-            "product": (llama, Product(OPRF(), PosRF()), (6, 4)),
-            "signed": (llama, Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3)))}
+            "nested": (llama, Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3)))}
 
 
 @pytest.mark.parametrize("make, phi, m", COMPOSED.values(), ids=COMPOSED.keys())
@@ -212,8 +208,8 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
 # ---- what is refused, and what is named
 
 def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match="Linear: no supported attention"):
-        swap_attention(nn.Linear(2, 2), "favorpp")
+    with pytest.raises(ValueError, match=r"no supported attention; unsupported: OwnAttention \(OwnAttention\)"):
+        swap_attention(Mixed.OwnAttention(), "favorpp")
     for layers in ([2], ["0"], []):
         with pytest.raises(ValueError, match="2 layers, 0 to 1"):
             swap_attention(made(bert), "favorpp", layers=layers)
@@ -225,9 +221,6 @@ def test_errors_name_what_is_wrong():
         swapped(bert)(**inputs(bert), head_mask=torch.ones(2, 4))
     with pytest.raises(ValueError, match="h.0.attn: causal call .*causal=True"):
         swap_attention(made(gpt2), "favorpp", m=8, causal=False)(**inputs(gpt2))
-    alibi = transformers.BloomModel(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=4, vocab_size=20))
-    with pytest.raises(ValueError, match=r"unsupported: h.0.self_attention \(BloomAttention\)"):
-        swap_attention(alibi, "favorpp")
 
 
 class Mixed(nn.Module):
@@ -285,8 +278,6 @@ def test_another_implementation_cannot_undo_a_swap_unseen():
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="_attn_implementation is now 'eager'.*call unswap_attention"):
         model(torch.tensor([[1, 2]]))
-    unswap_attention(model).set_attn_implementation("eager")
-    assert model.config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("make, targets, first", [(ALL["timm"], ["qkv"], "adapter"),

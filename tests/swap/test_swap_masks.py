@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 import swap_models
 from crt_exp import describe_attention, swap_attention, unswap_attention
-from crt_exp.swap import call, interface
+from crt_exp.swap.interface import interface_mask
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")]
@@ -67,24 +67,10 @@ def test_a_mask_of_one_sequence_serves_the_batch():
 @torch.no_grad()
 def test_causal_masks_are_kept_as_keys_alone():
     """No L x L mask is made for plain causal or bidirectional attention, with or without padding."""
-    keep, mask_of = torch.ones(B, 10**6, dtype=torch.bool), interface.interface_mask
-    causal = mask_of(B, 10**6, 10**6, mask_function=masking_utils.causal_mask_function, attention_mask=keep)
-    both = mask_of(B, 10**6, 10**6, mask_function=masking_utils.bidirectional_mask_function, attention_mask=None)
+    keep = torch.ones(B, 10**6, dtype=torch.bool)
+    causal = interface_mask(B, 10**6, 10**6, mask_function=masking_utils.causal_mask_function, attention_mask=keep)
+    both = interface_mask(B, 10**6, 10**6, mask_function=masking_utils.bidirectional_mask_function, attention_mask=None)
     assert causal.shape == (B, 10**6) and both.shape == (B, 1, 10**6, 10**6) and both.untyped_storage().nbytes() == 1
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [bert, llama])
-def test_whether_a_key_is_padding_is_looked_up_once_for_all_layers(make, monkeypatch):
-    asked = []
-    for module in (call, interface):
-        monkeypatch.setattr(module, "known_true", lambda keep: asked.append(keep) or bool(keep.all()))
-    model, keep = swap_attention(make(), "exact"), torch.ones(B, L, dtype=torch.long)
-    model(input_ids=tokens(), attention_mask=keep)
-    assert len(asked) == 1
-    keep[1, 6:] = 0
-    model(input_ids=tokens(), attention_mask=keep)
-    assert len(asked) > 2
 
 
 @torch.no_grad()
