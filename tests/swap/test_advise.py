@@ -92,7 +92,7 @@ def test_losses_of_text_are_those_of_their_definition():
 def test_losses_of_dictionaries_are_those_that_the_model_returns():
     model, pieces = llama(), [{"input_ids": row, "labels": row} for row in ids(256).view(4, 1, 64)]
     found = BatchBench(model, pieces[:3], pieces[3:]).losses(None)["loss"]
-    assert found[1] == pytest.approx(float(model(**pieces[1]).loss), abs=1e-5)
+    assert found[1] == pytest.approx(model(**pieces[1]).loss.item(), abs=1e-5)
 
 
 @torch.no_grad()
@@ -323,7 +323,8 @@ PIECES = ["task.samples=6", "task.attentions=[nearfar,uniform]"]
 
 
 @pytest.mark.parametrize("model, words, noun", [
-    ("llama", TEXT, "timed 64 tokens"), ("speech", ["task.audio={place}/table.csv", *PIECES], "6 utterances of"),
+    ("llama", TEXT, "timed 64 tokens"),
+    pytest.param("speech", ["task.audio={place}/table.csv", *PIECES], "6 utterances of", marks=pytest.mark.slow),
     pytest.param("timm", ["task.images={place}/images", *PIECES], "6 images of", marks=pytest.mark.slow)])
 def test_the_task_reads_files_and_writes_the_table(model, words, noun, place, typed, tmp_path):
     code, out, err = typed(*command(place, model, *words), f"hydra.run.dir={tmp_path / 'run'}")

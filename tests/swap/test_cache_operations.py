@@ -98,7 +98,7 @@ def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
     """As its presets are, exact up to a place, and with sizes that a prompt goes beyond."""
     beams = "num_beams" in options
     ids = tokens(batch=1 + beams, length=6).repeat(1, 3)
-    given = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    given = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     for sizes in ({}, SMALL | BEYOND | {"open": 5}):
         model = swapped("nearfar", sizes | {"preset": preset})
         found = model.generate(ids, **given, **options)
