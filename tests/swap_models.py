@@ -67,51 +67,95 @@ class Timm(nn.Module):
 class Encoder(nn.Module):
     """nn.TransformerEncoder with the arguments of the others."""
 
-    def __init__(self, batch_first=True, bias=True):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=batch_first, bias=bias)
-        self.embedding = nn.Embedding(40, 16)
-        self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
-        self.batch_first = batch_first
-        for p in self.parameters():  # a clone of one layer has equal parameters
-            nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
-
-    def forward(self, input_ids, attention_mask=None, mask=None):
-        x = self.embedding(input_ids)
-        x = x if self.batch_first else x.transpose(0, 1)
-        padding = None if attention_mask is None else attention_mask == 0
-        out = self.inner(x, mask=mask, src_key_padding_mask=padding)
-        return out if self.batch_first else out.transpose(0, 1)
-
-
-class Conformer(nn.Module):
     def __init__(self):
         super().__init__()
-        from torchaudio.models import Conformer as Inner
-
         self.embedding = nn.Embedding(40, 16)
-        # a kernel of 1 mixes no tokens
-        self.inner = Inner(16, 4, 32, 2, depthwise_conv_kernel_size=1, use_group_norm=False)
+        self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 2)
+        spread(self, 0.2)  # a clone of one layer has equal parameters
 
     def forward(self, input_ids, attention_mask=None):
-        lengths = torch.full((len(input_ids),), input_ids.shape[1]) if attention_mask is None else attention_mask.sum(1)
-        return self.inner(self.embedding(input_ids), lengths)[0]
+        padding = None if attention_mask is None else attention_mask == 0
+        return self.inner(self.embedding(input_ids), src_key_padding_mask=padding)
 
 
-TEXT = {"bert": bert, "roberta": roberta, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "encoder": Encoder,
-        "encoder_time_first": lambda: Encoder(False), "conformer": Conformer}
+TEXT = {"bert": bert, "roberta": roberta, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "encoder": Encoder}
 IMAGE = {"vit": vit, "vit_mae": vit_mae, "timm": Timm}
 ALL = TEXT | IMAGE
 CAUSAL = {"gpt2": gpt2, "llama": llama}
 HF = {name: ALL[name] for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "vit", "vit_mae")}
 
 
-each = lambda models: pytest.mark.parametrize("make", models.values(), ids=models.keys())
+ALIKE = ("roberta", "distilbert", "vit_mae", "marian")
+SEQ2SEQ_SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
+                 "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40,
+                 "init_std": 0.3, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None,
+                 "decoder_start_token_id": 2, "forced_eos_token_id": None}
 
 
-def made(make, scale=4.0):
+def neox():
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
+        **SIZES, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+
+
+def bart():
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(
+        **SEQ2SEQ_SIZES, max_position_embeddings=40))
+
+
+def marian():
+    return transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ_SIZES, max_position_embeddings=40))
+
+
+def whisper():
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
+        **SEQ2SEQ_SIZES, num_mel_bins=4, max_source_positions=L, max_target_positions=40, suppress_tokens=None,
+        begin_suppress_tokens=None))
+
+
+def bert2gpt2():
+    decoder = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40,
+                                      add_cross_attention=True, is_decoder=True)
+    return spread(transformers.EncoderDecoderModel(
+        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)))
+
+
+class Seq2Seq(nn.Module):
+    """nn.Transformer with the arguments of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.inner = nn.Transformer(16, 4, 1, 2, dim_feedforward=32, dropout=0.0, batch_first=True)
+        spread(self)
+
+    def forward(self, input_ids, decoder_input_ids, attention_mask=None):
+        source, target = self.embedding(input_ids), self.embedding(decoder_input_ids)
+        padding = None if attention_mask is None else attention_mask == 0
+        past = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
+        return self.inner(source, target, tgt_mask=past, tgt_is_causal=True, src_key_padding_mask=padding,
+                          memory_key_padding_mask=padding)
+
+
+HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2gpt2": bert2gpt2}
+
+
+def each(models):
+    """One test for each model; models that share all code with another one are slow."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize("make", [pytest.param(make, id=name, marks=[slow] if name in ALIKE else [])
+                                            for name, make in models.items()])
+
+
+def spread(model, std=0.3):
+    """Random weights with which attention is not flat."""
+    for p in model.parameters():
+        nn.init.normal_(p, std=std) if p.ndim > 1 else None
+    return model
+
+
+def made(make, scale=4.0, seed=0):
     """A model in eval mode whose attention is not flat."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = make().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -344,16 +344,8 @@ def _conformer() -> Made:
     return model, _vectors("input") | {"lengths": torch.tensor([LENGTH, LENGTH - 3])}
 
 
-def _emformer() -> Made:
-    from torchaudio.models import Emformer
-
-    model = Emformer(HIDDEN, HEADS, 2 * HIDDEN, LAYERS, segment_length=4, right_context_length=2)
-    return model, _vectors("input", length=12) | {"lengths": torch.tensor([12, 12])}
-
-
 TORCHAUDIO = {
     "Conformer": _conformer,
-    "Emformer": _emformer,
     "wav2vec2_model": lambda: _speech("wav2vec2_model"),
     "wavlm_model": lambda: _speech("wavlm_model", encoder_num_buckets=8, encoder_max_distance=16),
 }

