@@ -267,7 +267,8 @@ GIVEN = {"dataset": "wine", "coding": "ordinal", "scaling": "standard", "split":
 
 def test_scaling_is_that_of_the_training_part():
     train, *others = UCI(**GIVEN, draws=1, baseline=None).divide(0, 1)[0]
-    assert train.mean(0) == pytest.approx(np.zeros(13), abs=1e-5) and train.std(0) == pytest.approx(np.ones(13), rel=1e-4)
+    assert train.mean(0) == pytest.approx(np.zeros(13), abs=1e-5)
+    assert train.std(0) == pytest.approx(np.ones(13), rel=1e-4)
     assert all(np.abs(part.mean(0)).max() > 1e-3 for part in others)
 
 
