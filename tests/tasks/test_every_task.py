@@ -215,7 +215,7 @@ LISTS = ["+task.rules.longest=5", "+task.rules.shortest=3", "+task.rules.depth=2
 LEARNED = {                                                  # attention, options, steps, what is better
     "trembl": ("exact", ["task.dropout=0"], 120, lambda m: m["loss"] < m["unigram_loss"] - 0.2),
     "lra": (FAVORPP, ["task.dropout=0", *LISTS], 100, lambda m: m["accuracy"] > m["majority_accuracy"] + 0.1),
-    "books": (FAVORPP, ["task.dropout=0", "task.text=DATA/text.txt"], 80, lambda m: m["loss"] < m["unigram_loss"] - 0.3),
+    "books": ("exact", ["task.text=DATA/text.txt"], 80, lambda m: m["loss"] < m["unigram_loss"] - 0.3),
     "pixels": (FAVORPP, [], 40, lambda m: m["loss"] < m["unigram_loss"] - 0.07),
     "mlm": (FAVORPP, [], 100, lambda m: m["perplexity"] < 50),
     "causal": ("exact", [], 100, lambda m: m["perplexity"] < 40),
