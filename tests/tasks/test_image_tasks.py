@@ -265,7 +265,7 @@ def test_unreadable_images_are_refused_or_left_out_of_the_mean(make, tmp_path):
     (mae_of, {"size": 18}, "task.size=18: expected a multiple of the patch size, 4"),
     (mae_of, {"sizes": ENCODER["sizes"] | {"width": 33}}, "task.sizes.width=33: expected a multiple of 4 and heads=2"),
     (mae_of, {"init": "uptrain"}, "set task.model=..."),
-], ids=str)
+], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_options_that_do_not_fit(make, options, words, folder):
     with pytest.raises((ConfigError, DataError), match=words):
         make(folder, **options).build(Mechanism.of("exact"))
