@@ -147,7 +147,6 @@ def test_a_set_of_the_hub(tmp_path):
 
 
 @pytest.mark.parametrize("given, words", [
-    ({"corpus": "librispeech", "data_dir": None}, "(?s)CRT_DATA, which is not set.*fetch speech"),
     ({"source": "hub"}, "task.source=hub: expected task.corpus=librispeech"),
     ({"batch_seconds": 1.0}, "task.batch_seconds=1.*: expected at least"),
     ({"sizes": SIZES | {"layer": 2}}, "layer.*did you mean task.sizes.layers?"),
