@@ -230,32 +230,6 @@ def test_an_untrained_model_comes_to_an_end():
 # ---- sizes, attention, precision ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["window", "elu", "gerf"])
-def test_any_attention_goes_in(attention):
-    model = model_of(attention)
-    losses = model(**batch_of())
-    losses.sum().backward()
-    assert losses.isfinite().all() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_half_precision_loses_little():
-    model, batch = model_of().eval(), batch_of()
-    with torch.no_grad():
-        exact = model(**batch)
-        with torch.autocast("cpu", torch.bfloat16):
-            low, found = model(**batch, search=greedy)
-    assert low.dtype == torch.float32 and len(found) == 3
-    torch.testing.assert_close(low, exact, rtol=0.02, atol=0)
-
-
-def test_the_paper_preset_has_the_papers_sizes():
-    model = ConformerTransducer(1025, 16000, PRESETS["paper"])
-    layer = model.encoder.layers[-1]
-    assert len(model.encoder.layers) == 17 and layer.self_attn.embed_dim == 256 and layer.self_attn.num_heads == 4
-    assert layer.ffn1.sequential[1].out_features == 1024 and layer.conv_module.sequential[2].kernel_size == (31,)
-    assert model.predictor.lstm.hidden_size == 512 and model.joiner.out.in_features == 1024
-
-
 @pytest.mark.parametrize("sizes, words", [({"dim": 30, "heads": 4}, "dim=30: expected a multiple of heads=4"),
                                           ({"kernel": 8}, "task.sizes.kernel=8: expected an odd number")])
 def test_sizes_that_do_not_go_together(sizes, words):

@@ -134,20 +134,6 @@ def test_tied_embeddings_are_one_parameter():
         assert ("head.weight" in names) != tied and names["symbol.weight"].std().item() == pytest.approx(0.02, rel=0.2)
 
 
-@torch.no_grad()
-def test_grouped_states_are_constant_in_length():
-    """The numbers that a past holds: O(1) with features, growing with keys."""
-    def numbers(name, length):
-        model, pasts = model_of(name).eval(), None
-        pasts = model.begin()
-        model(tokens(1, length), pasts=pasts)
-        past = pasts[0]
-        if hasattr(past, "state"):
-            return past.state.kept.sums.numel()
-        return past.length * past.buffers[0].tensor.shape[-1]
-    assert numbers("favorp", 8) == numbers("favorp", 32) and numbers("exact", 8) < numbers("exact", 32)
-
-
 # ---- drawing sequences ----------------------------------------------------------------------------------------------
 
 PROMPT = torch.tensor([9, 1, 4])
@@ -175,13 +161,6 @@ def test_frequencies_are_the_chances():
     drawn = [row[0] for row in generate(model, PROMPT, 1, TokenChoice(0.5), range(4000))]
     counts = torch.bincount(torch.tensor(drawn), minlength=11) / 4000
     assert ((counts - expected).abs() < 5 * (expected / 4000).sqrt()).all()
-
-
-def test_a_sequence_depends_on_its_seed_alone():
-    model = calibrated("exact")
-    alone = generate(model, PROMPT, 10, TokenChoice(), [5])
-    among = generate(model, PROMPT, 10, TokenChoice(), [1, 5, 2])
-    assert among[1] == alone[0] and among[0] != among[2]
 
 
 def test_the_end_ends_a_sequence():
@@ -255,49 +234,33 @@ def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
 def test_what_cannot_be_loaded(tmp_path):
     with pytest.raises(DataError, match="run=.*nowhere: no such directory"):
         language.load(tmp_path / "nowhere", "run")
-    with pytest.raises(DataError, match="run=.*: no config.json"):
-        language.load(tmp_path, "run")
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     with pytest.raises(DataError, match="no config.json"):
         language.load(tmp_path, "run")
-    kept(tmp_path, "favorp")
+    kept(tmp_path, "favorpp")
     config = tmp_path / "model" / "config.json"
     saved = config.read_text()
     fields = json.loads(saved)
-    for wrong, words in [({"kind": "bert"}, "run=.*kind=bert"),
-                         ({"attention": {"name": "favorq"}}, r"run=.*cannot be restored: attention\.m: missing"),
-                         ({"attention": fields["attention"] | {"name": "favorq"}}, "unknown attention 'favorq'")]:
-        config.write_text(json.dumps(fields | wrong))
+    for wrong, words in [(fields | {"kind": "bert"}, "run=.*kind=bert"), ("{", "not readable"),
+                         (fields | {"attention": {"name": "favorq"}}, r"cannot be restored: attention\.m: missing")]:
+        config.write_text(wrong if wrong == "{" else json.dumps(wrong))
         with pytest.raises((DataError, ConfigError), match=words):
             language.load(tmp_path, "run")
     config.write_text(saved.replace('"length": 32', '"length": 33'))
     with pytest.raises(ConfigError, match=r"place.weight is \(32, 16\), expected \(33, 16\)"):
         language.load(tmp_path, "run").build()
-    config.write_text("{")
-    with pytest.raises(DataError, match="not readable"):
-        language.load(tmp_path, "run")
     config.write_text(saved)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"0" * 40)
     with pytest.raises(DataError, match="is damaged .wrong checksum"):
-        language.load(tmp_path, "run")
-    (tmp_path / "model" / "digests.json").unlink()
-    with pytest.raises(DataError, match="not readable"):
         language.load(tmp_path, "run")
 
 
 def test_bad_sizes():
     assert sizes_of("performer36", {"layers": 3}, "task.sizes") == {"heads": 8, "layers": 3, "d_ff": 1024, "d": 512}
-    with pytest.raises(ConfigError, match="did you mean task.sizes.heads"):
-        sizes_of("tiny", {"head": 2}, "task.sizes")
     with pytest.raises(ConfigError, match="d=64: expected a multiple of heads=3"):
         sizes_of("tiny", {"heads": 3}, "task.sizes")
-    with pytest.raises(ConfigError, match="d / heads"):
-        LanguageDescription(11, 32, SIZES | {"heads": 16}, True, "rotary")
     with pytest.raises(ValueError, match="33 symbols: expected at most 32"):
         model_of()(tokens(1, 33))
-    with pytest.raises(ValueError, match="key_mask: not supported"):
-        model = model_of()
-        model(tokens(), torch.ones(2, 20, dtype=torch.bool), pasts=model.begin())
     with pytest.raises(ValueError, match="causal=False: .*causal=True"):
         model_of(causal=False).begin()
 

@@ -1,6 +1,5 @@
 """task=trembl: the unigram baseline, splits of families and files, micro-batches and processes, what does not fit."""
 
-import json
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from test_protein_data import name, write
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import language
 from crt_exp.tasks.base import Plan, Reader
 from crt_exp.tasks.trembl import TrEMBL
 
@@ -22,25 +20,6 @@ OPTIONS = {"dataset": "generated", "data_dir": None, "direction": "unidirectiona
            "held_out_families": None, "held_out_files": None, "generated": GENERATED, "preset": None, "sizes": SIZES,
            "positions": None, "tied": None, "dropout": 0.0, "checkpointing": False, "init": "scratch", "calibration": 2,
            "bucketed": True, "cache_dir": None}
-
-
-@pytest.fixture
-def typed(run_task):
-    """Runs a command line in this process: (exit code, stdout, stderr)."""
-    def run(*args, directory="run", processes=1):
-        options = ["trainer.batch=16", "trainer.steps=6", "features.m=8", "task.max_length=16", "task.cache_dir=null",
-                   "task.validation_share=0.1", "task.test_share=0.1", "attention=favorpp",
-                   *[f"task.generated.{key}={value}" for key, value in GENERATED.items()],
-                   *[f"+task.sizes.{key}={value}" for key, value in SIZES.items()]]
-        if "attention=reformer" in args:
-            options += ["attention.chunk=8", "attention.hashes=2", "attention.buckets=4"]
-        return run_task("trembl", options, args, directory, processes)
-    return run
-
-
-def records(directory):
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
 
 
 def task_of(**options):
@@ -115,62 +94,15 @@ def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
     assert len(rows["ood"]) == 10 and not rows["ood"] & rows["train"]
 
 
-# ---- micro-batches and processes -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("more", [
-    ["attention.redraw_every=2"],
-    pytest.param(["attention=reformer", "attention.redraw_every=2"], marks=pytest.mark.slow),
-    pytest.param(["attention=linformer", "attention.length=16", "attention.rank=4", "task.direction=bidirectional",
-                  "attention.redraw_every=2"], marks=pytest.mark.slow)], ids=str)
-def test_micro_batches_change_nothing(more, typed, tmp_path):
-    """Neither the statistics that causal features are fitted to, nor the noise, nor mixtures or hashes change within a
-    step."""
-    args = ["task.dropout=0", "trainer.log_every=1", *more]
-    assert typed(*args)[0] == 0
-    assert typed(*args, "trainer.accumulate=4", directory="micro")[0] == 0
-    one, four = records(tmp_path / "run"), records(tmp_path / "micro")
-    assert [r["loss"] for r in four] == pytest.approx([r["loss"] for r in one], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(typed, tmp_path):
-    """Their batches hold other numbers of letters: the mean runs over all of them. Running statistics are pooled over
-    the processes and micro-batches of a step."""
-    assert typed("task.dropout=0")[0] == 0
-    code, _, err = typed("task.dropout=0", "trainer.accumulate=2", directory="two", processes=2)
-    assert code == 0, err
-    one, two = records(tmp_path / "run"), records(tmp_path / "two")
-    assert one[-1].keys() == two[-1].keys() and one[-1]["letters"] == two[-1]["letters"]
-    for key in ("loss", "loss_ood", "unigram_perplexity"):
-        assert two[-1][key] == pytest.approx(one[-1][key], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_sharded_over_processes_in_bfloat16(typed, tmp_path):
-    """Blocks and what follows them; the model that is kept is whole, and its numbers nearly those of one process."""
-    layers = ["+task.sizes.layers=2", "task.dropout=0"]
-    assert typed(*layers)[0] == 0
-    code, _, err = typed(*layers, "trainer=fsdp", directory="two", processes=2)
-    assert code == 0, err
-    one, two = (records(tmp_path / directory)[-1] for directory in ("run", "two"))
-    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
-    assert language.load(tmp_path / "two", "run").build().symbol.weight.dtype == torch.float32
-
-
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options, words", [
     ({"dataset": "uniprot"}, "(?s)CRT_DATA is not set.*crt_exp.data fetch protein"),
-    ({"dataset": "uniprot", "data_dir": "/nowhere"}, "/nowhere.*is not there"),
     ({"validation_share": 0.6, "test_share": 0.5}, "expected < 1"), ({"validation_share": 1e-9}, "validation: none of"),
     ({"families": "x.tsv"}, "task.dataset=generated: expected no task.data_dir, task.families"),
     ({"held_out_families": ["PF1"]}, "task.held_out_families: expected.*task.families=FILE"),
-    ({"generated": GENERATED | {"copied": 1.5}}, "task.generated.copied=1.5.*< 1"),
-    ({"sizes": SIZES | {"heads": 3}}, "task.sizes.d=16: expected a multiple of heads=3"),
     ({"positions": "rotary", "sizes": SIZES | {"d": 6}}, "task.positions=rotary: d / heads"),
-    ({"init": "/nowhere"}, "task.init=/nowhere: no such directory"),
     ({"chains": True, "max_length": 1000}, "task.max_length=1000: validation has too few symbols"),
 ], ids=str)
 def test_options_that_do_not_fit(options, words, monkeypatch):
