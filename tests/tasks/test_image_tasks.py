@@ -125,9 +125,8 @@ def test_a_new_head_stands_on_the_same_encoder(tmp_path, exact_run):
 @pytest.mark.parametrize("options, words", [
     ({"sizes": SIZES | {"width": 64}}, "task.sizes: only for a new model"),
     ({"file": True, "sizes": SIZES | {"width": 64}}, "does not match task.model .*size mismatch.* 32"),
-    ({"file": True, "sizes": SIZES | {"depth": 1}}, "does not match task.model .*blocks.1"),
     ({"file": True, "sizes": SIZES | {"depth": 3}}, "does not match task.model .*blocks.2"),
-], ids=["width of a run", "width of a file", "less deep", "deeper"])
+], ids=["width of a run", "width of a file", "deeper"])
 def test_checkpoints_that_do_not_fit(options, words, folder, exact_run):
     options = {"size": 12} | options
     init = exact_run / "model" / "model.safetensors" if options.pop("file", False) else exact_run
@@ -204,12 +203,10 @@ def test_experiments_fit_their_models(name, folder):
     assert task.description.size == {"vit_1024": 1024, "crt_vit_steps": 1024}.get(name, 224)
 
 
-def test_held_out_images_are_not_trained_on(folder):
+def test_held_out_images_choose_the_weights(folder):
     task, whole = task_of(folder, held_out=0.25), task_of(folder)
     assert (task.validation, task.test) == ("held_out", "val")
     assert task.length("train") + task.length("held_out") == whole.length("train") and task.length("held_out") == 6
-    of = lambda split: {image.numpy().tobytes() for batch in Reader(task).batches(split) for image in batch["images"]}
-    assert len(of("held_out")) == 6 and not of("held_out") & of("val")
 
 
 # ---- task=mae --------------------------------------------------------------------------------------------------------
@@ -255,9 +252,7 @@ def test_unreadable_images_are_refused_or_left_out_of_the_mean(make, tmp_path):
     (task_of, {"data_dir": None, "dataset": "imagenet"}, "(?s)CRT_DATA is not set.*image-net.org"),
     (task_of, {"sizes": SIZES | {"width": 33}}, "'embed_dim': 33.*timm cannot build the model"),
     (task_of, {"model": "vit_base_patch16_22", **LOADED}, "task.model=vit_base_patch16_22.*vit_base_patch16_224"),
-    (task_of, {"init": "pretrained"}, "expected task.model="),
     (task_of, {"augment": AUGMENT | {"policy": "nonsense"}}, "task.augment.policy=nonsense.*rand-m9-mstd0.5-inc1"),
-    (task_of, {"held_out": 0.001}, "no images left to hold out"),
     (mae_of, {"sizes": ENCODER["sizes"] | {"width": 33}}, "task.sizes.width=33: expected a multiple of 4 and heads=2"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_options_that_do_not_fit(make, options, words, folder):

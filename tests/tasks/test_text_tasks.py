@@ -65,8 +65,7 @@ def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
     assert not torch.equal(labels("train", epoch=0)[0], labels("train", epoch=1)[0])
 
 
-@pytest.mark.parametrize("kind", ["Bert", "DistilBert", "Albert", pytest.param("Roberta", marks=pytest.mark.slow),
-                                  pytest.param("Electra", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Bert", "DistilBert", "Albert", "Roberta", "Electra"])
 def test_logits_of_the_masked_tokens_alone(kind):
     """Equal to the whole model's at those places, with equal gradients."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
@@ -141,7 +140,6 @@ def test_repeated_rows_say_the_first_half_again(mlm):
     ({"init": "uptrain"}, "task.init=uptrain.*task.model=..."),
     ({"vocabulary_size": 20}, "task.vocabulary_size=20: expected at least"),
     ({"sizes": SIZES | {"hidden_act": "abc"}}, "'hidden_act': 'abc'.*transformers cannot build the model"),
-    ({"hub": HUB | {"name": "text"}}, "task.text, task.hub.name: expected only one"),
     ({"repeat": 0.5}, "task.repeat"),
 ], ids=str)
 def test_options_of_mlm_that_do_not_fit(options, words, mlm):
@@ -190,14 +188,8 @@ def test_books_are_written_with_the_tokenizer_of_the_run(files, tmp_path, capsys
         assert books(files / "words.txt", f"task.init={tmp_path}", *words).vocabulary == task.vocabulary
     with pytest.raises(ConfigError, match="trained with other symbols; expected"):
         books(files / "text.txt", f"task.init={tmp_path}")
-
-
-@pytest.mark.parametrize("words, expected", [
-    (["task.validation_text=x"], "set both or neither"), (["task.max_length=20000"], "task.max_length=20000.*has only"),
-], ids=str)
-def test_options_of_books_that_do_not_fit(words, expected, files):
-    with pytest.raises((ConfigError, DataError), match=expected):
-        books(files / "text.txt", *words)
+    with pytest.raises(DataError, match="task.max_length=20000.*has only"):
+        books(files / "text.txt", "task.max_length=20000")
 
 
 # ---- task=ptb --------------------------------------------------------------------------------------------------------
@@ -265,9 +257,6 @@ def test_texts_and_runs_that_are_not_of_ptb(ptb, tmp_path):
     for part, text in (("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")):
         (tmp_path / f"ptb.{part}.txt").write_text(text)
     with pytest.raises(DataError, match="'c' and <unk> are not in the training text"):
-        ptb(corpus="ptb", data_dir=str(tmp_path))
-    (tmp_path / "ptb.train.txt").write_text("")
-    with pytest.raises(DataError, match="ptb.train.txt.*too few lines"):
         ptb(corpus="ptb", data_dir=str(tmp_path))
     (tmp_path / "config.json").write_text('{"kind": "other"}')
     with pytest.raises(DataError, match="run=.*expected a run of task=ptb"):

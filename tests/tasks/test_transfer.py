@@ -201,7 +201,6 @@ def test_a_classifier_is_taught_and_goes_on(run, exact, tmp_path):
 @pytest.mark.parametrize("task, args, words", [
     ("transfer", ["task.init=scratch", *HEDGEHOG], "task.init=scratch: expected a model trained with exact attention"),
     ("transfer", ["attention=favorpp", "features.m=8"], "trainer.steps=0 to evaluate"),
-    ("transfer", [*HEDGEHOG, "trainer.adapt=lora"], "not supported with trainer.adapt"),
     ("transfer_vision", ["attention=window"], "attention=window: has nothing to train; use"),
     ("transfer_vision", [*HEDGEHOG, "task.new_head=true"], "task.new_head=true: not supported")], ids=str)
 def test_what_is_refused(task, args, words, run, exact, tmp_path):

@@ -101,8 +101,6 @@ def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
     ({"dataset": "uniprot"}, "(?s)CRT_DATA is not set.*crt_exp.data fetch protein"),
     ({"validation_share": 0.6, "test_share": 0.5}, "expected < 1"), ({"validation_share": 1e-9}, "validation: none of"),
     ({"families": "x.tsv"}, "task.dataset=generated: expected no task.data_dir, task.families"),
-    ({"held_out_families": ["PF1"]}, "task.held_out_families: expected.*task.families=FILE"),
-    ({"positions": "rotary", "sizes": SIZES | {"d": 6}}, "task.positions=rotary: d / heads"),
     ({"chains": True, "max_length": 1000}, "task.max_length=1000: validation has too few symbols"),
 ], ids=str)
 def test_options_that_do_not_fit(options, words, monkeypatch):
