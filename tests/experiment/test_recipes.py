@@ -29,6 +29,11 @@ def test_every_recipe_has_its_row_and_its_small_one():
     assert files == {*PAPERS, *(f"{name}_small" for name in PAPERS)}
 
 
+def test_decay_rates_of_adam_are_those_of_bert_hrf_and_performers():
+    for name, rate in {"crt_bert_pretrain": 0.999, "hrf_ptb_softmax": 0.99, "performers_pg19": 0.98}.items():
+        assert composed(name).trainer.betas == [0.9, rate], name
+
+
 @recipes
 def test_full_size_is_the_papers(name):
     cfg, row = composed(name), PAPERS[name]

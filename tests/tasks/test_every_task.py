@@ -235,8 +235,6 @@ LEARNED = {                                                  # attention, option
     "lra": (FAVORPP, ["task.dropout=0", *LISTS], 100, lambda m: m["accuracy"] > m["majority_accuracy"] + 0.1),
     **{f"ptb {name}": (FAVORPP, [f"task.softmax={name}", "task.dropout=0"], 80, lambda m: m["loss"] < m["unigram_loss"])
        for name in ("full", "uniform", "log_uniform", "unigram", "exact", "features", "quadratic")},
-    "books": ("exact", ["task.text=DATA/text.txt"], 80, lambda m: m["loss"] < m["unigram_loss"] - 0.3),
-    "pixels": (FAVORPP, [], 40, lambda m: m["loss"] < m["unigram_loss"] - 0.07),
     "mlm": (FAVORPP, [], 100, lambda m: m["perplexity"] < 50),
     "glue": (FAVORPP, ["task.dataset=sst2", "task.data_dir=DATA/SST-2"], 72, lambda m: m["accuracy"] > 0.9),
     "imagenet": (FAVORPP, [], 60, lambda m: m["accuracy"] > 0.6),
