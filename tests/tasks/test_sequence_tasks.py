@@ -9,6 +9,7 @@ from crt_exp import infer
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, arena
 from crt_exp.data.arena import DOT, LINE
+from crt_exp.data.images import crop_square
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Classifier, LanguageDescription
 from crt_exp.tasks.base import Plan, Reader
@@ -199,6 +200,8 @@ def test_values_come_row_by_row_with_the_channels_of_a_pixel_together(tmp_path):
     assert batch["tokens"][0].tolist() == [256, *values.reshape(-1)[:-1]]
     grey = pixels_of(data_dir=str(root), size=8, channels=1, held_out=0.25)
     assert grey.row_length == 64 and grey.vocabulary["channels"] == 1
+    grid = np.arange(256, dtype=np.uint8).reshape(16, 16)    # smaller images are means of the pixels
+    assert np.abs(crop_square(Image.fromarray(grid), 8, 1, "")[..., 0] - grid.reshape(8, 2, 8, 2).mean((1, 3))).max() < 1
     with pytest.raises(DataError, match="train/a/0.png has 10 x 8 pixels"):
         pixels_of(data_dir=str(root), held_out=0.25)
 
