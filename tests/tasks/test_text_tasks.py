@@ -137,7 +137,6 @@ def test_repeated_rows_say_the_first_half_again(mlm):
 
 @pytest.mark.parametrize("options, words", [
     ({"text": None}, "(?s)wiki.train.tokens.*CRT_DATA is not set.*fetch wikitext2"),
-    ({"init": "uptrain"}, "task.init=uptrain.*task.model=..."),
     ({"sizes": SIZES | {"hidden_act": "abc"}}, "'hidden_act': 'abc'.*transformers cannot build the model"),
     ({"repeat": 0.5}, "task.repeat"),
 ], ids=str)
