@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from crt_exp.data.glue import TASKS
 
 WORDS = ["the", "one", "cat", "dog", "bird", "fish", "sat", "ran", "flew", "swam", "on", "under", "over", "by", "mat",
@@ -17,6 +19,15 @@ def sentence(i: int, length: int = 7) -> str:
 def write_text(path: Path, lines: int = 120) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(sentence(i) + "\n" for i in range(lines)))
+    return path
+
+
+def write_words(path: Path) -> Path:
+    """Lines of four words, each of which follows from the one before, or is any of eleven in one case of four."""
+    rng = np.random.default_rng(0)
+    words = (rng.integers(0, 3, 900) > 0).cumsum() * 5 % 11
+    words = np.where(rng.random(900) < 0.25, rng.integers(0, 11, 900), words).reshape(-1, 4)
+    path.write_text("".join(" ".join(f"w{word}" for word in line) + "\n" for line in words))
     return path
 
 

@@ -29,6 +29,11 @@ def test_every_recipe_has_its_row_and_its_small_one():
     assert files == {*PAPERS, *(f"{name}_small" for name in PAPERS)}
 
 
+def test_decay_rates_of_adam_are_those_of_bert_hrf_and_performers():
+    for name, rate in {"crt_bert_pretrain": 0.999, "hrf_ptb_softmax": 0.99, "performers_pg19": 0.98}.items():
+        assert composed(name).trainer.betas == [0.9, rate], name
+
+
 @recipes
 def test_full_size_is_the_papers(name):
     cfg, row = composed(name), PAPERS[name]
@@ -50,12 +55,12 @@ MAY_DIFFER = {"batch", "steps", "epochs", "lr", "warmup", "precision", "processe
 KEPT = {"direction", "chains", "rows", "softmax", "causal", "share", "vocabulary", "positions", "temperature"}
 
 
-@recipes
-def test_the_small_one_is_the_recipe_with_other_sizes_steps_and_data(name):
-    small = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}_small.yaml"))
-    assert small["defaults"] == [name, "_self_"]
-    assert small.keys() <= {"defaults", "task", "trainer", "features"} and small.get("trainer", {}).keys() <= MAY_DIFFER
-    assert not small.get("task", {}).keys() & KEPT and small.get("features", {}).keys() <= {"m"}
+def test_small_recipes_have_other_sizes_steps_and_data():
+    for name in PAPERS:
+        small = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}_small.yaml"))
+        assert small["defaults"] == [name, "_self_"] and small.keys() <= {"defaults", "task", "trainer", "features"}
+        assert small.get("trainer", {}).keys() <= MAY_DIFFER and small.get("features", {}).keys() <= {"m"}, name
+        assert not small.get("task", {}).keys() & KEPT, name
 
 
 # ---- two steps -------------------------------------------------------------------------------------------------------
@@ -64,15 +69,14 @@ DATA = Path(os.environ.get("CRT_DATA", "none"))
 DIGITS = "speech/free-spoken-digit-dataset"
 NEEDS = {"crt_glue": "glue/CoLA", "crt_conformer_960h": DIGITS, "hrf_conformer_960h": DIGITS}
 BEFORE = {"crt_uptrain": "task.model", "crt_glue": "task.model"}   # take a run of crt_bert_pretrain_small
-FAST = ("hrf_ptb_softmax", "performers_trembl")
+FAST = ("performers_trembl",)
 FAVORPP = ["attention=favorpp", "features.m=8"]
 TEXT = ["task.text=wordnet", "trainer.batch=4"]   # in place of WikiText-2
 BERT, PIECES = [*TEXT, "task.vocabulary_size=500"], [*TEXT, "task.vocabulary_size=600"]
 SPEECH = ["task.strings.train=40", "task.strings.validation=4", "task.strings.test=4"]
 SHORT = ["trainer.steps=2", "trainer.eval_every=2", "trainer.warmup=0", "trainer.log_every=1", "logger=none"]
-OWN = {"crt_conformer_960h": [*SPEECH, *FAVORPP],
-       "crt_glue": ["task.examples=64", *FAVORPP],
-       "crt_vit_mae_uptrain": FAVORPP, "crt_vit_scratch": FAVORPP,
+OWN = {**dict.fromkeys(("crt_vit_mae_uptrain", "crt_vit_scratch"), FAVORPP),
+       "crt_conformer_960h": [*SPEECH, *FAVORPP], "crt_glue": ["task.examples=64", *FAVORPP],
        "crt_vit_steps": ["task.sizes.depth=1", "task.size=32", "trainer.eval_batch=200", *FAVORPP],
        "crt_bert_pretrain": [*BERT, *FAVORPP], "crt_uptrain": [*TEXT, *FAVORPP],
        "hrf_ptb_softmax": ["task.softmax=full"], "hrf_wikitext2_softmax": ["task.softmax=full"],

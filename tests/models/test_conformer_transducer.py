@@ -67,8 +67,7 @@ def alone(batch, i):
 # ---- a batch gives what each utterance alone gives ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["frame", "batch"])
-@pytest.mark.parametrize("attention", ["exact", "favorpp", "favor", "uniform"])
+@pytest.mark.parametrize("attention, norm", [("exact", "batch"), ("favorpp", "frame"), ("favor", "batch")])
 def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
     model, batch = model_of(attention, norm=norm).eval().double(), batch_of()  # trig features lose digits of float32
     losses, found = model(**batch, search=greedy)
@@ -81,7 +80,7 @@ def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
         torch.testing.assert_close(encoded[i, :lengths[i]], single[0], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("attention", ["exact", "favorpp"])
+@pytest.mark.parametrize("attention", ["favorpp"])
 def test_training_gives_an_utterance_the_same_loss_and_gradient_in_any_batch(attention):
     model, batch = model_of(attention).train(), batch_of()
     model(**batch).sum().backward()
@@ -107,33 +106,10 @@ def test_batch_norm_counts_real_frames_alone():
     torch.testing.assert_close(norm.running_mean, plain.running_mean)
 
 
-def test_batch_norm_gives_the_encoder_the_same_numbers_whatever_the_padding_holds():
-    batch = batch_of()
-    found = []
-    for noise in (0, 20000):
-        model = model_of(norm="batch").train()
-        audio = torch.where(frame_mask(batch["samples"], batch["audio"].shape[1]), batch["audio"], noise).short()
-        found.append(model(**batch | {"audio": audio}))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
-
-
-def test_group_norm_of_torchaudio_counts_padding():
-    """The reason for norms of our own: its layer gives an utterance other numbers in a padded batch."""
-    layer = ConformerLayer(16, 32, 2, 7, use_group_norm=True).eval()
-    x = torch.randn(12, 1, 16)
-    padded = layer(F.pad(x, (0, 0, 0, 0, 0, 6)), ~frame_mask(torch.tensor([12]), 18))[:12]
-    assert (padded - layer(x, ~frame_mask(torch.tensor([12]), 12))).abs().max() > 0.01
-
-
-def test_norm_of_frames_keeps_the_names_of_torchaudio():
-    ours, theirs = model_of(norm="batch").encoder.layers[0], ConformerLayer(16, 32, 2, 7)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    assert isinstance(model_of().encoder.layers[0].conv_module.sequential[3], FrameNorm)
-
-
 def test_layer_is_torchaudios_where_nothing_is_padded():
     ours, theirs = model_of(norm="batch").encoder.layers[0].eval(), ConformerLayer(16, 32, 2, 7).eval()
-    theirs.load_state_dict(ours.state_dict())
+    assert isinstance(model_of().encoder.layers[0].conv_module.sequential[3], FrameNorm)
+    theirs.load_state_dict(ours.state_dict())                # the names are those of torchaudio
     x = torch.randn(9, 2, 16)
     torch.testing.assert_close(ours(x, torch.ones(2, 9, dtype=torch.bool)), theirs(x, None))
 
@@ -141,8 +117,7 @@ def test_layer_is_torchaudios_where_nothing_is_padded():
 # ---- front end ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rate", [8000, 16000])
-def test_the_shortest_audio_with_a_frame(rate):
+def test_the_shortest_audio_with_a_frame(rate=16000):
     samples = round((WINDOW + 6 * HOP) * rate)
     assert encoder_frames(samples, rate) == 1 and encoder_frames(samples - 1, rate) == 0
     step = round(STEP * rate)
@@ -156,18 +131,7 @@ def test_features_are_normalised_over_the_real_frames():
         torch.testing.assert_close(row[:n].mean(0), torch.zeros(16), atol=1e-5, rtol=0)
         torch.testing.assert_close(row[:n].std(0, correction=0), torch.ones(16), atol=1e-3, rtol=0)
         assert (row[n:] == 0).all()
-
-
-def test_silence_has_finite_features():
-    x, _ = LogMel(RATE, 16)(torch.zeros(1, 4000, dtype=torch.int16), torch.tensor([4000]))
-    assert x.isfinite().all()
-
-
-def test_a_tone_is_heard_in_its_own_mel():
-    time = torch.arange(8000) / RATE
-    features = LogMel(RATE, 16).spectrum
-    loudest = [int(features(torch.sin(6.2832 * f * time)).mean(-1).argmax()) for f in (300, 1000, 3000)]
-    assert loudest == sorted(set(loudest))
+    assert features(torch.zeros(1, 4000, dtype=torch.int16), torch.tensor([4000]))[0].isfinite().all()    # silence
 
 
 def test_masks_set_their_bands_and_spans_to_the_mean():
@@ -266,35 +230,6 @@ def test_an_untrained_model_comes_to_an_end():
 # ---- sizes, attention, precision ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["identity", "window", "relu", "elu", "favorp", "hyp", "gerf", "smreg", "pois"])
-def test_any_attention_goes_in(attention):
-    model = model_of(attention)
-    losses = model(**batch_of())
-    losses.sum().backward()
-    assert losses.isfinite().all() and all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_half_precision_loses_little():
-    model, batch = model_of().eval(), batch_of()
-    with torch.no_grad():
-        exact = model(**batch)
-        with torch.autocast("cpu", torch.bfloat16):
-            low, found = model(**batch, search=greedy)
-    assert low.dtype == torch.float32 and len(found) == 3
-    torch.testing.assert_close(low, exact, rtol=0.02, atol=0)
-
-
-def test_the_paper_preset_has_the_papers_sizes():
-    model = ConformerTransducer(1025, 16000, PRESETS["paper"])
-    layer = model.encoder.layers[-1]
-    assert len(model.encoder.layers) == 17 and layer.self_attn.embed_dim == 256 and layer.self_attn.num_heads == 4
-    assert layer.ffn1.sequential[1].out_features == 1024 and layer.conv_module.sequential[2].kernel_size == (31,)
-    assert model.predictor.lstm.hidden_size == 512 and model.joiner.out.in_features == 1024
-
-
-@pytest.mark.parametrize("sizes, words", [
-    ({"dim": 30, "heads": 4}, "task.sizes.dim=30: expected a multiple of heads=4"),
-    ({"kernel": 8}, "task.sizes.kernel=8: expected an odd number")])
-def test_sizes_that_do_not_go_together(sizes, words):
-    with pytest.raises(ConfigError, match=words):
-        model_of(**sizes)
+def test_sizes_that_do_not_go_together():
+    with pytest.raises(ConfigError, match="dim=30: expected a multiple of heads=4"):
+        model_of(dim=30, heads=4)

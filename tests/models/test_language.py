@@ -1,16 +1,17 @@
-"""The sequence model: every attention, both directions, positions, memory, decoding, and the folder that keeps it."""
+"""The sequence model and the encoders of transformers: laws of every attention, decoding, and the folder kept."""
 
 import json
-from itertools import product
 
 import pytest
 import torch
+import transformers
 from covering import in_turn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError
+from crt_exp.infer import TokenChoice, generate
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import language
+from crt_exp.models import encoders, language
 from crt_exp.models.language import LanguageDescription, LanguageModel, Rotary, rotate, sizes_of
 from crt_exp.swap.calibration import fill_statistics
 
@@ -57,7 +58,7 @@ def test_a_later_symbol_changes_nothing_before_it(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, causal", [*product(NAMES, [True, False]), ("linformer", False)])
+@pytest.mark.parametrize("name, causal", [*in_turn(NAMES, [True, False]), ("linformer", False)])
 def test_padding_is_truncation(name, causal):
     model, ids = calibrated(name, causal=causal), tokens()
     keep = torch.arange(20) < torch.tensor([[13], [20]])
@@ -117,13 +118,6 @@ def test_rotary_is_that_of_transformers():
 
 
 @torch.no_grad()
-def test_rotary_logits_depend_on_distances_alone():
-    rotary, q, k = Rotary(8), *torch.randn(2, 1, 1, 5, 8)
-    logits = [rotate(q, rotary(s, 5)) @ rotate(k, rotary(s, 5)).mT for s in (0, 40)]
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
 def test_learned_positions_and_the_order_of_symbols():
     """Without positions a bidirectional model sees a set; with them it does not."""
     order = torch.randperm(20)
@@ -134,24 +128,68 @@ def test_learned_positions_and_the_order_of_symbols():
         assert same == (positions == "none"), positions
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_embeddings_are_one_parameter(tied):
-    names = dict(model_of(tied=tied).named_parameters())
-    assert ("head.weight" in names) != tied and names["symbol.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+def test_tied_embeddings_are_one_parameter():
+    for tied in (True, False):
+        names = dict(model_of(tied=tied).named_parameters())
+        assert ("head.weight" in names) != tied and names["symbol.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+
+
+# ---- drawing sequences ----------------------------------------------------------------------------------------------
+
+PROMPT = torch.tensor([9, 1, 4])
 
 
 @torch.no_grad()
-def test_grouped_states_are_constant_in_length():
-    """The numbers that a past holds: O(1) with features, growing with keys."""
-    def numbers(name, length):
-        model, pasts = model_of(name).eval(), None
-        pasts = model.begin()
-        model(tokens(1, length), pasts=pasts)
-        past = pasts[0]
-        if hasattr(past, "state"):
-            return past.state.kept.sums.numel()
-        return past.length * past.buffers[0].tensor.shape[-1]
-    assert numbers("favorp", 8) == numbers("favorp", 32) and numbers("exact", 8) < numbers("exact", 32)
+@pytest.mark.parametrize("name", ["exact", "favor", "favorpp", "reformer", "nearfar"])
+def test_symbols_are_drawn_by_the_chances_of_the_parallel_pass(name):
+    """Each is what the same number draws from the logits of the whole sequence at its place."""
+    model, choice = calibrated(name), TokenChoice(0.8, top_p=0.9)
+    found = generate(model, PROMPT, 20, choice, [3, 4], never=[0])
+    for seed, row in zip([3, 4], found):
+        whole = model(torch.cat([PROMPT, torch.tensor(row)])[None])[0, 2:-1]
+        whole[:, 0] = -torch.inf
+        generator = torch.Generator().manual_seed(seed)
+        uniform = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for _ in row])
+        assert len(row) == 20 and 0 not in row and choice.draw(whole, uniform).tolist() == row
+
+
+@torch.no_grad()
+def test_frequencies_are_the_chances():
+    model = calibrated("favorpp")
+    logits = model(PROMPT[None])[:, -1]
+    expected = (2 * logits[0]).softmax(-1)
+    drawn = [row[0] for row in generate(model, PROMPT, 1, TokenChoice(0.5), range(4000))]
+    counts = torch.bincount(torch.tensor(drawn), minlength=11) / 4000
+    assert ((counts - expected).abs() < 5 * (expected / 4000).sqrt()).all()
+
+
+def test_the_end_ends_a_sequence():
+    model = calibrated("exact")
+    free, ended = (generate(model, PROMPT, 25, TokenChoice(), range(6), end=end) for end in (None, 7))
+    for whole, cut in zip(free, ended):
+        assert cut == whole[:whole.index(7) if 7 in whole else None]
+    assert any(7 in row for row in free)
+
+
+LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+
+
+def test_temperature_and_nuclei_of_the_chances():
+    order = torch.tensor([2, 0, 3, 1])
+    for choice, expected in [(TokenChoice(), [0.4, 0.3, 0.2, 0.1]), (TokenChoice(temperature=0), [1, 0, 0, 0]),
+                             (TokenChoice(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+                             (TokenChoice(top_k=2), [4 / 7, 3 / 7, 0, 0]),
+                             (TokenChoice(top_p=0.65), [4 / 7, 3 / 7, 0, 0]),
+                             (TokenChoice(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
+                             (TokenChoice(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0])]:
+        torch.testing.assert_close(choice.chances(LOGITS[:, order])[0], torch.tensor(expected).double()[order],
+                                   msg=str(choice))
+
+
+def test_a_symbol_without_a_chance_is_never_drawn():
+    uniform = torch.tensor([0.0, 1 - 1e-16])
+    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
+    assert TokenChoice().draw(logits, uniform).tolist() == [1, 2]
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -164,8 +202,7 @@ def kept(tmp_path, name="favorpp", **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["exact", "favorpp", "relu", "linformer", "reformer", "elu"])
+@pytest.mark.parametrize("name, tied", in_turn(["exact", "favorpp", "linformer", "reformer"], [True, False]))
 def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
     model = kept(tmp_path, name, tied=tied, causal=name != "linformer")
     loaded = language.load(tmp_path, "run")
@@ -183,10 +220,14 @@ def test_loaded_with_another_attention_it_has_its_weights_alone(tmp_path):
     assert error(near) < error(far) / 5
 
 
-def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
-    model = kept(tmp_path, "favorp")
-    other = language.load(tmp_path, "task.init").build(mechanism("favorp", seed=7))
-    assert torch.equal(other.body.blocks[1].attention.omega, model.body.blocks[1].attention.omega)
+def test_loaded_projections_are_used_whatever_the_seed():
+    """Those of the draw that training had come to, and no new draw."""
+    model, other = (LanguageModel(model_of().description, mechanism("favorp", redraw_every=2, seed=seed).layer)
+                    for seed in (0, 7))
+    for _ in range(5):
+        model.train()(tokens())
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other.eval()(tokens()), model.eval()(tokens()))
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
@@ -195,48 +236,65 @@ def test_the_same_attention_keeps_its_noise_whatever_the_seed(tmp_path):
 def test_what_cannot_be_loaded(tmp_path):
     with pytest.raises(DataError, match="run=.*nowhere: no such directory"):
         language.load(tmp_path / "nowhere", "run")
-    with pytest.raises(DataError, match="run=.*: no config.json"):
-        language.load(tmp_path, "run")
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     with pytest.raises(DataError, match="no config.json"):
         language.load(tmp_path, "run")
-    kept(tmp_path, "favorp")
+    kept(tmp_path, "favorpp")
     config = tmp_path / "model" / "config.json"
     saved = config.read_text()
     fields = json.loads(saved)
-    for wrong, words in [({"kind": "bert"}, "run=.*kind=bert"),
-                         ({"attention": {"name": "favorq"}}, r"run=.*cannot be restored: attention\.m: missing"),
-                         ({"attention": fields["attention"] | {"name": "favorq"}}, "unknown attention 'favorq'")]:
-        config.write_text(json.dumps(fields | wrong))
+    for wrong, words in [(fields | {"kind": "bert"}, "run=.*kind=bert"), ("{", "not readable"),
+                         (fields | {"attention": {"name": "favorq"}}, r"cannot be restored: attention\.m: missing")]:
+        config.write_text(wrong if wrong == "{" else json.dumps(wrong))
         with pytest.raises((DataError, ConfigError), match=words):
             language.load(tmp_path, "run")
     config.write_text(saved.replace('"length": 32', '"length": 33'))
     with pytest.raises(ConfigError, match=r"place.weight is \(32, 16\), expected \(33, 16\)"):
         language.load(tmp_path, "run").build()
-    config.write_text("{")
-    with pytest.raises(DataError, match="not readable"):
-        language.load(tmp_path, "run")
     config.write_text(saved)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"0" * 40)
     with pytest.raises(DataError, match="is damaged .wrong checksum"):
-        language.load(tmp_path, "run")
-    (tmp_path / "model" / "digests.json").unlink()
-    with pytest.raises(DataError, match="not readable"):
         language.load(tmp_path, "run")
 
 
 def test_bad_sizes():
     assert sizes_of("performer36", {"layers": 3}, "task.sizes") == {"heads": 8, "layers": 3, "d_ff": 1024, "d": 512}
-    with pytest.raises(ConfigError, match="did you mean task.sizes.heads"):
-        sizes_of("tiny", {"head": 2}, "task.sizes")
     with pytest.raises(ConfigError, match="d=64: expected a multiple of heads=3"):
         sizes_of("tiny", {"heads": 3}, "task.sizes")
-    with pytest.raises(ConfigError, match="d / heads"):
-        LanguageDescription(11, 32, SIZES | {"heads": 16}, True, "rotary")
     with pytest.raises(ValueError, match="33 symbols: expected at most 32"):
         model_of()(tokens(1, 33))
-    with pytest.raises(ValueError, match="key_mask: not supported"):
-        model = model_of()
-        model(tokens(), torch.ones(2, 20, dtype=torch.bool), pasts=model.begin())
     with pytest.raises(ValueError, match="causal=False: .*causal=True"):
         model_of(causal=False).begin()
+
+
+# ---- encoders of transformers ----------------------------------------------------------------------------------------
+
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+           "vocab_size": 60, "max_position_embeddings": 40}
+
+
+@pytest.mark.parametrize("kind, longest", [("Bert", 40), ("Roberta", 38)])
+def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
+    """RoBERTa's positions begin after the number of the padding."""
+    config = getattr(transformers, f"{kind}Config")(**ENCODER)
+    model = transformers.AutoModel.from_config(config).eval()
+    model(input_ids=torch.full((1, longest), 7))
+    encoders.check_length(config, longest, "task.block")
+    with pytest.raises(ConfigError, match=f"task.block={longest + 1}: expected at most {longest} tokens"):
+        encoders.check_length(config, longest + 1, "task.block")
+
+
+@pytest.mark.parametrize("kind, head", [("Roberta", "AutoModelForMaskedLM"),
+                                        ("DistilBert", "AutoModelForSequenceClassification")])
+def test_encoders_that_are_not_bert(kind, head, tmp_path):
+    """Pretrained weights with another attention, and a head made anew."""
+    names = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+             "intermediate_size": "hidden_dim"}
+    sizes = {names.get(key, key): value for key, value in ENCODER.items()} if kind == "DistilBert" else ENCODER
+    saved = transformers.AutoModelForMaskedLM.from_config(getattr(transformers, f"{kind}Config")(**sizes))
+    saved.save_pretrained(tmp_path)
+    origin = encoders.origin_of(str(tmp_path), "uptrain")
+    model = encoders.load_model(head, encoders.load_config(origin), origin, Mechanism.of("favorpp", m=8)).eval()
+    assert model(input_ids=torch.full((2, 9), 7)).logits.isfinite().all()
+    loaded, weights = model.base_model.state_dict(), saved.base_model.state_dict()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)

@@ -1,22 +1,16 @@
 """task=locomotion and task=sweep: policies with implicit attention, evolution strategies, the worlds they act in."""
 
-import errno
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from refusals import check_refused
 
-from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
-from crt_exp.runner.exit_handling import Stopped
 from crt_exp.evolution import (Player, Search, centered_ranks, directions, environments, evolve, gradient, members,
                                play, play_all, restored, seeds_of)
 
@@ -36,8 +30,8 @@ class Field:
     channels, size, states, actions = 1, 4, 1, 2
     lead = np.array([[[6.0, 0], [0, 6], [0, 0]]])
 
-    def __init__(self, spoiled: int | None = None, dies: bool = False):
-        self.spoiled, self.dies = spoiled, dies
+    def __init__(self, spoiled: int | None = None):
+        self.spoiled = spoiled
 
     def reset(self, seed):
         self.seed, self.time = seed, 0
@@ -52,8 +46,6 @@ class Field:
         return environments.Observation(image, np.zeros(1))
 
     def step(self, action):
-        if self.dies:
-            os._exit(9)
         self.time += 1
         return self.seen(), -float(np.abs(action - self.goal).sum()), self.time == 2
 
@@ -65,8 +57,7 @@ def player(policy=POLICY, world=Field, attention="exact", **options):
 # ---- the policy
 
 
-@pytest.mark.parametrize("name, m", [("exact", None), ("uniform", None), ("favorp", 64), ("favor", 64),
-                                     ("hrf_angular", 8), ("nearfar", None)])
+@pytest.mark.parametrize("name, m", [("exact", None), ("favorp", 64), ("hrf_angular", 8), ("nearfar", None)])
 def test_patches_are_ranked_by_the_sums_of_columns(name, m):
     layer = Mechanism.of(name, m=m).layer(2, 4, scaling=1.0).eval()
     g = torch.Generator().manual_seed(0)
@@ -94,12 +85,6 @@ def test_the_policy_reads_only_what_it_attends_to():
     assert average.parameters == 8 and average.selected_patches(None, theta, images).all()
 
 
-@pytest.mark.parametrize("options, words", [({"patch": 3}, "expected a divisor"), ({"top": 65}, "expected 1 to 64")])
-def test_sizes_that_do_not_fit(options, words):
-    with pytest.raises(ConfigError, match=words):
-        ImplicitPolicy(1, 16, 1, 1, **options)
-
-
 # ---- the strategy
 
 
@@ -121,6 +106,7 @@ def test_ranks_take_the_place_of_returns():
     assert gradient(torch.tensor([0.5, -0.5, -0.5, 0.5]), eps, 0.1).tolist() == pytest.approx([2.5, -2.5, 0])
 
 
+@pytest.mark.slow
 def test_it_learns_where_to_look():
     """What it attends to is where the goal is: without attention it cannot know."""
     plan = Search(20, 16, 4, 0.5, 0.1, 100, 1, 16, 16, 1)
@@ -139,7 +125,7 @@ def test_seeds_are_recorded_and_never_shared_by_splits(tmp_path):
     assert play(player(), torch.zeros(1, POLICY.parameters), records[-1]["seeds"][:1]) != [0]
 
 
-@pytest.mark.parametrize("stop", [1, 2, 4])
+@pytest.mark.parametrize("stop", [1, 3])
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     whole = list(evolve(PLAN, player(), 0, 0, tmp_path / "whole"))
     run = evolve(PLAN, player(), 0, 0, tmp_path / "cut")
@@ -150,17 +136,13 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     assert torch.equal(states[0].theta, states[1].theta) and torch.equal(states[0].moments, states[1].moments)
 
 
-def test_a_state_without_its_records(tmp_path):
-    list(evolve(PLAN, player(), 0, 0, tmp_path))
-    with pytest.raises(CheckpointError, match="restore the file"):
-        next(evolve(PLAN, player(), 0, 2, tmp_path))
-
-
 def test_a_damaged_state_is_set_aside(tmp_path, capsys):
     whole = list(evolve(PLAN, player(), 0, 0, tmp_path))
     (tmp_path / "checkpoints/step-3/evolution.safetensors").write_bytes(b"")
     assert list(evolve(PLAN, player(), 0, 3, tmp_path)) == whole[3:]
     assert "checkpoints/step-3: damaged" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="restore the file"):
+        next(evolve(PLAN, player(), 0, 2, tmp_path))         # a state without its records
 
 
 @pytest.mark.slow
@@ -189,13 +171,6 @@ def test_rollouts_that_are_not_finite_are_dropped_and_counted():
 class NotFinite(Field):
     def step(self, action):
         return self.seen(), float("inf"), True
-
-
-@pytest.mark.slow
-def test_a_process_that_dies():
-    with pytest.raises(Stopped, match="a worker died.*resume=auto") as stopped:
-        play_all(player(dies=True), torch.zeros(4, POLICY.parameters), [1], 1, 2)
-    assert stopped.value.code == 1
 
 
 # ---- the worlds
@@ -263,7 +238,7 @@ SMALL = ["logger=none", "task.strategy.generations=2", "task.strategy.population
 LITTLE = {"locomotion": [*SMALL, "task.seconds=1.5"], "sweep": [*SMALL, "task.particles=4", "task.strokes=1"]}
 
 
-@pytest.mark.parametrize("task", LITTLE)
+@pytest.mark.parametrize("task", ["sweep", pytest.param("locomotion", marks=pytest.mark.slow)])
 def test_a_run_and_its_continuation(typed, tmp_path, task):
     run = [f"task={task}", "attention=hrf_angular", "features.m=8", *LITTLE[task], "+task.film=true",
            f"hydra.run.dir={tmp_path / 'run'}"]
@@ -274,53 +249,21 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
     records = [json.loads(line) for line in lines]
     assert [r["split"] for r in records] == ["train", "train", "validation", "test"] and records[-1]["final"]
     (tmp_path / "run/metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:3]))
-    code, out, err = typed(*run, "resume=auto", "task.workers=2")
+    code, out, err = typed(*run, "resume=auto")
     again = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert code == 0 and again["returns"] == records[-1]["returns"], err
 
 
-def test_a_film_that_a_full_disk_cuts_is_made_by_the_continuation(typed, tmp_path, monkeypatch):
-    """The run is not done without it, its error names it, and no part of it stays."""
-    run = ["task=sweep", "attention=uniform", *LITTLE["sweep"], "task.strategy.generations=0", "+task.film=true",
-           f"hydra.run.dir={tmp_path / 'run'}"]
-
-    def cut(image, path, *_, **__):
-        Path(path).write_bytes(b"GIF")
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Image.Image, "save", cut)
-        code, out, err = typed(*run)
-    assert code == 2 and f"{tmp_path / 'run/film.gif'} cannot be written: File too large; free space" in err
-    assert len(err.splitlines()) == 1 and not list((tmp_path / "run").glob("*.gif"))
-    code, out, err = typed(*run, "resume=auto")
-    assert code == 0 and (tmp_path / "run/film.gif").read_bytes()[:3] == b"GIF", err
-    assert [path.name for path in (tmp_path / "run").glob("*.gif")] == ["film.gif"]
-
-
-def test_a_film_of_the_first_parameters(typed, tmp_path):
-    code, out, err = typed("task=sweep", "attention=uniform", *LITTLE["sweep"], "task.strategy.generations=0",
-                           "+task.film=true", f"hydra.run.dir={tmp_path / 'run'}")
-    assert code == 0 and (tmp_path / "run/film.gif").read_bytes()[:3] == b"GIF", err
-
-
-def test_random_actions_need_no_training(typed, tmp_path):
-    code, out, err = typed("task=sweep", "task.looks=random", *LITTLE["sweep"], f"hydra.run.dir={tmp_path / 'run'}")
-    assert code == 0 and "0 rollouts of training" in out, err
-
-
 @pytest.mark.parametrize("options, words", [
     (["task=locomotion", "task.environment=Ant-v9"], ["environment 'Ant-v9'", "Ant-v5"]),
-    (["task=locomotion", "task.strategy.population=5"], ["task.strategy.population=5", "multiple of 2"]),
-    (["task=sweep", "task.particles=5000"], ["task.particles=5000", ">= 2 and <= 256"]),
     (["task=sweep", "task.policy.patch=5"], ["task.patch=5", "16 pixels"]),
     (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"])])
 def test_what_is_refused(typed, tmp_path, options, words):
     check_refused(typed(*options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words, tmp_path / "run")
 
 
-@pytest.mark.parametrize("task, packages", [("locomotion", "gymnasium and mujoco"), ("sweep", "mujoco")])
-def test_without_the_extra_one_line_names_it(typed, tmp_path, monkeypatch, task, packages):
+def test_without_the_extra_one_line_names_it(typed, tmp_path, monkeypatch):
     monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
-    check_refused(typed(f"task={task}", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"),
-                  [f"task={task}: {packages} missing", "pip install 'crt_exp[robotics]'"], tmp_path / "run")
+    check_refused(typed("task=locomotion", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"),
+                  ["task=locomotion: gymnasium and mujoco missing", "pip install 'crt_exp[robotics]'"],
+                  tmp_path / "run")

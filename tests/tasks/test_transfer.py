@@ -1,4 +1,4 @@
-"""Attention transfer: what a taught layer sees and learns, by the command line and for any model; what is refused."""
+"""Attention transfer and low-rank adapters: what a taught layer sees and learns, and the runs that go on from it."""
 
 import json
 import warnings
@@ -6,49 +6,26 @@ import warnings
 import pytest
 import torch
 from small_bert import write_text
+from small_images import write_images
 from swap_models import bert, gpt2, inputs, made, vit
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from crt_exp import swap_attention
+from crt_exp.config import instantiate
+from crt_exp.mechanism import Mechanism
+from crt_exp.runner import checkpoint
+from crt_exp.runner.command_line import compose
+from crt_exp.runner.trainer_config import Adapters
 from crt_exp.tasks.transfer import TransferModel, layer_parameters, swapped_layers, transfer_attention
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"learn": "parameters"}}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt", 300)
-
-
-@pytest.fixture
-def typed(typed, text, tmp_path):
-    def run(*args, directory="run"):
-        base = ["task=transfer", "task.causal=true", f"task.text={text}", "task.block=16", "trainer.batch=8",
-                f"task.init={tmp_path / 'exact'}", f"task.cache_dir={text.parent / 'cache'}", "logger=none",
-                "trainer.cpu=true"]
-        own = [b for b in base if not any(a.split("=")[0] == b.split("=")[0] for a in args)]
-        return typed(*own, f"hydra.run.dir={tmp_path / directory}", *args)
-    return run
-
-
-@pytest.fixture
-def exact(typed, tmp_path):
-    sizes = [f"task.sizes.{key}={value}" for key, value in SIZES.items()]
-    code, _, err = typed("task=mlm", "task.init=scratch", "task.vocabulary_size=300", *sizes, "attention=exact",
-                         "trainer.epochs=1", "trainer.lr=5e-3", directory="exact")
-    assert code == 0, err
-
-
-def last(directory):
-    return json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 # ---- any model
 
 
-@pytest.mark.parametrize("name", ARMS)
-@pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])
+@pytest.mark.parametrize("make, name", [(gpt2, "hedgehog"), (bert, "favorpp"), (gpt2, "favorsharp")])
 def test_a_taught_model_is_the_exact_one(make, name):
     """Its output, and with it every layer's input; its errors depend on no other layer; only the layers are trained."""
     plain, batch = made(make), inputs(make)
@@ -75,6 +52,7 @@ def test_a_taught_model_is_the_exact_one(make, name):
 @pytest.mark.parametrize("make", [gpt2, vit], ids=["gpt2", "vit"])
 def test_transfer_brings_any_model_nearer_to_exact(make):
     model, batches = swap_attention(made(make), "hedgehog", m=8), [inputs(make, seed=seed) for seed in range(4)]
+    passes = []
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     with torch.no_grad():
         before = TransferModel(model)
@@ -83,18 +61,14 @@ def test_transfer_brings_any_model_nearer_to_exact(make):
         hook.remove()
     for p in model.parameters():
         p.requires_grad_(True)
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
     assert transfer_attention(model, batches, steps=24, lr=3e-2) is model
+    hook.remove()
+    assert len(passes) == 4                                  # each batch is read once
     with torch.no_grad():
         then = sum(TransferModel(model)(**batch)[0] for batch in batches)
     assert (then < 0.7 * first).all() and not model.training
     assert wanted == [name for name, _ in model.named_parameters()]
-
-
-def test_the_model_reads_each_batch_once():
-    model, passes = swap_attention(made(gpt2), "hedgehog", m=4), []
-    model.register_forward_hook(lambda *_: passes.append(1))
-    transfer_attention(model, [inputs(gpt2, seed=seed) for seed in range(2)], steps=5)
-    assert len(passes) == 2
 
 
 def test_padding_teaches_nothing():
@@ -107,50 +81,131 @@ def test_padding_teaches_nothing():
     assert_close(taught(**batch, attention_mask=keep)[0], one)
 
 
-@pytest.mark.parametrize("name", ["window", "nearfar"])
-def test_nothing_to_learn_is_said(name):
-    with pytest.raises(ValueError, match=f"attention={name}: .*; use hedgehog"):
-        transfer_attention(swap_attention(made(bert), name), [inputs(bert)])
-
-
 def test_what_is_no_swapped_model_or_no_batch_is_refused():
     with pytest.raises(ValueError, match="BertModel: no swapped attention"):
         transfer_attention(made(bert), [inputs(bert)])
+    with pytest.raises(ValueError, match="attention=window: .*; use hedgehog"):
+        transfer_attention(swap_attention(made(bert), "window"), [inputs(bert)])
     with pytest.raises(ValueError, match="batches: empty"):
         transfer_attention(swap_attention(made(bert), "hedgehog", m=4), [])
 
 
-# ---- the command line
+# ---- runs
+
+HEDGEHOG = ["attention=hedgehog", "features.m=8"]
+TEXT = ["task.causal=true", "task.block=16", "task.cache_dir=null"]
+LORA = ["trainer.adapt=lora", "trainer.lora.rank=4", "trainer.lr=1e-2"]
 
 
-def test_a_run_of_transfer_and_what_goes_on_from_it(exact, typed, tmp_path):
-    """Nearer to exact with every record; the model it keeps has the swapped loss that was recorded."""
-    arm = ["attention=hedgehog", "features.m=8", "trainer.steps=12", "trainer.lr=3e-2"]
-    code, out, err = typed(*arm, "trainer.eval_every=6")
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """<root>/text and <root>/images: models with exact attention; <root>/text.txt."""
+    root = tmp_path_factory.mktemp("exact")
+    write_text(root / "text.txt", 300)
+    sizes = {"text": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48},
+             "images": {"width": 16, "depth": 2, "heads": 2, "patch": 4}}
+    tasks = {"text": ["task=mlm", f"task.text={root / 'text.txt'}", "task.vocabulary_size=300", *TEXT],
+             "images": ["task=imagenet", f"task.data_dir={write_images(root / 'data')}", "task.size=12"]}
+    for name, words in tasks.items():
+        task = instantiate(compose([*words, *[f"task.sizes.{k}={v}" for k, v in sizes[name].items()]]).task)
+        model = task.build(Mechanism.of("exact"))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)                          # sharp enough for attention to matter
+        task.export(model, model.state_dict(), root / name)
+    return root
+
+
+@pytest.fixture
+def run(typed, exact, tmp_path, monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+
+    def go(task, *args, directory="run"):
+        own = ([f"task.text={exact / 'text.txt'}", *TEXT] if task in ("mlm", "transfer") else
+               [f"task.data_dir={exact / 'data'}", "task.workers=0"])
+        return typed(f"task={task}", *own, "logger=none", "trainer.batch=8", "trainer.cpu=true", *args,
+                     f"hydra.run.dir={tmp_path / directory}")
+    return go
+
+
+def records(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
+    """LoLCATs' order: projections are learned first and then stay; adapters are trained and merged into one model."""
+    code, out, err = run("transfer", f"task.init={exact / 'text'}", *HEDGEHOG, "trainer.steps=12", "trainer.lr=3e-2",
+                         "trainer.eval_every=6")
     assert code == 0 and err == "" and "of exact attention, worst layer" in out, err
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    errors = [line["error"] for line in lines if line["split"] == "validation" and not line.get("final")]
+    found = records(tmp_path / "run")
+    errors = [line["error"] for line in found if line["split"] == "validation" and not line.get("final")]
     assert errors[1] < errors[0] <= 1.5
-    code, _, err = typed("task=mlm", "attention=hedgehog", "features.m=8", f"task.init={tmp_path / 'run'}",
-                         "trainer.steps=0", directory="on")
+    code, _, err = run("mlm", f"task.init={exact / 'text'}", "attention=exact", "trainer.steps=0", directory="exact")
+    assert code == 0 and found[-1]["exact_loss"] == pytest.approx(records(tmp_path / "exact")[-1]["loss"], rel=1e-5)
+    code, _, err = run("mlm", f"task.init={tmp_path / 'run'}", *HEDGEHOG, "trainer.steps=0", directory="on")
+    assert code == 0 and records(tmp_path / "on")[-1]["loss"] == pytest.approx(found[-1]["loss"], rel=1e-5), err
+    pytest.importorskip("peft")
+    code, _, err = run("mlm", f"task.init={tmp_path / 'run'}", *HEDGEHOG, *LORA, "trainer.lora.merge=true",
+                       "trainer.steps=4", directory="light")
     assert code == 0, err
-    assert last(tmp_path / "on")["loss"] == pytest.approx(last(tmp_path / "run")["loss"], rel=1e-5)
-    code, _, err = typed("task=mlm", f"task.init={tmp_path / 'exact'}", "attention=exact", "trainer.steps=0",
-                         directory="base")
-    assert last(tmp_path / "run")["exact_loss"] == pytest.approx(last(tmp_path / "base")["loss"], rel=1e-5)
+    before, after = (checkpoint.load_tensors(tmp_path / each / "model" / "model.safetensors")
+                     for each in ("run", "light"))
+    moved = {name for name in after if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert moved == {f"transformer.h.{i}.attn.{name}.weight" for i in range(2) for name in ("c_attn", "c_proj")}
 
 
-def test_bad_input_is_told_and_leaves_nothing(exact, typed, tmp_path):
-    arm = ["attention=hedgehog", "features.m=8"]
-    assert typed(*arm, "trainer.steps=1")[0] == 0
-    cases = [([*arm, "task.init=scratch"], "task.init=scratch: expected a model trained with exact attention; set"),
-             ([*arm, "task.init=uptrain"], "task.init=uptrain: expected a model trained with exact attention; set"),
-             ([*arm, f"task.init={tmp_path / 'run'}"], f"task.init={tmp_path / 'run/model'}: expected exact attention"),
-             (["attention=exact"], "attention=exact: expected an approximate method"),
-             (["attention=window"], "attention=window: has nothing to train; use"),
-             (["attention=favorpp", "features.m=8"], "trainer.steps=0 to evaluate"),
-             ([*arm, "trainer.adapt=lora"], "not supported with trainer.adapt")]
-    for i, (args, words) in enumerate(cases):
-        code, _, err = typed(*args, directory=f"bad-{i}")
-        assert code == 2 and words in err and len(err.strip().splitlines()) == 1, err
-        assert not (tmp_path / f"bad-{i}").exists()
+def test_peft_loads_the_adapters_onto_the_swapped_model(run, exact, tmp_path):
+    peft = pytest.importorskip("peft")
+    favorp = ["attention=favorp", "features.m=8"]
+    code, _, err = run("mlm", "task.init=uptrain", f"task.model={exact / 'text'}", *favorp, *LORA, "trainer.steps=6")
+    assert code == 0, err
+    model = swap_attention(AutoModelForCausalLM.from_pretrained(exact / "text" / "model"), "favorp", m=8).eval()
+    ids = torch.arange(10)[None] + 20
+    with torch.no_grad():
+        before = model(ids).logits
+        loaded = peft.PeftModel.from_pretrained(model, tmp_path / "run" / "adapter").eval()
+        assert not torch.allclose(loaded(ids).logits, before, atol=1e-4)
+    kept = checkpoint.load_tensors(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name.replace(".weight", ".default.weight")], t) for name, t in kept.items())
+    code, _, err = run("mlm", f"task.init={tmp_path / 'run'}", *favorp, directory="on")
+    assert code == 2 and "only adapters are saved (adapter/); run it with trainer.lora.merge=true" in err
+
+
+def test_a_new_head_is_trained_with_the_adapters():
+    """The weights that a source lacks, here those of a classifier."""
+    pytest.importorskip("peft")
+    model = torch.nn.ModuleDict({"encoder": made(bert), "classifier": torch.nn.Linear(16, 2)})
+    model.__dict__["made_anew"] = ["classifier.bias", "classifier.weight"]
+    adapters = Adapters(model, {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ["query"], "also": [],
+                                "merge": False})
+    assert {"classifier.weight", "classifier.bias"}.isdisjoint(adapters.stay)
+    assert all(p.requires_grad for p in model["classifier"].parameters())
+
+
+def test_a_classifier_is_taught_and_goes_on(run, exact, tmp_path):
+    code, out, err = run("transfer_vision", f"task.init={exact / 'images'}", *HEDGEHOG, "trainer.steps=6",
+                         "trainer.eval_every=3", "trainer.lr=3e-2")
+    assert code == 0 and "of exact attention, worst layer" in out, err
+    found = records(tmp_path / "run")
+    errors = [line["error"] for line in found if line["split"] == "val" and not line.get("final")]
+    assert errors[-1] < errors[0]
+    code, _, err = run("imagenet", f"task.init={tmp_path / 'run'}", *HEDGEHOG, "trainer.steps=0", directory="on")
+    last = records(tmp_path / "on")[-1]
+    assert code == 0 and last["loss"] == pytest.approx(found[-1]["loss"], rel=1e-5), err
+    code, _, err = run("transfer_vision", f"task.init={tmp_path / 'run'}", *HEDGEHOG, directory="again")
+    assert code == 2 and f"task.init={tmp_path / 'run'}: expected exact attention; different keys" in err
+
+
+@pytest.mark.parametrize("task, args, words", [
+    ("transfer", ["task.init=scratch", *HEDGEHOG], "task.init=scratch: expected a model trained with exact attention"),
+    ("transfer", ["attention=favorpp", "features.m=8"], "trainer.steps=0 to evaluate"),
+    ("transfer_vision", ["attention=window"], "attention=window: has nothing to train; use"),
+    ("transfer_vision", [*HEDGEHOG, "task.new_head=true"], "task.new_head=true: not supported")], ids=str)
+def test_what_is_refused(task, args, words, run, exact, tmp_path):
+    start = [] if args[0].startswith("task.init") else [
+        f"task.init={exact / ('text' if task == 'transfer' else 'images')}"]
+    code, _, err = run(task, *start, *args, "trainer.steps=1")
+    assert code == 2 and words in err and len(err.strip().splitlines()) == 1, err
+    assert not (tmp_path / "run").exists()
