@@ -109,7 +109,7 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch):
     torch.manual_seed(0)
     model = BertModel(BertConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                                  intermediate_size=16, initializer_range=0.5)).eval()
-    monkeypatch.setattr(pretrained, "encoder", lambda name: (model, Letters()))
+    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name, kind: (model, Letters()))
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
@@ -162,6 +162,5 @@ def test_speech_that_attention_is_fitted_to_is_not_judged(speaker):
 @pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])
 def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(model, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    probe = pretrained.load_model_and_tokenizer if model.startswith("smol") else pretrained.encoder
     with pytest.raises(ConfigError, match=f"models/{model}: .*run `python -m crt_exp.data fetch models/{model} "):
-        probe(f"models/{model}")
+        pretrained.load_model_and_tokenizer(f"models/{model}")
