@@ -138,7 +138,9 @@ def peak_increase(call: Call, device: torch.device | str | None = None) -> float
         call()
         wait_for(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    before = reset_peak()
+    with open("/proc/self/clear_refs", "w") as f:
+        f.write("5")  # resets the peak to the current use
+    before = peak()
     call()
     return (peak() - before) / 2**20
 
@@ -151,13 +153,6 @@ def trim_memory() -> None:
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def reset_peak() -> int:
-    """Reset the peak memory of the process to the current use; return it in bytes."""
-    with open("/proc/self/clear_refs", "w") as f:
-        f.write("5")
-    return peak()
 
 
 def peak() -> int:

@@ -55,7 +55,6 @@ class LinearAttention(AttentionLayer):
     Subclasses define
 
     - `estimate(q, k, v, key_mask=None)`: the output of `forward`, without redraws, recorded statistics or counts;
-    - `calibration()`: a context in which passes in eval mode replace the fitted state of the layer;
     - `decoding()`: a new state for token-by-token causal attention on x = `scaled(q)`.
 
     Args:
@@ -64,6 +63,7 @@ class LinearAttention(AttentionLayer):
     """
 
     recurrent_heads: int     # heads of keys and values in a decoding state
+    clusters: nn.Module | None    # state that is fitted to vectors or sequences
     learns: bool             # whether calls use the state of earlier calls or of a calibration
     serves_causal: bool      # whether calls may be causal: a layer may switch between calls
     version: object          # changes whenever decoding states become invalid
@@ -78,6 +78,19 @@ class LinearAttention(AttentionLayer):
     def past(self) -> RecurrentPast:
         """Return a decoding state that takes q, k and v as `forward` does."""
         return RecurrentPast(self)
+
+    @contextmanager
+    def calibration(self) -> Iterator[None]:
+        """Replace the fitted state by that of the passes in eval mode within the context."""
+        self.calibrated = 0
+        if self.clusters is not None:
+            self.clusters.calibrate(True)
+        try:
+            yield
+        finally:
+            self.calibrated = None
+            if self.clusters is not None:
+                self.clusters.calibrate(False)
 
     @property
     def scale(self) -> float:

@@ -55,8 +55,8 @@ class Buffer:
     amortized O(1). A state that did not write the last rows gets a buffer of its own.
     """
 
-    def __init__(self, tensor: Tensor, used: int = 0):
-        self.tensor, self.used = tensor, used
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.used = tensor, 0
 
     def append(self, length: int, new: Tensor) -> "Buffer":
         end, buffer = length + new.shape[2], self
@@ -74,48 +74,25 @@ class KeysPast:
     """Decoding state that stores the keys and values of all tokens.
 
     Memory and the time of the next token are O(S).
-
-    Args:
-        window: number of tokens that the last token of a step sees, including itself; None for all. Earlier tokens are
-            dropped when the next step begins.
     """
 
-    def __init__(self, layer: Baseline, window: int | None = None):
-        self.layer, self.window = layer, window
-        self.length, self.held, self.buffers = 0, 0, ()            # tokens received, and stored
+    def __init__(self, layer: Baseline):
+        self.layer, self.length, self.buffers = layer, 0, ()
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append T tokens and return their outputs (B,H,T,dv), without gradient.
 
-        q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled. Raises ValueError if T exceeds the window.
+        q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled.
         """
         self.layer.check_call(q, k)
-        self._forget(q.shape[2])
         root = self.layer.scaling**0.5
         new = self.layer.keys(q, k) * root, v
         buffers = self.buffers or [Buffer(t[:, :, :0]) for t in new]
-        self.buffers = tuple(buffer.append(self.held, t) for buffer, t in zip(buffers, new))
-        self.length, self.held = self.length + q.shape[2], self.held + q.shape[2]
-        keys, values = (buffer.tensor[:, :, :self.held] for buffer in self.buffers)
+        self.buffers = tuple(buffer.append(self.length, t) for buffer, t in zip(buffers, new))
+        self.length += q.shape[2]
+        keys, values = (buffer.tensor[:, :, :self.length] for buffer in self.buffers)
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
-
-    def _forget(self, new: int) -> None:
-        """Drop the oldest tokens until `new` more fit into the window."""
-        if self.window is None or self.held + new <= self.window:
-            return
-        if new > self.window:
-            raise ValueError(f"T={new}: expected at most window={self.window} tokens per step")
-        first, self.held = self.held + new - self.window, self.window - new
-        self.buffers = tuple(Buffer(buffer.tensor[:, :, first:first + self.held].clone(), self.held)
-                             for buffer in self.buffers)
-
-
-class WholePast(KeysPast):
-    """Decoding state of attention to positions of the whole sequence: drops no token."""
-
-    def _forget(self, new: int) -> None:
-        pass
 
 
 class NoPast:
@@ -272,30 +249,24 @@ class Exact(Baseline):
     """Softmax attention by torch's fused kernels."""
 
     position_dependent = False
-
-    def attend(self, x, y, v, *, causal, key_mask):
-        return exact_attention(x, y, v, causal=causal, key_mask=key_mask)
+    attend = staticmethod(exact_attention)
 
 
 class Identity(Baseline):
     """Attention that returns its values: an upper bound on speed ("X" in Performers)."""
 
     can_cross = False
+    attend = staticmethod(identity_attention)
 
     def past(self):
         return NoPast()
-
-    def attend(self, x, y, v, *, causal, key_mask):
-        return identity_attention(x, y, v, causal=causal, key_mask=key_mask)
 
 
 class Uniform(Baseline):
     """Mean of the visible values: the control without queries and keys."""
 
     position_dependent = False
-
-    def attend(self, x, y, v, *, causal, key_mask):
-        return uniform_attention(x, y, v, causal=causal, key_mask=key_mask)
+    attend = staticmethod(uniform_attention)
 
 
 @checked("attention")
@@ -319,11 +290,6 @@ class Window(Baseline):
         if self.causal:
             return (self.first // self.block + 2) * self.block
         return max(2 * self.block, self.first)
-
-    def past(self):
-        if not self.causal:
-            raise ValueError("causal=False: decoding needs causal=True")
-        return WholePast(self)
 
     def attend(self, x, y, v, *, causal, key_mask):
         if not causal and x.shape[2] != y.shape[2]:

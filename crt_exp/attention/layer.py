@@ -204,9 +204,7 @@ class RandomFeatureAttention(Redraws, Running):
         return {name: noise.rows() for name, noise in self._draw(draw).items()}
 
     def fitted_params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
-        if not self.phi.fitted:
-            return self.phi.fit(None)
-        if self.causal or self.clusters is not None:
+        if not self.phi.fitted or self.causal or self.clusters is not None:
             return self._running_params()
         own = not self.cross and q.shape[2] == k.shape[2]
         stats = grouped_statistics(q, k, key_mask, self.scale) if own else self._without_queries(k, key_mask)
@@ -276,17 +274,10 @@ class RandomFeatureAttention(Redraws, Running):
 
         Running statistics become the unweighted mean over the passes. Maps that are fitted to vectors use all passes.
         """
-        self.calibrated = 0 if self.keeps_statistics or self.clusters is not None else None
         if self.keeps_statistics:
             self._forget()
-        if self.clusters is not None:
-            self.clusters.calibrate(True)
-        try:
+        with super().calibration():
             yield
-        finally:
-            self.calibrated = None
-            if self.clusters is not None:
-                self.clusters.calibrate(False)
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in self.gaussian:

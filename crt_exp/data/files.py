@@ -58,7 +58,8 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
         return make()
     folder = Path(directory).expanduser() / key
     try:
-        with directory_lock(folder.parent):                  # only one rank makes the arrays
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder.parent}.lock"):              # only one rank makes the arrays
             if not folder.exists():
                 with TemporaryDirectory(dir=folder.parent) as place:
                     part = Path(place, key)
@@ -72,12 +73,6 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
         return {path.stem: np.load(path, "r") for path in folder.iterdir()}
     except ValueError as error:
         raise DataError(f"{folder}: {error}; remove this folder to rebuild it") from None
-
-
-def directory_lock(directory: Path) -> FileLock:
-    """Create the directory and return its lock between processes."""
-    directory.mkdir(parents=True, exist_ok=True)
-    return FileLock(f"{directory}.lock")
 
 
 def key_of(*parts: Any) -> str:

@@ -245,15 +245,11 @@ class Singles:
 
 
 @dataclass(frozen=True)
-class Chains:
+class Chains(Singles):
     """All sequences joined with END tokens, in rows of exactly L tokens.
 
     Tokens that do not fill a last row are left out.
     """
-
-    sequences: Sequences
-    rows: np.ndarray
-    longest: int
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -314,7 +310,7 @@ def statistics(lengths: np.ndarray) -> dict[str, float]:
             "length_median": float(np.median(lengths))}
 
 
-def frequencies(rows: Singles | Chains) -> np.ndarray:
+def frequencies(rows: Singles) -> np.ndarray:
     """Letter frequencies with add-one smoothing, (25,).
 
     At most COUNTED rows are counted, spread evenly. They define the empirical baseline of Performers C.2.

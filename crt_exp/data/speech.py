@@ -319,14 +319,6 @@ def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> l
     return kept
 
 
-def rounded_up(seconds: float) -> float:
-    """Round up to a quarter of a second.
-
-    Rows of equal cost are permuted, so that batches differ between epochs.
-    """
-    return math.ceil(4 * seconds) / 4
-
-
 def random_intervals(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:
     """Random intervals (count, 2) int64: first index, last index + 1.
 

@@ -26,7 +26,7 @@ from crt_exp.features.statistics import check_kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.options import whole_number
 from crt_exp.samplers import Noise
-from crt_exp.samplers.blocks import one_thread
+from crt_exp.times import threads
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache
@@ -103,7 +103,7 @@ class RandomFeatureEstimator(BaseEstimator):
         generator = torch.Generator().manual_seed(seed)
 
         def draw(p: Projections) -> Noise:
-            with one_thread():  # matrices are small
+            with threads(1):  # matrices are small
                 return self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
 
         self.noise_ = self.map_.noise(m, draw)
@@ -171,11 +171,6 @@ class RandomFeatureEstimator(BaseEstimator):
             raise ValueError(f"X has entries below the fitted minimum of {name}: use margin=1.0 (now "
                              f"{self.map_.margin}), or mechanism='oprf'")
         return x
-
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = False
-        return tags
 
 
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crt_exp.estimators import FLOATS, RandomFeatures, blocks, label_set, validate_rows
 from crt_exp.options import whole_number
-from crt_exp.samplers.blocks import one_thread
+from crt_exp.times import threads
 
 Choice = Literal["gcv", "evidence"]
 ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # rounding error of eigenvalues, relative to their sum
@@ -83,7 +83,7 @@ class Solution:
         shift = sums.targets / sums.weight
         self.targets = shift + sums.origin
         squares = (sums.squares - sums.targets * shift).clamp(min=0)
-        with one_thread():  # more threads wait for each other on busy cores
+        with threads(1):  # more threads wait for each other on busy cores
             values, self.basis = torch.linalg.eigh(sums.gram - torch.outer(sums.features, self.mean))
         least = max(floor * float(sums.gram.trace()), torch.finfo(values.dtype).tiny)
         self.values = torch.where(values > (0 if isinstance(alpha, Real) and alpha else least), values, 0.0)

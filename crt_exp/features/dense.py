@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import BoundMap, FeatureMap, Features, broadcast_matrix, check_finite, log_cosh
+from crt_exp.features.base import BoundMap, FeatureMap, broadcast_matrix, check_finite, log_cosh
 from crt_exp.features.complex_exponential import apply_matrix, apply_to_pairs, inverse_transposed
 from crt_exp.features.exponential import OPRF, OPRFParams, PositiveExponential, log_mean_exp2, optimal_a, sq_norm
 from crt_exp.features.statistics import Moments, Statistics
@@ -60,12 +60,9 @@ class Dense(PositiveExponential):
 
     def bind(self, noise: Noise, params: SDERFParams) -> BoundMap:
         weight, G = self._weight(noise, params), params.balance
-        side = partial(self._of_side, noise=noise, weight=weight, h=params.shift)
+        side = lambda x, G: self._phi(self._moved(x, G, params.shift), noise, weight)
         of_queries = partial(side, G=G)
         return BoundMap(of_queries, of_queries if G is None else partial(side, G=inverse_transposed(G)))
-
-    def _of_side(self, x: Tensor, noise: Noise, weight: Tensor, h: Tensor | None, G: Tensor | None) -> Features:
-        return self._phi(self._moved(x, G, h), noise, weight)
 
     def writer(self, noise, params):
         return FeatureMap.writer(self, noise, params)  # the parent's writer skips shift and balance
@@ -182,7 +179,9 @@ class SDERF(Dense):
                                                                                                                  inverse)
         h = x_mean + y_mean
         spread = x + y if self.centred else x + y + self._square(h)
-        return SDERFParams(optimal_root(spread), h if self.centred else None, G)
+        # R of the optimal A: of least mean log second moment (CRT eq. (7) in each principal direction)
+        root = matrix_function(spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0))))
+        return SDERFParams(root, h if self.centred else None, G)
 
     def unfitted(self, d: int) -> SDERFParams:
         unit = torch.ones(1, d, dtype=torch.float64) if self.diagonal else torch.eye(d, dtype=torch.float64)
@@ -234,14 +233,6 @@ def matrix_function(M: Tensor, function) -> Tensor:
     return (Q * function(values).unsqueeze(-2)) @ Q.mT
 
 
-def optimal_root(spread: Tensor) -> Tensor:
-    """Return R of the optimal A, given the mean of (s - h)(s - h)^T.
-
-    A has least mean log second moment (CRT eq. (7) in each principal direction).
-    """
-    return matrix_function(spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0))))
-
-
 def balance(x: Tensor, y: Tensor) -> Tensor:
     """Return the symmetric positive G of least trace(G x G + G^-1 y G^-1).
 
@@ -272,9 +263,7 @@ class AutoParams(NamedTuple):
     balance: Tensor
     choice: Tensor  # (..., 1, 1)
 
-    @property
-    def A(self) -> Tensor:
-        return sizes_of_a(self.root)
+    A = SDERFParams.A
 
 
 @dataclass(frozen=True)

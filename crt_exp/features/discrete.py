@@ -47,7 +47,12 @@ class DiscreteParams(NamedTuple):
 
 @dataclass(frozen=True)
 class DiscreteRF(FeatureMap):
-    """Base class of discrete maps; the sign of a feature is prod_l sgn(x_l)^omega_l."""
+    """Base class of discrete maps; the sign of a feature is prod_l sgn(x_l)^omega_l.
+
+    Subclasses define `_rate(stats, shift)`, `_quantile(g, rate)` (the counts), and `_log_weights(counts, params)`: the
+    terms of -1/2 sum_l log(omega_l! P(omega_l)). The first term (..., 1, m) depends on the counts; the second (..., 1,
+    1) is constant.
+    """
 
     def fit(self, stats: Statistics) -> DiscreteParams:
         shift = self._shift(stats)
@@ -56,9 +61,6 @@ class DiscreteRF(FeatureMap):
     def _shift(self, stats: Statistics) -> Tensor | None:
         """Return c (..., 1, d), or None for maps without shift."""
         return None
-
-    def _rate(self, stats: Statistics, shift: Tensor | None) -> Tensor:
-        raise NotImplementedError
 
     def bind(self, noise: Noise, params: DiscreteParams) -> BoundMap:
         weight, half_odd = self._weights(noise, params)
@@ -126,16 +128,6 @@ class DiscreteRF(FeatureMap):
             raise ValueError(f"sampler: {type(self).__name__} needs exactly Gaussian projections; use iid, orthogonal "
                              "with lengths=chi, simplex, or scrambled halton or sobol")
         return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
-
-    def _quantile(self, g: Tensor, rate: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _log_weights(self, counts: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
-        """Return the terms of -1/2 sum_l log(omega_l! P(omega_l)).
-
-        The first term (..., 1, m) depends on the counts; the second (..., 1, 1) is constant.
-        """
-        raise NotImplementedError
 
     def _shifted(self, x: Tensor, y: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
         x, y = x.double(), y.double()

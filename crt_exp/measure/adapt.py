@@ -24,7 +24,7 @@ from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import SwapMeasurement, pretrained
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.trainer_config import Adapters
-from crt_exp.swap.calibration import learns
+from crt_exp.swap.calibration import learns, swapped_states
 from crt_exp.tasks.transfer import (TransferModel, calibrate, layer_parameters, release, swapped_layers,
                                     transfer_attention)
 from crt_exp.tasks.mlm import following
@@ -306,7 +306,7 @@ class AdaptPretrained(SwapMeasurement):
                                  given), 0.0
         found = self.readings(model)
         yield from after(0, found, minutes)
-        if can_learn(model):
+        if learns(model) or layer_parameters(swapped_states(model)):
             minutes = milliseconds(lambda: transfer_attention(model, given, self.transfer, self.transfer_lr),
                                    clock=PROCESSOR) / MINUTE
             found = self.readings(model)
@@ -328,11 +328,6 @@ class AdaptPretrained(SwapMeasurement):
 def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:
     yield from ({"step": step, "text": kind, "above": values} for kind, values in found.items())
     yield {"step": step, "sample": "", "minutes": minutes, "cost": float(np.mean([*found.values()]))}
-
-
-def can_learn(model: nn.Module) -> bool:
-    return any("swapped" in part._modules for part in model.modules()) and (
-        learns(model) or bool(layer_parameters(swapped_layers(model))))
 
 
 def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:

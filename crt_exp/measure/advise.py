@@ -104,7 +104,7 @@ def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> n
     """
     origin = origin_of(name)
     config = encoders.load_config(origin)
-    refuse_other(name, encoders.saved_attention(config))
+    encoders.check_exact(f"task.model={name}", encoders.saved_attention(config))
     found = [kind for architecture in config.architectures or () for end, kind in kinds.items()
              if architecture.endswith(end)]
     if not found and otherwise is None:
@@ -130,11 +130,6 @@ def config_of(name: str) -> Mapping[str, Any] | None:
     """
     file = Path(encoders.folder_of(name, "task.model")) / CONFIG
     return json_object(file) if file.is_file() else None
-
-
-def refuse_other(name: str, described: Mapping[str, Any]) -> None:
-    if changed := encoders.differing_keys(dict(described), encoders.EXACT):
-        raise ValueError(f"task.model={name}: expected exact attention; different keys: {', '.join(changed)}")
 
 
 # ---- text
@@ -206,7 +201,7 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
         return vision.build(description, Mechanism.of("exact"), "pretrained").eval(), description.classes, \
             description.transform()
     if config is not None and "architecture" in config:
-        refuse_other(name, config.get("crt_exp", {}).get("described", encoders.EXACT))
+        encoders.check_exact(f"task.model={name}", config.get("crt_exp", {}).get("described", encoders.EXACT))
         return vision.load(name)
     loaded, processor = load(name, VISION), part_of(name, "AutoImageProcessor")
     return (loaded, tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels)),
@@ -253,7 +248,7 @@ def read_utterances(source: str) -> list[speech.Utterance]:
 
 def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:
     known, tensors = conformer_transducer.load(run, "task.model")
-    refuse_other(run, known.mechanism.describe())
+    encoders.check_exact(f"task.model={run}", known.mechanism.describe())
 
     def batch(utterance: speech.Utterance) -> dict[str, Tensor]:
         if not utterance.text:

@@ -99,7 +99,7 @@ def scale_of(mean_sq_sum: float, d: int) -> float:
 
 
 @checked("task")
-class ErrorByLayer(Measurement):
+class ErrorByLayer(SwapMeasurement):
     """task=error_by_layer: error of the hidden states (Performers Figure 14).
 
     All attention layers are approximated. The record has the relative error after each layer, and `growth`: the error
@@ -112,7 +112,6 @@ class ErrorByLayer(Measurement):
     """
 
     metric = "growth"
-    measures_whole = staticmethod(lambda mechanism: True)
 
     def __init__(self, sum: Positive, length: Count, heads: Count, d: Count, depth: Count, texts: Count,
                  init: str | None = None):

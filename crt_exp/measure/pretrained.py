@@ -72,9 +72,9 @@ def folder_of(model: str) -> Path:
 
 
 @lru_cache(maxsize=1)
-def load_model_and_tokenizer(model: str) -> Opened:
+def load_model_and_tokenizer(model: str, kind: type = AutoModelForCausalLM) -> Opened:
     folder = folder_of(model)
-    return Opened(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+    return Opened(kind.from_pretrained(folder, dtype=torch.float32).eval(),
                   AutoTokenizer.from_pretrained(folder))
 
 
@@ -216,12 +216,6 @@ class SwapText(SwapMeasurement):
 # ---- an encoder of sentences
 
 
-@lru_cache(maxsize=1)
-def encoder(model: str) -> tuple[nn.Module, Any]:
-    folder = folder_of(model)
-    return AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
-
-
 @checked("task")
 class SwapEmbeddings(SwapMeasurement):
     """task=swap_embeddings: cosine of an encoder's mean states to exact attention's.
@@ -236,7 +230,7 @@ class SwapEmbeddings(SwapMeasurement):
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        model, tokenizer = encoder(self.model)
+        model, tokenizer = load_model_and_tokenizer(self.model, AutoModel)
         def of_wikitext2(split: str) -> Tensor:
             file = official_file("wikitext2", split)
             return torch.from_numpy(local_blocks(file, tokenizer, self.length, FOLDER / "tokens").astype(np.int64))

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from crt_exp.config import unknown
 from crt_exp.data.text import IGNORED
-from crt_exp.features import OPRF, FeatureMap, Features, Statistics
+from crt_exp.features import OPRF, FeatureMap, Statistics
 from crt_exp.features.base import Params
-from crt_exp.features.blocks import Blocks
 from crt_exp.measure import Measurement
 from crt_exp.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.mechanism import Mechanism
@@ -277,19 +276,15 @@ def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> C
     keys: (V, d).
     """
     bound = phi.bind(noise, params)
-    values, logs = dense(bound.phi_k(keys))
+    values, logs = bound.phi_k(keys).dense()
     largest = logs.amax(-2, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)  # finite for empty clusters
     table = (values * (logs - largest).exp()).mT
 
     def estimate(queries: Tensor) -> Tensor:
-        values, logs = dense(bound.phi_q(queries))
+        values, logs = bound.phi_q(queries).dense()
         logs = logs + largest
         return (values * (logs - logs.amax(-1, keepdim=True)).exp()) @ table
     return estimate
-
-
-def dense(features: Features | Blocks) -> Features:
-    return features if isinstance(features, Features) else features.dense()
 
 
 def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK) -> dict:

@@ -119,6 +119,12 @@ def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             for k in sorted(old | new) if old.get(k) != new.get(k)]
 
 
+def check_exact(named: str, described: dict[str, Any]) -> None:
+    """Raise ConfigError for weights that were saved with other than exact attention."""
+    if changed := differing_keys(described, EXACT):
+        raise ConfigError(f"{named}: expected exact attention; different keys: {', '.join(changed)}")
+
+
 def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted names and values of nested dictionaries."""
     for key, value in node.items():

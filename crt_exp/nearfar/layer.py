@@ -7,7 +7,6 @@ and y = scale k.
 """
 
 import math
-from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
@@ -77,6 +76,7 @@ class NearFar(LinearAttention):
                  kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
                  normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
+        self.recurrent_heads = self.kv_heads
         self.preset, self.first_order = preset, first_order
         given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order, "open": open,
                  "exact_until": exact_until}
@@ -140,10 +140,6 @@ class NearFar(LinearAttention):
     # ---- learned state and decoding
 
     @property
-    def recurrent_heads(self) -> int:
-        return self.kv_heads
-
-    @property
     def learns(self) -> bool:
         """Whether calls use the state of earlier calls or of a calibration."""
         return self.clusters is not None and self.cross
@@ -162,18 +158,6 @@ class NearFar(LinearAttention):
         if transforming():
             raise ValueError("training mode updates state, which torch.func cannot trace: call eval() first")
         self.clusters.advance()
-
-    @contextmanager
-    def calibration(self):
-        self.calibrated = 0
-        if self.clusters is not None:
-            self.clusters.calibrate(True)
-        try:
-            yield
-        finally:
-            self.calibrated = None
-            if self.clusters is not None:
-                self.clusters.calibrate(False)
 
     def extra_repr(self) -> str:
         opens = f"open={self.sizes.open}, " if self.causal else ""

@@ -227,7 +227,8 @@ def page_text(page: Any, rows: Rows, tested: Sequence[TestedClaim], tables: Mapp
     (title, first), *others = tables.items()
     whole = size == "small" and not part
     sections = [f"# {page.title}", page.finding if whole else f"Part: {part}." if part else f"SIZE={size}.",
-                "\n".join(claim_lines(tested)), f"![{page.title}]({page.name}.png)" if picture else "",
+                "\n".join(_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))),
+                f"![{page.title}]({page.name}.png)" if picture else "",
                 f"## {title}\n\n{to_markdown(first)}",
                 details("All claims", f"{claims_table(tested)}\n\n{INTERVAL}") if tested else "",
                 *(details(name, to_markdown(table)) if len(table) <= LONG else "" for name, table in others),
@@ -252,12 +253,8 @@ def measurement_details(page: Any, rows: Rows, folder: Path, size: str, part: st
 # ---- claims
 
 
-def claim_lines(tested: Sequence[TestedClaim]) -> list[str]:
-    """Format each claim, with all its cases, as one Markdown bullet."""
-    return [_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))]
-
-
 def _line(cases: Sequence[TestedClaim]) -> str:
+    """Format a claim, with all its cases, as one Markdown bullet."""
     claim, first = cases[0].claim, cases[0]
     papers = dict.fromkeys(each.paper for each in cases if each.paper)
     paper = f" (paper: {next(iter(papers))})" if len(papers) == 1 else ""

@@ -106,8 +106,9 @@ def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "
     """
     missing = [run for run in runs if not is_finished(folder / run.name)]
     failed = []
+    own = [f"logger={os.environ.get('LOGGER', 'none')}", "resume=auto"]
     for alone, group in itertools.groupby(missing, lambda run: run.alone):
-        jobs = [(run, _overrides(run, home)) for run in group]
+        jobs = [(run, [*(each.replace(HOME, str(home)) for each in run.overrides), *own]) for run in group]
         for _, overrides in jobs:
             prepare(overrides)
         failed += (_run_in_processes if alone else _launch)(jobs, folder, launcher)
@@ -119,11 +120,6 @@ def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "
 def is_finished(directory: Path) -> bool:
     records = read_records(directory / "metrics.jsonl")
     return bool(records and records[-1].get("final")) or (directory / DIVERGED).is_file()
-
-
-def _overrides(run: Run, home: Path) -> list[str]:
-    logger = os.environ.get("LOGGER", "none")
-    return [*(override.replace(HOME, str(home)) for override in run.overrides), f"logger={logger}", "resume=auto"]
 
 
 def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:

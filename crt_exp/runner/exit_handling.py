@@ -18,7 +18,7 @@ from typing import Any
 from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
-from crt_exp.data import inside_torchrun, rank
+from crt_exp.data import DataError, inside_torchrun, rank
 from crt_exp.runner.configuration import directory_override, is_sweep, output_directory, override
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
@@ -82,8 +82,6 @@ class StopSignals:
 @contextmanager
 def report_errors() -> Iterator[None]:
     """End the run with one message, without traceback, for user errors and signals."""
-    from crt_exp.data import DataError
-
     try:
         yield
     except KeyboardInterrupt:

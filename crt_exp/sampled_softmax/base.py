@@ -101,11 +101,6 @@ def concatenate_samples(parts: list[Drawn]) -> Drawn:
     return Drawn(torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets)
 
 
-def exclude_target(log_q: Tensor, target_log_q: Tensor) -> Tensor:
-    """Return log(q_c / (1 - q_t)): log_q (B, k) without the target, target_log_q (B,)."""
-    return log_q - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))[:, None]
-
-
 def check_queries(hidden: Tensor) -> None:
     """Raise NotFinite if a query (B, d) is not finite, naming the first one."""
     fine = hidden.isfinite().all(-1)
@@ -177,15 +172,14 @@ class FixedDistribution(ClassSampler):
         q_t, before = target_log_q.exp(), self.below(t)
         u = u * (1 - q_t)
         ids = self.at(torch.where(u >= before, u + q_t, u).clamp(max=1 - 2.0**-53))
-        ids = torch.where(ids == t, self._neighbour(t), ids)  # rounding errors of u may hit the target
-        log_q = exclude_target(self.log_probability(ids), target_log_q[:, 0])
+        # rounding errors of u may hit the target
+        ids = torch.where(ids == t, torch.where(t + 1 < self.classes, t + 1, t - 1), ids)
+        # log(q_c / (1 - q_t))
+        log_q = self.log_probability(ids) - torch.log(-torch.expm1(target_log_q.clamp(max=-1e-12)))
         return Drawn(ids, log_q.to(torch.float32), target_log_q[:, 0].to(torch.float32))
 
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         return self.log_probability(ids).to(torch.float32)
-
-    def _neighbour(self, ids: Tensor) -> Tensor:
-        return torch.where(ids + 1 < self.classes, ids + 1, ids - 1)
 
 
 class Uniform(FixedDistribution):

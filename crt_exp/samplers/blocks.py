@@ -6,7 +6,7 @@ other samplers are i.i.d. or quasi-Monte Carlo. `generator=None` is torch's defa
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from crt_exp.options import Count, Whole, whole_number
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
+from crt_exp.times import threads
 
 ONE_THREAD = 256     # largest matrix factorised with one thread
 SOBOL_MAX_DIM = 21201  # scipy has direction numbers up to this dimension
@@ -102,20 +103,9 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     Haar-distributed and exponential features, which are not even in omega, are biased.
     """
     g = normal(shape, generator)
-    with one_thread() if g.shape[-1] <= ONE_THREAD else nullcontext():
+    with threads(1) if g.shape[-1] <= ONE_THREAD else nullcontext():  # more threads do not help small matrices
         q, r = torch.linalg.qr(g)
     return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q).unsqueeze(-2)
-
-
-@contextmanager
-def one_thread():
-    """Use one thread for small factorisations, where more threads do not help."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor:
@@ -198,7 +188,7 @@ def _quasi(draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dt
     u = torch.from_numpy(np.stack([draw(np.random.default_rng(seed)) for seed in seeds])).to(device_of(generator))
     if spacing:
         u = u + spacing * uniform(u.shape, generator)
-    g = gaussian_quantile(u).to(dtype)
+    g = torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN)).to(dtype)
     rows = g.view(*batch, *g.shape[1:]) if scramble else g[0].expand(*batch, *g.shape[1:])
     return DenseNoise(rows, gaussian=scramble)
 
@@ -227,10 +217,6 @@ def row_lengths(shape: tuple[int, ...], d: int, kind: str, generator: torch.Gene
     if kind == "sqrt_d":
         return torch.full((*shape, 1), d**0.5, dtype=torch.float64, device=device_of(generator))
     raise ValueError(f"lengths={kind!r}: expected chi, sqrt_d or (hadamard only) fixed")
-
-
-def gaussian_quantile(u: Tensor) -> Tensor:
-    return torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN))
 
 
 def device_of(generator: torch.Generator | None) -> torch.device:

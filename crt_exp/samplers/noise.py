@@ -66,6 +66,7 @@ class Noise(ABC):
     matrix_free = False
     m: int
     d: int
+    dtype: torch.dtype
     batch: tuple[int, ...]
     gaussian: bool
 
@@ -93,10 +94,6 @@ class Noise(ABC):
         """Raise ValueError if the last dimension of x (..., L, d) differs from d."""
         if x.shape[-1] != self.d:
             raise ValueError(f"x has {x.shape[-1]} dimensions, expected {self.d}: check the axis order (..., L, d)")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.sq_norm.dtype
 
     @cached_property
     def sq_norm(self) -> Tensor:

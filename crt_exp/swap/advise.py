@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
-from crt_exp.times import ratio
+from crt_exp.times import interval, ratio
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, predicts
 from crt_exp.swap.calibration import eval_mode, learns
@@ -261,9 +260,8 @@ def advice_of(bench: Bench, methods: Mapping[str, Mechanism | None], records: Se
 
 def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
     """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
-    n, differences = len(own), np.subtract(losses, own)
-    half = float(stdtrit(n - 1, 0.975)) * float(np.std(differences, ddof=1)) / n**0.5 if n > 1 else math.nan
-    return float(np.mean(differences)), half
+    found = interval(np.subtract(losses, own), "mean")
+    return found["mean"], math.nan if len(own) == 1 else found["mean_ci95"]
 
 
 def pays_from(gains: Mapping[int, float]) -> int | None:

@@ -101,7 +101,8 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
 def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
               path: str) -> tuple[Tensor | None, bool, int]:
     """Convert a mask of pairs to (keep (B or 1, S) or None, causal, number of keys)."""
-    if _of_keys_alone(mask):
+    # equal for all queries, by its shape or strides
+    if mask.ndim == 4 and all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3])):
         seen = _allowed(mask[:, 0, 0], path)
         return (seen if keep is None else seen & keep), (causal if queries == 1 else False), mask.shape[-1]
     allowed = _allowed(mask, path)
@@ -131,11 +132,6 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
     if used != queries and S - used >= queries - 1:
         raise ValueError(f"{path}: right padding is ambiguous in a static cache; use padding_side='left'")
     return used if used == queries else S
-
-
-def _of_keys_alone(mask: Tensor) -> bool:
-    """Whether a mask (B,1,L,S) is equal for all queries, by its shape or strides."""
-    return mask.ndim == 4 and all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3]))
 
 
 def as_keep(mask: Tensor | None, path: str) -> Tensor | None:

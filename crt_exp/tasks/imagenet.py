@@ -40,6 +40,9 @@ class ImageTask(Task):
     The test split is `val`. It is also the validation split, except with task.held_out.
     """
 
+    model: str | None
+    size: Count | None
+    init: str
     dataset: str
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
@@ -160,11 +163,8 @@ class ImageNet(ImageTask):
         ConfigError: options contradict each other.
     """
 
-    model: str | None
     sizes: VisionSizes
-    size: Count | None
     pool: Literal["token", "avg"] | None
-    init: str
     new_head: bool
     crop: Part
     augment: ImageAugment

@@ -158,7 +158,8 @@ class LibriSpeech(Task):
             except DataError as error:
                 self.faults[split].add(f"{utterance.name}: its transcript: {error}")
         slowest = min(self.speeds) if split == "train" else 1.0
-        return SpokenSplit(kept, targets, np.array([speech.rounded_up(each.seconds / slowest) for each in kept]))
+        # quarters of a second: rows of equal cost are permuted, so that batches differ between epochs
+        return SpokenSplit(kept, targets, np.array([math.ceil(4 * each.seconds / slowest) / 4 for each in kept]))
 
     def length(self, split: str) -> int:
         return len(self.splits[split].utterances)

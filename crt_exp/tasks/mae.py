@@ -55,10 +55,7 @@ class MAE(ImageTask):
         ConfigError: options contradict each other.
     """
 
-    model: str | None
     sizes: MAESizes
-    size: Count | None
-    init: str
     mask_share: Annotated[float, Field(gt=0, lt=1)]
     normalised: bool
     augment: MAEAugment

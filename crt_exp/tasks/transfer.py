@@ -268,11 +268,8 @@ class Transfer(TransferTask, MLM):
     def __post_init__(self):
         super().__post_init__()
         self.origin = self.origin._replace(weights=True, noise=False)
-        own = getattr(self.config, "crt_exp", encoders.EXACT)
-        if own != encoders.EXACT:
-            changed = ", ".join(encoders.differing_keys(own, encoders.EXACT))
-            raise ConfigError(f"{self.origin.option}={self.origin.name}: expected exact attention; different keys: "
-                              f"{changed}")
+        encoders.check_exact(f"{self.origin.option}={self.origin.name}",
+                             getattr(self.config, "crt_exp", encoders.EXACT))
 
     def check_options(self) -> None:
         if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
@@ -302,8 +299,7 @@ class TransferVision(TransferTask, ImageNet):
         super().__post_init__()
         checkpoint = vision.checkpoint_of(self.init)
         if checkpoint is not None and checkpoint.attention:
-            changed = ", ".join(encoders.differing_keys(checkpoint.attention["described"], encoders.EXACT))
-            raise ConfigError(f"{checkpoint.named}: expected exact attention; different keys: {changed}")
+            encoders.check_exact(checkpoint.named, checkpoint.attention["described"])
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return self.transfer_model(super().build(mechanism), mechanism, 1)

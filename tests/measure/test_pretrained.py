@@ -115,7 +115,6 @@ def test_speech_is_heard_with_each_attention(speaker, arm):
 @pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])
 def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(model, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    probe = pretrained.load_model_and_tokenizer if model.startswith("smol") else pretrained.encoder
     with pytest.raises(ConfigError, match=f"models/{model}: .*run `python -m crt_exp.data fetch models/{model} "):
         probe(f"models/{model}")
 
