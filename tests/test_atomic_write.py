@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from crt_exp.atomic_write import whole, write_rows
+from crt_exp.atomic_write import atomic_path, write_rows
 from crt_exp.data import images
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.models.folder import MODEL, save_tensors, whole_folder

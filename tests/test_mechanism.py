@@ -18,7 +18,7 @@ from crt_exp.config import CONF, ConfigError, choices, json_object, own_names, r
 from crt_exp.features import OPRF, PosRF, Sum
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner.command_line import compose
-from crt_exp.runner.configuration import kept_task
+from crt_exp.runner.configuration import load_task
 from crt_exp.samplers import iid
 from crt_exp.swap.advise import mechanisms
 
@@ -27,9 +27,9 @@ def parsed(text, **given):
     """The mechanism, which is read from what it writes and from what it saves."""
     mechanism = Mechanism.parse(text, **given)
     assert Mechanism.parse(str(mechanism)) == mechanism, str(mechanism)
-    saved = json.loads(json.dumps(mechanism.saved()))
+    saved = json.loads(json.dumps(mechanism.to_saved()))
     if saved["rebuilds"]:
-        assert Mechanism.of_saved(saved, "run") == mechanism
+        assert Mechanism.from_saved(saved, "run") == mechanism
     return mechanism
 
 
@@ -47,7 +47,7 @@ def test_every_attention_is_read_from_what_it_writes_and_works(name):
     made = parsed(name, seed=3)
     assert made == Mechanism.of(name, seed=3) and str(made).split()[0] == name
     assert made.is_exact == (name == "exact") and made.draws == (made.sampler is not None) == (made.m is not None)
-    assert made.projecting(8) == (Mechanism.of(name, m=8, seed=3) if made.draws else made)
+    assert made.with_projections(8) == (Mechanism.of(name, m=8, seed=3) if made.draws else made)
     q = torch.randn(1, 2, 5, 8)
     assert made.layer(2, 8, layer=3, causal=False)(q, q, q).shape == q.shape
     if name != "linformer":
@@ -102,9 +102,9 @@ def test_options_reach_the_layer_from_numpy_too():
 ])
 def test_what_the_command_line_composes_is_written_and_saved(typed, text):
     cfg = compose(typed)
-    made = Mechanism.composed(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
+    made = Mechanism.from_config(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
     assert str(made) == text and parsed(text) == made
-    assert Mechanism.of_saved(made.saved(), "run") == made
+    assert Mechanism.from_saved(made.to_saved(), "run") == made
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
     assert made == Mechanism.of(features=Shifted(scale=0.5), m=8, sampler=my_noise)
     assert parsed("favorp m=8 features=crt_exp.features.exponential.OPRF").map() == OPRF()
     layer = parsed(f"{HERE}.Narrow block=4").layer(2, 8, causal=True)
-    assert isinstance(layer, Narrow) and layer.block == 4 and not parsed(f"{HERE}.Narrow").saved()["rebuilds"]
+    assert isinstance(layer, Narrow) and layer.block == 4 and not parsed(f"{HERE}.Narrow").to_saved()["rebuilds"]
     assert Mechanism.parse("crt_exp.attention.Exact").is_exact
-    saved = Mechanism.of("favorpp", m=8).saved()
+    saved = Mechanism.of("favorpp", m=8).to_saved()
     for change in ({"name": f"{HERE}.Narrow"}, {"features": f"{HERE}.Shifted"}, {"sampler": f"{HERE}.my_noise"}):
         with pytest.raises(ConfigError, match="unknown"):
-            Mechanism.of_saved(saved | change, "a")
+            Mechanism.from_saved(saved | change, "a")
 
 
 def test_custom_names_and_those_of_the_papers(tmp_path):
@@ -211,17 +211,17 @@ def test_a_saved_mechanism_that_is_no_more_is_refused():
                           ({"options": {"redraw": 3}}, "attention cannot be restored"),
                           ({"m": 9}, "favorpp has other options in conf/")]:
         with pytest.raises(ConfigError, match=f"task.init = a: .*{words}"):
-            Mechanism.of_saved(saved | change, "task.init = a")
+            Mechanism.from_saved(saved | change, "task.init = a")
 
 
 def test_a_hostile_attention_runs_nothing_and_is_one_line(tmp_path, monkeypatch):
     sprung = hostile.set_trap(tmp_path, monkeypatch)
     for name, change in hostile.changes(tmp_path):
-        saved = copy.deepcopy(Mechanism.of("favorpp", m=8).saved())
+        saved = copy.deepcopy(Mechanism.of("favorpp", m=8).to_saved())
         change(saved)
         start = time.perf_counter()
         with pytest.raises(ConfigError, match="^run = a: ") as caught:
-            Mechanism.of_saved(saved, "run = a").layer(2, 4)
+            Mechanism.from_saved(saved, "run = a").layer(2, 4)
         assert not sprung.exists() and time.perf_counter() - start < 1, name
         hostile.check_one_line(caught.value)
 
@@ -250,6 +250,6 @@ def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):
     sprung = hostile.set_trap(tmp_path, monkeypatch)
     (tmp_path / "config.yaml").write_text("task:\n  " + task.format(sprung) + "\n")
     with pytest.raises(ConfigError) as caught:
-        kept_task(tmp_path)
+        load_task(tmp_path)
     assert not sprung.exists()
     hostile.check_one_line(caught.value)

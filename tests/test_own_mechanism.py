@@ -110,7 +110,7 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     layer = Mechanism.of(Below, k=3, more=True, kernel="b").layer(4, 8, causal=True, kv_heads=2, scaling=0.5, layer=1)
     assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (3, True, "b", True, 2)
     made = Mechanism.of(Handing, k=np.int64(3))
-    assert str(made).endswith("Handing k=3") and json.dumps(made.saved()) and Mechanism.parse(str(made)) == made
+    assert str(made).endswith("Handing k=3") and json.dumps(made.to_saved()) and Mechanism.parse(str(made)) == made
     assert str(Mechanism.of(Handing)) == f"{__name__}.Handing" and made.layer(2, 4).k == 3
 
 

@@ -32,7 +32,7 @@ def test_a_ratio_is_taken_within_rounds():
 def test_a_short_call_is_made_again(ms, below, calls, monkeypatch):
     made = []
     monkeypatch.setattr(times, "milliseconds", lambda call, *given, device: call(*given) or ms)
-    assert times.again(made.append, "call", **({"below": below} if below else {})) == ms
+    assert times.time_after_warmup(made.append, "call", **({"below": below} if below else {})) == ms
     assert made == ["call"] * calls
 
 
@@ -49,7 +49,7 @@ def test_a_gpu_is_waited_for(monkeypatch):
 def test_peaks_count_what_is_added():
     held = torch.ones(2**20)                                        # 4 MiB
     times.give_back()
-    assert 60 < times.added(lambda: torch.ones(2**24).sum()) < 100 and held.sum() == 2**20      # 64 MiB
+    assert 60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100 and held.sum() == 2**20      # 64 MiB
 
 
 def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):
@@ -58,7 +58,7 @@ def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device, step=step: done.append(step))
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: next(held))
-    assert times.added(partial(done.append, "call"), torch.device("cuda")) == 2.0
+    assert times.peak_increase(partial(done.append, "call"), torch.device("cuda")) == 2.0
     assert done == ["wait", "reset", "call", "wait"]
 
 

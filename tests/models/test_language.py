@@ -182,7 +182,7 @@ def test_temperature_and_nuclei_of_the_chances():
                              (TokenChoice(top_p=0.65), [4 / 7, 3 / 7, 0, 0]),
                              (TokenChoice(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
                              (TokenChoice(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0])]:
-        torch.testing.assert_close(choice.chances(LOGITS[:, order])[0], torch.tensor(expected).double()[order],
+        torch.testing.assert_close(choice.probabilities(LOGITS[:, order])[0], torch.tensor(expected).double()[order],
                                    msg=str(choice))
 
 

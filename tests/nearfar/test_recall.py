@@ -8,7 +8,7 @@ from nearfar_cases import as_integers, choices, same
 from scipy.special import log_ndtr
 
 from crt_exp.nearfar import causal as recall, decoding as past, native, near_far_attention, retrieval
-from crt_exp.nearfar.choice import DRAWN, RIDGE, Sizes
+from crt_exp.nearfar.choice import CENTRE_SAMPLES, RIDGE, Sizes
 from crt_exp.nearfar.decoding import RecallState
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)

@@ -334,7 +334,7 @@ def test_what_is_refused(name, args, words, run, tmp_path):
 def untrained(typed, monkeypatch):
     """The lines that a run prints whose training and evaluation are left out."""
     def run(*args):
-        monkeypatch.setattr(fit, "trained", lambda *_: [defaultdict(float, split="test")])
+        monkeypatch.setattr(fit, "run_training", lambda *_: [defaultdict(float, split="test")])
         code, out, err = typed(*args, "logger=none", "trainer.steps=0")
         assert code == 0, err
         return out.splitlines()
