@@ -116,7 +116,7 @@ def test_speech_is_heard_with_each_attention(speaker, arm):
 def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(model, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match=f"models/{model}: .*run `python -m crt_exp.data fetch models/{model} "):
-        probe(f"models/{model}")
+        pretrained.load_model_and_tokenizer(f"models/{model}")
 
 
 def test_dictation_is_the_transcript_of_exact_attention(speaker):
