@@ -103,7 +103,7 @@ BAD = [
     ("~task", "task: missing"),
     ("~features", "features: missing, expected features=... (known: angular"),
     ("+features.kernel=gaussian", "unknown key 'features.kernel'"),  # the task's to say
-    ("trainer.lr=nan", "trainer.lr=nan: expected a number > 0"),
+    ("trainer.lr=inf", "trainer.lr=inf: expected a number > 0"),
     ("attention=relu attention.phi.f=abc", "attention.phi.f=abc: expected"),
     ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
     ("features.m=???", "features.m=???: missing"),
