@@ -52,19 +52,18 @@ def test_measurements_accept_every_method_of_their_page(name):
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_run_is_a_command(name, every, tmp_path):
-    """Runs that together have every key of each task, or one of each method in each sweep."""
-    checked = set()
-    for i, sweep in enumerate(sweeps_of(name)):
-        for run in sweep:
-            task = next((each for each in run.overrides if each.startswith("task=")), "of a recipe")
-            parts = {(i, run.columns.get("method", ""))} if every else {
-                (task, each.partition("=")[0]) for each in run.overrides}
-            if not parts <= checked:
-                checked |= parts
-                check_command_line([*(override.replace("{runs}", str(tmp_path)) for override in run.overrides),
-                                    f"hydra.run.dir={tmp_path}/run"])
+def test_a_run_is_a_command(every, tmp_path):
+    """Runs that together have every key of each task, and every other key; or one of each method in each sweep."""
+    runs, checked = [(page, i, run) for page in NAMES for i, each in enumerate(sweeps_of(page)) for run in each], set()
+    for page, i, run in sorted(runs, key=lambda each: -len(each[-1].overrides)):
+        task = next((each for each in run.overrides if each.startswith("task=")), "of a recipe")
+        keys = [each.partition("=")[0] for each in run.overrides]
+        parts = {(page, i, run.columns.get("method", ""))} if every else {
+            (key, task if key.startswith("task") else "") for key in keys}
+        if not parts <= checked:
+            checked |= parts
+            check_command_line([*(override.replace("{runs}", str(tmp_path)) for override in run.overrides),
+                                f"hydra.run.dir={tmp_path}/run"])
 
 
 def test_make_targets_are_sweeps():
