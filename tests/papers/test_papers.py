@@ -51,7 +51,7 @@ def test_measurements_accept_every_method_of_their_page(name):
             assert task.measures_whole(mechanism), (task_name, attention)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_a_run_is_a_command(every, tmp_path):
     """Runs that together have every key of each task, and every other key; or one of each method in each sweep."""
     runs, checked = [(page, i, run) for page in NAMES for i, each in enumerate(sweeps_of(page)) for run in each], set()
