@@ -2,19 +2,33 @@
 
 import os
 import signal
+from contextlib import contextmanager
+
+import pytest
 
 
-def stopped_and_continued(typed, monkeypatch, task, step, *args):
-    """The run `typed(*args, directory="stopped")`: SIGTERM comes while the class `task` computes its loss `step`."""
+@contextmanager
+def during_step(task, step, action):
+    """Call `action` while the class `task` computes its loss number `step`."""
     real, calls = task.loss, []
 
     def loss(self, model, batch):
         calls.append(1)
         if len(calls) == step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            action()
         return real(self, model, batch)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task, "loss", loss)
+        yield
+
+
+def stop_signal(task, step, signum=signal.SIGTERM):
+    return during_step(task, step, lambda: os.kill(os.getpid(), signum))
+
+
+def stopped_and_continued(typed, monkeypatch, task, step, *args):
+    """The run `typed(*args, directory="stopped")`: SIGTERM comes while the class `task` computes its loss `step`."""
+    with stop_signal(task, step):
         assert typed(*args, directory="stopped")[0] == 143
     code, out, err = typed(*args, "resume=auto", directory="stopped")
     assert code == 0 and "continuing from" in out, err

@@ -3,12 +3,18 @@
 Reached from the command line by `--config-dir tests/toy_conf task=toy` with this folder on PYTHONPATH.
 """
 
+import json
+import math
+import sys
 import time
+from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
+from crt_exp.runner import checkpoint
 from crt_exp.tasks.base import Task
 
 
@@ -28,7 +34,7 @@ class Toy(Task):
 
     metric = "accuracy"
 
-    def __init__(self, rows=96, dim=6, width=16, dropout=0.1, noise=0.1, poison=None, pause=0.0, slow_evaluation=0.0,
+    def __init__(self, rows=96, dim=6, width=16, dropout=0.1, noise=0.1, poison=None, pause=0.0,
                  streamed=False, weighted=False, test=True):
         rng = np.random.default_rng(0)
         centres = rng.normal(size=(3, dim))
@@ -39,7 +45,7 @@ class Toy(Task):
         if poison is not None:
             self.data["train"][0][poison] = np.inf
         self.dim, self.width, self.dropout, self.noise, self.pause = dim, width, dropout, noise, pause
-        self.slow_evaluation, self.streamed, self.weighted = slow_evaluation, streamed, weighted
+        self.streamed, self.weighted = streamed, weighted
         self.test = "test" if test else None
 
     def length(self, split):
@@ -67,7 +73,6 @@ class Toy(Task):
         return (losses * batch["keep"]).sum() / batch["keep"].sum().clamp(min=1)
 
     def evaluate(self, model, split, reader):
-        time.sleep(self.slow_evaluation)
         loss, predicted, truth = 0.0, [], []
         for batch in reader.batches(split):
             scores = model(batch["x"])
@@ -77,30 +82,6 @@ class Toy(Task):
         n, loss = reader.sum(len(truth), loss)
         same = np.equal(reader.gather(predicted), reader.gather(truth))
         return {"accuracy": float(same.mean()), "loss": loss / n}
-
-
-class Carrying(Toy):
-    """With a state of its own: what its steps have read, which goes into the loss,
-    and a table that follows the weights."""
-
-    def build(self, mechanism):
-        self.seen, self.count, self.table = torch.zeros(self.dim), 0, None
-        return super().build(mechanism)
-
-    def loss(self, model, batch):
-        self.seen, self.count = 0.9 * self.seen + batch["x"].mean(0), self.count + 1
-        inner = batch | {"x": batch["x"] + 0.01 * self.seen / self.count}
-        return super().loss(model, inner) * (1 if self.table is None else 1 + 0.1 * self.table.square().mean())
-
-    def updated(self, model, step):
-        assert model.training and not torch.is_grad_enabled() and isinstance(model, Network)
-        self.table = model.outer.weight.clone() + step
-
-    def state_dict(self):
-        return {"seen": self.seen, "count": self.count} | ({} if self.table is None else {"table": self.table})
-
-    def load_state_dict(self, state):
-        self.seen, self.count, self.table = state["seen"], state["count"], state.get("table")
 
 
 class Uneven(Toy):
@@ -124,14 +105,75 @@ class Uneven(Toy):
         return len(batch["y"])
 
 
-def run(args):
-    """A process of its own: `python -m crt_exp` with these arguments, silent."""
-    import os
-    import sys
+class Carrying(Uneven):
+    """With a state of its own: what its steps have read, which goes into the loss,
+    and a table that follows the weights."""
 
+    def build(self, mechanism):
+        self.seen, self.count, self.table = torch.zeros(self.dim), 0, None
+        return super().build(mechanism)
+
+    def loss(self, model, batch):
+        self.seen, self.count = 0.9 * self.seen + batch["x"].mean(0), self.count + 1
+        inner = batch | {"x": batch["x"] + 0.01 * self.seen / self.count}
+        return super().loss(model, inner) * (1 if self.table is None else 1 + 0.1 * self.table.square().mean())
+
+    def updated(self, model, step):
+        assert model.training and not torch.is_grad_enabled() and isinstance(model, Network)
+        self.table = model.outer.weight.clone() + step
+
+    def state_dict(self):
+        return {"seen": self.seen, "count": self.count} | ({} if self.table is None else {"table": self.table})
+
+    def load_state_dict(self, state):
+        self.seen, self.count, self.table = state["seen"], state["count"], state.get("table")
+
+
+# ---- its runs by the command line ------------------------------------------------------------------------------------
+
+BASE = ("--config-dir", str(Path(__file__).parent / "toy_conf"), "task=toy", "logger=none")
+ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
+PLAIN = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
+# ends below its best
+OVERSHOT = ["trainer.steps=20", "trainer.eval_every=4", "trainer.lr=0.5", "trainer.schedule=constant", "seed=1"]
+CARRYING = ["task._target_=toy.Carrying", "trainer.steps=6", "trainer.save_every=3", "trainer.keep=20"]
+FILES = ["checkpoints", "config.yaml", "curves.png", "inputs.json", "metrics.jsonl", "versions.json"]
+
+
+def run(directory, *args):
+    """In this process, or as the target of another."""
     from crt_exp.train import main
 
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    sys.argv = ["crt_exp", *args]
-    main()
+    with mock.patch.object(sys, "argv", ["crt_exp", *BASE, *args, f"hydra.run.dir={directory}"]):
+        main()
+
+
+def records(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+
+
+def checkpoints(directory):
+    return checkpoint.steps(directory / "checkpoints")
+
+
+def assert_same(a, b):
+    """Bit for bit: records, and weights, optimiser and generators of each checkpoint that both have, the last too."""
+    assert records(a) == records(b)
+    both = {*checkpoints(a)} & {*checkpoints(b)}
+    assert max(both) == max(checkpoints(a)) == max(checkpoints(b))
+    for step in both:
+        one, two = (d / "checkpoints" / f"step-{step}" for d in (a, b))
+        for name in ("model", "optimizer"):
+            x, y = (checkpoint.load_tensors(p / f"{name}.safetensors") for p in (one, two))
+            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+        assert checkpoint.load_state(one) == checkpoint.load_state(two)
+
+
+def assert_close(a, b, tolerance=2e-5):
+    """Two lists of records."""
+    assert len(a) == len(b)
+    for x, y in zip(a, b):
+        assert x.keys() == y.keys()
+        for key, value in y.items():
+            assert x[key] == value or math.isclose(x[key], value, rel_tol=tolerance, abs_tol=tolerance), (key, x, y)

@@ -1,161 +1,100 @@
-"""The command line as a user types it: real run directories; real processes where that matters."""
+"""The command line as a user types it, and the files of a run directory."""
 
 import json
 import os
-import subprocess
-import sys
-from importlib.metadata import version
-from pathlib import Path
+import re
+import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from refusals import check_refused
+from filelock import FileLock
+from small_speech import write_librispeech
+from wandb.proto.wandb_internal_pb2 import MetricRecord, RunRecord
 
-from crt_exp.runner.run import LOCK, commit, read_records
+import crt_exp.drawing
+from crt_exp.data.speech import AudioPart, Utterance
+from crt_exp.measure.advise import Advise
+from crt_exp.runner.loggers import draw_curves
+from crt_exp.runner.run import LOCK, input_states, read_records
+from crt_exp.tasks.imagenet import ImageNet
+from crt_exp.tasks.librispeech import LibriSpeech, SpokenSplit
+from crt_exp.tasks.lra import Pixels
+from crt_exp.tasks.uci import UCI
 
-ROOT = Path(__file__).parents[2]
-MISSING = "CRT_DATA is not set: the official files are needed"
-
-
-def crt_exp(*args, cwd=ROOT, **env):
-    return subprocess.run([sys.executable, "-m", "crt_exp", *args], capture_output=True, text=True, cwd=cwd,
-                          env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | env)
+SHORT = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]"]
 
 
 def records(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def untimed(lines):
-    return [{k: v for k, v in line.items() if k != "time_s"} for line in lines]
-
-
-def test_uci_run(tmp_path):
-    out = crt_exp("task=uci", "features=oprf", "sampler=orthogonal", "features.m=32", "seed=0", "logger=none",
-                  f"hydra.run.dir={tmp_path}/a")
-    assert out.returncode == 0, out.stderr
-    assert "wine: accuracy 0." in out.stdout and out.stderr == ""
-    lines = records(tmp_path / "a")
-    assert [r["split"] for r in lines] == ["split"] * 5 + ["test"] and lines[-1]["final"] is True
-    assert lines[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in lines[:5]) / 5)
-    versions = json.loads((tmp_path / "a" / "versions.json").read_text())
-    assert versions["seed"] == 0 and versions["packages"]["torch"]
-    files = ["config.yaml", "inputs.json", "metrics.jsonl", "versions.json"]
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == files
+    return [{key: value for key, value in record.items() if key != "time_s"}
+            for record in read_records(directory / "metrics.jsonl")]
 
 
 def test_same_seed_same_numbers_and_resume(typed, tmp_path):
-    args = ["features=geom", "seed=3", "logger=none", "task.repeats=3", "task.sigmas=[0.2,0.5]"]
-    assert typed(*args, f"hydra.run.dir={tmp_path}/a")[0] == 0
+    args = ["task=uci", "features=geom", "seed=3", "logger=none", "task.repeats=3", "task.sigmas=[0.2,0.5]"]
+    code, out, err = typed(*args, f"hydra.run.dir={tmp_path}/a")
+    assert code == 0 and "wine: accuracy 0." in out and "approximate sampler" not in out and err == ""
     whole = records(tmp_path / "a")
+    assert [r["split"] for r in whole] == ["split"] * 3 + ["test"] and whole[-1]["final"] is True
+    assert whole[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in whole[:3]) / 3)
+    versions = json.loads((tmp_path / "a" / "versions.json").read_text())
+    assert versions["seed"] == 3 and versions["packages"]["torch"] and "seed=3" in versions["overrides"]
+    assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", versions["commit"] or 40 * "0")  # None outside a checkout
     # a run cut off in the middle of its third line continues to the same numbers
     (tmp_path / "b").mkdir()
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "b" / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:20])
     (tmp_path / "b" / "config.yaml").write_text((tmp_path / "a" / "config.yaml").read_text())
-    code, _, err = typed(*args, f"hydra.run.dir={tmp_path}/b")
-    assert code == 2 and "resume=auto" in err
-    code, _, err = typed(*args, f"hydra.run.dir={tmp_path}/b", "resume=auto", "features.m=64")
-    assert code == 2 and "these keys differ: features.m" in err
     for _ in range(2):  # the second time there is nothing left to do
         assert typed(*args, f"hydra.run.dir={tmp_path}/b", "resume=auto")[0] == 0
-        assert untimed(records(tmp_path / "b")) == untimed(whole)
-
-
-def test_exact_kernel_and_presets(typed, tmp_path):
-    assert typed("attention=exact", "logger=none", f"hydra.run.dir={tmp_path}/a")[0] == 0
-    assert records(tmp_path / "a")[-1]["accuracy"] > 0.9
-    _, preset, _ = typed("attention=favorpp", "--cfg", "job")
-    assert preset == typed("attention=favor++", "--cfg", "job")[1]
-    assert "OPRF" in preset and "samplers.orthogonal" in preset
-    assert "GeomRF" in typed("attention=favorpp", "features=geom", "--cfg", "job")[1]
+        assert records(tmp_path / "b") == whole
 
 
 def test_bias_of_approximate_samplers_is_printed(typed, tmp_path):
-    code, out, _ = typed("sampler=hadamard", "logger=none", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
+    code, out, _ = typed("sampler=hadamard", *SHORT, f"hydra.run.dir={tmp_path}/a")
     assert code == 0 and "approximate sampler: estimate / exact kernel" in out
     assert 0.5 < records(tmp_path / "a")[-1]["sampler_bias"] < 1.5
-    _, out, _ = typed("sampler=simplex", "logger=none", "task.repeats=1", f"hydra.run.dir={tmp_path}/b")
-    assert "approximate sampler" not in out
 
 
-def test_help_teaches(typed):
-    code, out, _ = typed("--help")
-    assert code == 0
-    for part in ("usage:", "features: ", "oprf", "Examples:", "resume=auto", "crt_exp.data"):
-        assert part in out
-
-
-def test_help_lists_what_the_command_line_takes(typed):
-    groups = typed("--help")[1].partition("Groups")[2].partition("Keys")[0]
-    assert "features: angular" in groups and "report" not in groups and "base" not in groups
-    assert max(map(len, groups.splitlines())) <= 120
+def test_names_of_the_papers_stand_for_their_files(typed):
+    preset = typed("attention=favor++", "features=geom", "--cfg", "job")[1]
+    assert "GeomRF" in preset and "samplers.orthogonal" in preset
+    assert preset == typed("attention=favorpp", "features=geom", "--cfg", "job")[1]
 
 
 def test_help_is_of_what_stands_beside_it(typed):
     out = typed("task=mlm", "task.block=64", "attention=favorp", "--help")[1]
+    groups = out.partition("Groups")[2].partition("Keys")[0]
+    assert "features: angular" in groups and "report" not in groups and "base" not in groups
     assert "\ntask.block=64                           tokens of a block, [CLS] and [SEP] among them\n" in out
     assert "\ntask.hub.*                              a set of the Hugging Face hub" in out
-    assert "\nattention.learn=none " in out and "_target_" not in out
-    assert "unknown key 'task.blok'; did you mean task.block?" in typed("task=mlm", "task.blok=64", "--help")[2]
-
-
-def test_help_and_import_stay_light():
-    """Neither imports torch: that alone takes seconds."""
-    code = "import sys; sys.argv = ['crt_exp', '--help']; import crt_exp, crt_exp.train as t\ntry: t.main()\n" \
-           "except SystemExit: pass\nprint('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert out.stdout.splitlines()[-1] == "False"
+    assert "\nattention.learn=none " in out and "_target_" not in out and max(map(len, out.splitlines())) <= 120
 
 
 BAD = [
     ("task=ucii", "unknown task 'ucii'; did you mean uci?"),
-    ("features=opfr", "unknown features 'opfr'; did you mean oprf?"),
-    ("sampler=ortho", "unknown sampler 'ortho'; did you mean orthogonal?"),
-    ("attention=performers", "unknown attention 'performers'; did you mean performer?"),
-    ("attention=favorp+", "unknown attention 'favorp+'; did you mean favorp"),
     ("features.mm=3", "unknown key 'features.mm'; did you mean features.m?"),
-    ("task.datset=wine", "did you mean task.dataset?"),
     ("sed=1", "did you mean seed?"),
-    ("foo", "foo: expected key=value"),
     ("features.m=0", "features.m=0: expected an integer >= 1"),
-    ("features.m=many", "features.m=many: expected an integer >= 1"),
     ("features.m=1,2", "add --multirun"),
     ("features.A=0.125", "features.A=0.125: expected a number < 0.125"),
-    ("features=geom features.p=1", "features.p=1: expected a number > 0 and < 1"),
-    ("features=pois features.rate=-1", "features.rate=-1: expected a number > 0"),
-    ("task.sigmas=[0.0,1.0]", "task.sigmas=[0.0,1.0]: expected a list"),
-    ("task.sigmas=[1e300]", "each a number > 0 and < 1e+150"),
     ("task.split=[0.00001,0.99998,0.00001]", "a part of the 178 rows is empty"),
-    ("task.sigmas=[]", "task.sigmas=[]: expected a list of length >= 1"),
-    ("task.split=[0.9,0.2,0.1]", "with sum 1"),
-    ("task.repeats=0", "task.repeats=0: expected an integer >= 1"),
-    ("task.scaling=log", "task.scaling=log: expected standard, minmax or none"),
-    ("task.coding=binary", "expected ordinal or onehot"),
-    ("task.dataset=wein", "did you mean wine?"),
-    ("task.dataset=abalone", "archive.ics.uci.edu"),
-    ("task.dataset=car task.data_dir=/nonexistent", "/nonexistent/car.data is not there"),
     ("attention=exact features.m=64", "does not use features.m=64"),
-    ("attention=exact sampler=iid", "does not use sampler=iid"),
-    ("attention=linformer features.m=64 task=mlm", "does not use features.m=64"),
-    ("attention=elu features.m=64 task=mlm", "does not use features.m=64"),
-    ("attention=relu features=trig task=mlm", "does not use features=trig"),
     ("attention=relu", "has no feature map"),
-    ("attention=linformer", "has no feature map"),
+    ("task=uci trainer.batch=4 trainer.steps=3", "task=uci: does not use trainer.batch=4 trainer.steps=3"),
     ("hydra.run.dir=/proc/nowhere", "hydra.run.dir=/proc/nowhere: No such file"),
-    ("+task.extra=1", "unknown key 'task.extra'"),
     ("features=pois sampler=orthogonal sampler.lengths=sqrt_d",
      "sampler: PoisRF needs exactly Gaussian projections; use iid, orthogonal with lengths=chi"),
-    ("sampler.lengths=two", "expected chi or sqrt_d"),
-    *[(f"task.csv={name}", """special characters twice, 'task.csv="..."'""") for name in ("a#b", "a=b", "ü", "~x")],
+    ("task.csv=a#b", """special characters twice, 'task.csv="..."'"""),
     ("~name", "Could not delete from config. 'name' does not exist."),
     ("features=null", "Config group override must be a string"),
-    ("-m attention=exact,favorpp features.m=4,8", "attention=exact: does not use features.m=4"),
     ("--nonsense", "unrecognized arguments: --nonsense"),
+    ("task=projections task.length=1000000000000 task.samples=1", "out of memory: "),
 ]
 
 
 @pytest.mark.parametrize("args, message", BAD, ids=[a for a, _ in BAD])
-def test_bad_input(args, message, typed, tmp_path, monkeypatch):
+def test_mistakes_are_refused_and_leave_nothing(args, message, typed, tmp_path, monkeypatch):
     """One clear message of a few lines, a non-zero exit, no traceback, nothing half-written."""
     monkeypatch.delenv("CRT_DATA", raising=False)
     code, _, err = typed(*args.split(), "logger=none")
@@ -164,123 +103,183 @@ def test_bad_input(args, message, typed, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.*")) and not list(tmp_path.rglob("uci/*"))
 
 
-def test_no_reading_of_a_broken_run(typed, tmp_path):
-    """The file is named, with the line; nothing in it is changed."""
-    args = ["features=geom", "logger=none", "task.repeats=1", "task.sigmas=[0.2]", f"hydra.run.dir={tmp_path}/a"]
-    assert typed(*args)[0] == 0
-    whole = {name: (tmp_path / "a" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
-    broken = [("config.yaml", b"seed: 0\ntask: [1,\n", "config.yaml: not valid YAML"),
-              ("config.yaml", b"- 1\n", "config.yaml: expected keys with values"),
-              ("config.yaml", b"seed: \xff\n", "config.yaml"),
-              ("config.yaml", b"seed: ${nowhere}\n", "seed (it was ${nowhere}, now 0)"),
-              ("metrics.jsonl", whole["metrics.jsonl"] + b"{\"step\": 1,}\n", "metrics.jsonl, from line 3 on: not"),
-              ("metrics.jsonl", b"[]\n", "metrics.jsonl, line 1: expected a JSON object"),
-              ("metrics.jsonl", b"{}\n\xff\n{", "metrics.jsonl, from line 2 on: not valid JSON")]
-    for name, content, message in broken:
-        (tmp_path / "a" / name).write_bytes(content)
-        code, _, err = typed(*args, "resume=auto")
-        assert code == 2 and f"{message}" in err and len(err.splitlines()) == 1, err
-        assert (tmp_path / "a" / name).read_bytes() == content
-        (tmp_path / "a" / name).write_bytes(whole[name])
-
-
-def test_nothing_saved_is_ever_built(typed, tmp_path):
-    """A run directory may come from anybody: what its config.yaml names is compared, never called."""
-    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.2]", f"hydra.run.dir={tmp_path}/a"]
-    assert typed(*args)[0] == 0
-    config = tmp_path / "a" / "config.yaml"
-    for trap in (f"os.mkdir\n  path: {tmp_path}/sprung", f"pathlib.Path.touch\n  self: {tmp_path}/sprung"):
-        config.write_text(f"task:\n  _target_: {trap}\n")
-        code, _, err = typed(*args, "resume=auto")
-        assert code == 2 and "these keys differ" in err and not (tmp_path / "sprung").exists()
-
-
-def test_bad_input_in_a_process(tmp_path):
-    out = crt_exp("features.mm=3", cwd=tmp_path)
-    assert out.returncode == 2 and "Traceback" not in out.stderr
-    assert out.stderr.startswith("crt_exp: error: unknown key 'features.mm'")
-
-
-def test_malformed_file_writes_nothing(typed, tmp_path):
-    (tmp_path / "car.data").write_text("vhigh,vhigh,2,2,small,low,unacc\nvhigh,vhigh,2,2,small,unacc\n")
-    code, _, err = typed("task.dataset=car", f"task.data_dir={tmp_path}", f"hydra.run.dir={tmp_path}/run",
-                         "logger=none")
-    assert code == 2 and "car.data" in err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("options, words", [
-    (["task=uci", "trainer.lr=1"], ["task=uci", "does not use trainer.lr=1"]),
-    (["task=uci", "trainer.batch=4", "trainer.steps=3"], ["does not use trainer.batch=4 trainer.steps=3"]),
-    (["task=speed", "trainer.adapt=lora"], ["task=speed", "trainer.adapt=lora"]),
-    (["task=sweep", "attention=exact", "trainer.lr=1"], ["task=sweep", "does not use trainer.lr=1"]),
-    (["task=imagenet", "attention=exact", "trainer.steps=1", "trainer.lora.rank=4"],
-     ["does not use trainer.lora.rank=4", "set trainer.adapt=lora"])])
-def test_choices_of_a_trainer_that_are_not_used_are_refused(options, words, typed, tmp_path):
-    check_refused(typed(*options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words, tmp_path / "run")
-
-
-def test_sweep_inside_torchrun_is_refused(typed, monkeypatch):
+def test_a_sweep_inside_torchrun_is_refused(typed, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     code, _, err = typed("-m", "seed=0,1")
     assert code == 2 and "not supported inside torchrun" in err
 
 
-def test_version_is_the_products_and_quick():
-    out = crt_exp("--version")
-    assert out.returncode == 0 and out.stderr == ""
-    assert out.stdout == f"crt_exp {version('crt_exp')}, torch {version('torch')}\n"
-    loaded = subprocess.run([sys.executable, "-X", "importtime", "-m", "crt_exp", "--version"], capture_output=True,
-                            text=True, cwd=ROOT)
-    assert not {line.split("|")[-1].strip() for line in loaded.stderr.splitlines()} & {"torch", "hydra", "omegaconf"}
+# ---- the run directory -----------------------------------------------------------------------------------------------
 
 
-# ---- one run at a time in a directory --------------------------------------------------------------------------------
-
-
-def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
-    """Until the process that holds the lock ends, here by kill -9, whose file is no obstacle."""
-    hold = ("import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire()\n"
-            "print('held', flush=True); input()")
-    (tmp_path / "run").mkdir()
-    holder = subprocess.Popen([sys.executable, "-c", hold, tmp_path / "run" / LOCK], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE)
-    assert holder.stdout.readline() == b"held\n"
-    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", "resume=auto", f"hydra.run.dir={tmp_path}/run"]
-    code, _, err = typed(*args)
-    assert code == 2 and f"{tmp_path}/run: in use by another run" in err and len(err.splitlines()) == 1
-    holder.kill()
-    holder.communicate()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
-    assert typed(*args)[0] == 0 and not (tmp_path / "run" / LOCK).exists()
-    assert typed(*args)[0] == 0  # the lock was let go of within a process, too
-
-
-def test_a_run_that_fails_lets_go_of_its_directory(typed, tmp_path):
-    args = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]", f"hydra.run.dir={tmp_path}/run"]
+def test_broken_files_are_named_and_stay_and_nothing_in_them_is_built(typed, tmp_path):
+    """A run directory may come from anybody: what its config.yaml names is compared, never called."""
+    args = ["features=geom", *SHORT, f"hydra.run.dir={tmp_path}/a"]
     assert typed(*args)[0] == 0
-    assert typed(*args)[0] == 2 and typed(*args, "resume=auto", "seed=1")[0] == 2  # not empty; another configuration
-    assert typed(*args, "resume=auto")[0] == 0
-
-
-@pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason=MISSING)
-@pytest.mark.parametrize("name", ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "wine", "boston"])
-def test_official_sets(name, typed, tmp_path):
-    """Every official file classifies (boston: regresses)."""
-    code, _, err = typed(f"task.dataset={name}", f"task.data_dir={os.environ['CRT_DATA']}/uci", "logger=none",
-                         "task.repeats=1", "task.sigmas=[0.1,0.3]", f"hydra.run.dir={tmp_path}/a")
-    assert code == 0, err
-    last = records(tmp_path / "a")[-1]
-    assert last["final"] and (last.get("accuracy", 0) > 0.1 or last.get("r2", 0) > 0.1)
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
-def test_a_run_notes_the_commit():
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    assert commit().removesuffix("+changes") == head
+    whole = {name: (tmp_path / "a" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
+    trap = f"task:\n  _target_: os.mkdir\n  path: {tmp_path}/sprung\n".encode()
+    broken = [("config.yaml", b"seed: 0\ntask: [1,\n", "config.yaml: not valid YAML"),
+              ("config.yaml", b"seed: ${nowhere}\n", "seed (it was ${nowhere}, now 0)"),
+              ("config.yaml", trap, "these keys differ"),
+              ("metrics.jsonl", whole["metrics.jsonl"] + b"{\"step\": 1,}\n", "metrics.jsonl, from line 3 on: not"),
+              ("metrics.jsonl", b"[]\n", "metrics.jsonl, line 1: expected a JSON object")]
+    for name, content, message in broken:
+        (tmp_path / "a" / name).write_bytes(content)
+        code, _, err = typed(*args, "resume=auto")
+        assert code == 2 and f"{message}" in err and len(err.splitlines()) == 1, err
+        assert (tmp_path / "a" / name).read_bytes() == content and not (tmp_path / "sprung").exists()
+        (tmp_path / "a" / name).write_bytes(whole[name])
 
 
 def test_records_end_at_line_feeds_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"note": "a\u2028b\x85c"}\n{"step": 1}\n{"st', encoding="utf-8")
     assert read_records(path) == [{"note": "a\u2028b\x85c"}, {"step": 1}]
+
+
+def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
+    """While another holds its lock; the file of a process that was killed is no obstacle."""
+    run = tmp_path / "run"
+    run.mkdir()
+    args = [*SHORT, f"hydra.run.dir={run}"]
+    with FileLock(run / LOCK):
+        code, _, err = typed(*args)
+        assert code == 2 and f"{run}: in use by another run" in err and len(err.splitlines()) == 1
+    (run / LOCK).touch()
+    assert typed(*args)[0] == 0 and not (run / LOCK).exists()
+    assert typed(*args)[0] == 2  # not empty; a run that fails lets go of it, too
+    assert typed(*args, "resume=auto")[0] == 0
+
+
+# ---- inputs.json: a run that goes on must read what it began with ----------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder with two files and another in a folder within."""
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "sub/c.txt"):
+        (tmp_path / "data" / name).write_bytes(name.encode() * 5000)
+    return tmp_path / "data"
+
+
+def rewrite(path):
+    """Of the same size, with another modification time, also where the file system's clock has not moved on."""
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+
+
+CHANGES = {"other": lambda data: rewrite(data / "b.txt"), "gone": lambda data: (data / "a.txt").unlink(),
+           "renamed": lambda data: (data / "a.txt").rename(data / "z.txt")}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_change_of_inputs_is_seen(change, data):
+    options, task = {"text": [str(data)], "hub": {"data_files": str(data)}}, SimpleNamespace(inputs=lambda: [data])
+    before = input_states(options, task)
+    assert before == input_states(options, task) and [*before] == ["task.text", "task.hub.data_files", "data"]
+    change(data)
+    after = input_states(options, task)
+    assert all(before[key] != after[key] for key in before)
+
+
+def test_of_a_run_its_model_alone_and_no_names_that_are_no_files(data):
+    (data / "model").mkdir()
+    for name in ("config.yaml", "curves.png", "model/weights"):
+        (data / name).write_text(name)
+    options = {"init": str(data), "cache_dir": str(data), "model": "bert-base", "rows": 3}
+    before = input_states(options, None)
+    (data / "curves.png").write_text("more")
+    assert [*before] == ["task.init"] and before == input_states(options, None)
+
+
+def test_a_run_goes_on_with_the_inputs_that_it_began_with_alone(typed, tmp_path):
+    x = np.random.default_rng(0).normal(size=60)
+    table = tmp_path / "t.csv"
+    table.write_text("x,y\n" + "".join(f"{each:.3f},{each > 0}\n" for each in x))
+    args = [*SHORT, f"task.csv={table}", "task.target=y", "features=trig", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert typed(*args)[0] == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    content, changed = table.read_bytes(), table.stat().st_mtime_ns
+    table.write_bytes(content[:-1] + b" \n")
+    code, _, err = typed(*args, "resume=auto")
+    assert code == 2 and err.count("\n") == 1, err
+    assert "files changed since" in err and "inputs.json if only their times differ" in err
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    table.write_bytes(content)
+    os.utime(table, ns=(changed, changed))
+    assert typed(*args, "resume=auto")[0] == 0
+
+
+def test_audio_and_official_files_are_inputs_too(tmp_path, monkeypatch):
+    write_librispeech(tmp_path, texts=("A", "B"))
+    files = sorted(tmp_path.rglob("*.flac"))
+    (tmp_path / "t.csv").write_text("audio,text\n" + "".join(f"{file},x\n" for file in files))
+    advise, speech = Advise.__new__(Advise), LibriSpeech.__new__(LibriSpeech)
+    advise.audio = str(tmp_path / "t.csv")
+    spoken = [Utterance("a", "A", (AudioPart(str(file), 1.0),)) for file in files]
+    speech.splits = {"train": SpokenSplit(spoken, [], np.zeros(2))}
+    assert advise.inputs() == list(speech.inputs()) == files
+    (tmp_path / "uci").mkdir()
+    lines = [f"{i % 3 + 1}," + ",".join(f"{(i * j) % 17}.5" for j in range(1, 14)) for i in range(178)]
+    (tmp_path / "uci" / "wine.data").write_text("\n".join(lines))
+    options = ("wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, [0.5])
+    assert UCI(*options, data_dir=str(tmp_path / "uci")).inputs() == [tmp_path / "uci" / "wine.data"]
+    assert UCI(*options).inputs() == [None]
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    for task in (ImageNet.__new__(ImageNet), Pixels.__new__(Pixels)):
+        for task.dataset, files in ("birds", [tmp_path / "images" / "birds"]), ("digits", []):
+            task.data_dir, task.hub = None, {"name": None}
+            assert task.inputs() == files
+
+
+# ---- curves.png, and Weights & Biases, the real one, offline ---------------------------------------------------------
+
+
+def test_curves_are_those_of_the_records(tmp_path, monkeypatch):
+    def record(step, split, **values):
+        return {"step": step, "epoch": 0, "split": split, **values}
+    lines = [record(1, "train", loss=2.0), record(2, "train", loss=None), record(3, "train", loss=1.0),
+             record(3, "validation", accuracy=0.5), record(6, "validation", accuracy=0.7),
+             record(6, "test", accuracy=0.6, final=True)]
+    figures, save = [], crt_exp.drawing.save_figure
+    monkeypatch.setattr(crt_exp.drawing, "save_figure", lambda figure, path: (figures.append(figure),
+                                                                              save(figure, path)))
+    draw_curves(lines, "accuracy", tmp_path)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [axes.lines[0].get_xydata().tolist() for axes in figures[0].axes] == [[[1, 2], [3, 1]], [[3, 0.5], [6, 0.7]]]
+    draw_curves(lines[-1:], "accuracy", tmp_path / "none")  # nothing to draw a line through
+    assert not (tmp_path / "none").exists()
+
+
+def noted_by_wandb(directory):
+    """What the runs in a folder noted for the server."""
+    for _ in range(300):  # another process writes the file, up to the record of the run's end
+        noted = b"".join(path.read_bytes() for path in directory.glob("**/wandb/offline-run-*/*.wandb"))
+        if b"test/accuracy" in noted:
+            break
+        time.sleep(0.1)
+    return noted
+
+
+def test_wandb_gets_names_the_axis_and_the_group_of_a_sweep(typed, tmp_path):
+    args = ["-m", "logger=wandb", "logger.entity=some-team", "logger.name=some-name", "logger.job_type=some-job",
+            "logger.tags=[tag-one,tag-two]", "task.repeats=1", "task.sigmas=[0.3]",
+            f"hydra.sweep.dir={tmp_path}/some-sweep"]
+    code, _, err = typed(*args)
+    assert code == 0 and "`wandb sync " in err, err
+    noted = noted_by_wandb(tmp_path)
+    for name in (b"some-team", b"some-name", b"some-job", b"tag-one", b"tag-two", b"test/accuracy"):
+        assert name in noted
+    assert MetricRecord(glob_name="*", step_metric="step").SerializeToString() in noted
+    assert RunRecord(run_group="some-sweep").SerializeToString() in noted
+    run = tmp_path / "some-sweep" / "0"
+    own = (run / "wandb_id").read_text()
+    assert typed(*args, "resume=auto")[0] == 0 and (run / "wandb_id").read_text() == own  # a run keeps its id
+    assert {path.name.rpartition("-")[2] for path in run.glob("wandb/offline-run-*")} == {own.strip()}
+
+
+def test_a_name_that_wandb_refuses_is_an_error(typed, tmp_path):
+    code, _, err = typed("logger=wandb", "logger.project=a/b", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
+    assert code == 2 and "logger=wandb: Invalid project name 'a/b'" in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "a").exists()

@@ -1,20 +1,44 @@
 import pytest
-from toy_runs import ARGS, BASE, PLAIN, shared_run
+import toy
+from stopping import stop_signal
+
+from crt_exp.runner import fit
 
 
 @pytest.fixture
 def typed(typed, tmp_path):
     """The same for a run of the small task in a folder of this test."""
-    return lambda *args, directory="run": typed(*BASE, f"hydra.run.dir={tmp_path / directory}", *args)
+    return lambda *args, directory="run": typed(*toy.BASE, f"hydra.run.dir={tmp_path / directory}", *args)
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
+def shared(tmp_path_factory):
+    """Makes a run without its picture."""
+    def make(*args):
+        folder = tmp_path_factory.mktemp("shared") / "run"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fit, "draw_curves", lambda *_: None)
+            toy.run(folder, *args)
+        return folder
+    return make
+
+
+@pytest.fixture(scope="session")
+def whole(shared):
     """An uninterrupted run of ARGS."""
-    return shared_run(tmp_path_factory.mktemp("whole") / "run", ARGS)
+    return shared(*toy.ARGS)
 
 
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory):
+def cut(shared, tmp_path_factory):
+    """A run of ARGS that was stopped in step 13, with checkpoints of steps 10, 12 and 13."""
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    with stop_signal(toy.Toy, 13), pytest.raises(SystemExit):
+        toy.run(folder, *toy.ARGS)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain(shared):
     """A run of PLAIN on one process."""
-    return shared_run(tmp_path_factory.mktemp("plain") / "run", PLAIN)
+    return shared(*toy.PLAIN)
