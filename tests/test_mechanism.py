@@ -175,7 +175,7 @@ WRONG = [
     ("favorpp name=exact", "unknown option of attention favorpp 'name'"),
     ("favorpp sampler.blocks=1", "unknown option of sampler orthogonal 'blocks'"),
     ("favorpp m=true", "m=true: expected"), ("favorpp seed=1.5", "seed=1.5"),
-    ("exact m=8", "attention exact does not use m"), ("exact sampler.lengths=chi", "does not use sampler"),
+    ("exact m=8", "attention=exact: does not use m=8"), ("exact sampler.lengths=chi", "does not use sampler"),
     ("nearfar preset=best", "attention.preset=best: expected cheap, default or quality"),
     ("oprf features=pos", "features=pos: not allowed with a feature map"),
     ("os.system", "attention._target_=posix.system: expected a module"),

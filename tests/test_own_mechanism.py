@@ -119,7 +119,7 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     (lambda: Mechanism.of(Wanting, k=1).layer(2, 4, causal=True), "Wanting: ignores causal=true"),
     (lambda: Mechanism.of(Wanting), "attention.k=.*: expected an integer"),
     (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
-    (lambda: Mechanism.of(Mean, m=8), "Mean does not use m"),
+    (lambda: Mechanism.of(Mean, m=8), "Mean: does not use m=8; remove it"),
     (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or an object"),
 ], ids=range(6))
 def test_other_constructors_are_refused_in_a_line(make, words):

@@ -28,7 +28,8 @@ def test_a_ratio_is_taken_within_rounds():
     assert times.ratio([2.0, 30.0, 2.2], [1.0, 10.0, 1.1]) == 2.0
 
 
-@pytest.mark.parametrize("ms, below, calls", [(2000.0, times.LONG, 1), (1.0, times.LONG, 2), (2000.0, None, 2)])
+@pytest.mark.parametrize("ms, below, calls", [
+    (2000.0, times.NO_WARMUP_MS, 1), (1.0, times.NO_WARMUP_MS, 2), (2000.0, None, 2)])
 def test_a_short_call_is_made_again(ms, below, calls, monkeypatch):
     made = []
     monkeypatch.setattr(times, "milliseconds", lambda call, *given, device: call(*given) or ms)

@@ -55,8 +55,8 @@ class Buffer:
     amortized O(1). A state that did not write the last rows gets a buffer of its own.
     """
 
-    def __init__(self, tensor: Tensor):
-        self.tensor, self.used = tensor, 0
+    def __init__(self, tensor: Tensor, used: int = 0):
+        self.tensor, self.used = tensor, used
 
     def append(self, length: int, new: Tensor) -> "Buffer":
         end, buffer = length + new.shape[2], self

@@ -509,7 +509,7 @@ BAD = {
     r"parameter \(3, 1, 1\)": lambda: call(params=OPRF().fit(Statistics.of(*torch.zeros(2, 3, 2, 4)))),
     "bfloat16 or float32": lambda: call(x=torch.full((2, 4, 6, 4), 7e4).half()),
     "window attention needs L == S": lambda: Window(2, 4)(torch.zeros(2, 2, 8, 4), *torch.zeros(2, 2, 2, 5, 4)),
-    "attention window does not use m": lambda: Mechanism.of("window", m=8),
+    "attention=window: does not use m=8": lambda: Mechanism.of("window", m=8),
     "buckets=5: expected 1 or an even": lambda: Reformer(2, 4, buckets=5),
     "use_cache=False": lambda: Reformer(2, 4)(torch.zeros(2, 2, 5, 4), *torch.zeros(2, 2, 2, 8, 4)),
     "needs L == S": lambda: identity_attention(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 1, 4, 3)),

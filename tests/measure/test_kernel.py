@@ -150,8 +150,9 @@ def test_the_task(monkeypatch):
     monkeypatch.setattr(sampling, "vectors_of", lambda start: (Task(), *vectors(40)))
     monkeypatch.setattr(sampling, "read_records", lambda path: [{"loss": 4.0, "unigram_loss": 6.0}])
     task = ClassDistributions("run", 5, [16, 64])
-    asked, projecting = [], Mechanism.projecting
-    monkeypatch.setattr(Mechanism, "projecting", lambda self, m: [asked.append(m), projecting(self, m)][1])
+    asked, with_projections = [], Mechanism.with_projections
+    monkeypatch.setattr(Mechanism, "with_projections",
+                        lambda self, m: [asked.append(m), with_projections(self, m)][1])
     rows = {name: [*task.rows(Mechanism.of(name), 0)] for name in ("favorp", "hrf_angular", "exact")}
     assert [row["m"] for row in rows["favorp"]] == [row["m"] for row in rows["hrf_angular"]] == [16, 64]
     assert asked == [16, 64, 2, 8]

@@ -79,7 +79,7 @@ def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
 def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
     model = BertModel(BertConfig(vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
                                  intermediate_size=16, initializer_range=0.5)).eval()
-    monkeypatch.setattr(pretrained, "encoder", lambda name: (model, letters))
+    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name, kind: (model, letters))
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)

@@ -26,7 +26,7 @@ def at_root(monkeypatch):
 def test_the_committed_page_is_that_of_its_rows(name):
     module, rows = pages.load(name), read_rows(name)
     page, frame = module.page, rows.frame
-    made = pages.page_text(page, rows, pages.judged(module, rows), module.tables(rows), hasattr(module, "figure"),
+    made = pages.page_text(page, rows, pages.verdicts(module, rows), module.tables(rows), hasattr(module, "figure"),
                            FOLDER, "small", "")
     assert made == (FOLDER / f"{name}.md").read_text()
     assert (FOLDER / f"{name}.png").is_file() == hasattr(module, "figure")
@@ -45,7 +45,7 @@ def test_measurements_accept_every_method_of_their_page(name):
     runs = [dict(each.partition("=")[::2] for each in run.overrides) for sweep in sweeps_of(name) for run in sweep]
     for task_name, attention in {(run["task"], run["attention"]) for run in runs if {"task", "attention"} <= {*run}}:
         conf = yaml.safe_load((ROOT / f"conf/task/{task_name}.yaml").read_text())
-        task = imported((conf if "_target_" in conf else conf["task"])["_target_"])
+        task = import_object((conf if "_target_" in conf else conf["task"])["_target_"])
         mechanism = Mechanism.parse(attention)
         if hasattr(task, "records") and not (mechanism.estimates or mechanism.is_exact):
             assert task.measures_whole(mechanism), (task_name, attention)

@@ -109,15 +109,15 @@ def test_all_verdicts():
 def test_sign_test_equals_scipy_where_one_sample_decides_the_mean():
     values = [-60.0, *np.linspace(0.5, 1.5, 11)]
     by_signs, by_mean = judge([Claim("above", {"": values}, sign_test=True), Claim("above", {"": values})])
-    assert np.isclose(by_signs.found.p, stats.binomtest(11, 12).pvalue)
+    assert np.isclose(by_signs.estimate.p, stats.binomtest(11, 12).pvalue)
     assert (by_signs.verdict, by_mean.verdict) == ("supported", UNDECIDED)
-    assert by_signs.shown() == "+0.95 (median; 11 of 12 samples above the threshold)"
+    assert by_signs.to_text() == "+0.95 (median; 11 of 12 samples above the threshold)"
 
 
 def test_ratios_are_tested_as_logarithms():
     values = np.log([0.5, 0.6, 0.55, 0.45])
     (found,) = judge([Claim("half", {"": values}, below=0.8, log=True, unit="times")])
-    assert found.verdict == "supported" and found.shown().startswith(f"{np.exp(values.mean()):.3g} [")
+    assert found.verdict == "supported" and found.to_text().startswith(f"{np.exp(values.mean()):.3g} [")
     assert found.number == pytest.approx(geometric_mean_ci(np.exp(values))[0])
 
 

@@ -32,7 +32,7 @@ def configurations():
     found = {}
     for overrides in EVERY:
         cfg = command_line.compose([*overrides])
-        whole = plain(cfg)
+        whole = plain_config(cfg)
         nodes = {group: [n for n in (whole[group], *whole[group].values()) if isinstance(n, dict) and "_target_" in n]
                  for group in GROUPS}
         found[overrides] = cfg, whole, nodes
@@ -55,7 +55,7 @@ def test_the_source_states_what_the_class_states(configurations):
     known = read = 0
     for target in {node["_target_"] for *_, nodes in configurations.values() for each in nodes.values()
                    for node in each}:
-        source, real = annotations_in_source(target), parameters(imported(target))
+        source, real = annotations_in_source(target), parameters(import_object(target))
         assert source.keys() - {"self"} == real.keys(), target
         found = {key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"}
         assert found == {key: describe(real[key].hint) for key in found}, target

@@ -18,7 +18,7 @@ from small_speech import write_digits
 from stopping import stopped_and_continued
 
 from crt_exp import swap_attention
-from crt_exp.config import ConfigError, imported, instantiate
+from crt_exp.config import ConfigError, import_object, instantiate
 from crt_exp.data import DataError, warn
 from crt_exp.data.sources import select
 from crt_exp.mechanism import Mechanism
@@ -181,7 +181,7 @@ def test_stopped_run_continues_to_the_same_numbers(name, more, finished, run, tm
     whole = tmp_path / "run" if more else finished(name)
     if more:
         assert run(*more)[0] == 0
-    task = imported(OmegaConf.load(whole / "config.yaml").task["_target_"])
+    task = import_object(OmegaConf.load(whole / "config.yaml").task["_target_"])
     stopped_and_continued(run, monkeypatch, task, 5, *more)
     same_run(whole, tmp_path / "stopped")
 

@@ -227,7 +227,7 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
     (tmp_path / ".step-3.123").mkdir()  # left by a killed process
     assert checkpoint.newest(tmp_path) == tmp_path / "step-5" == checkpoint.newest(tmp_path)
     printed, = capsys.readouterr().out.splitlines()
-    assert "step-10: damaged" in printed and reason in printed and "removed, using the previous one" in printed
+    assert "step-10: damaged" in printed and reason in printed and "removed, trying step-5" in printed
     assert [p.name for p in tmp_path.iterdir()] == ["step-5"] and checkpoint.newest(tmp_path / "absent") is None
 
 
