@@ -87,25 +87,3 @@ def typed(monkeypatch, capsys, tmp_path):
             code = stop.code or 0
         return code, *capsys.readouterr()
     return run
-
-
-WITHOUT_PROJECTIONS = {f"attention={name}" for name in ("exact", "linformer", "reformer")}
-
-
-@pytest.fixture
-def run_task(typed, tmp_path, monkeypatch):
-    """Runs a task as `typed` does, without CRT_DATA, in a directory of tmp_path, with options of the caller's.
-
-    Arguments take the place of options, and leave those out that they give no meaning to: projections of attention
-    that has none, sizes of a model that is loaded.
-    """
-    def run(task, options, args, directory="run", processes=1):
-        monkeypatch.delenv("CRT_DATA", raising=False)
-        own = [o for o in options if not any(a.split("=")[0] == o.split("=")[0] for a in args)]
-        if WITHOUT_PROJECTIONS & set(args):
-            own.remove("features.m=8")
-        if any(a.startswith("task.init=") for a in args):
-            own = [o for o in own if ".sizes." not in o]
-        return typed(f"task={task}", "logger=none", f"hydra.run.dir={tmp_path / directory}", *own, *args,
-                     processes=processes)
-    return run
