@@ -183,6 +183,12 @@ def test_the_largest_random_number_gives_a_token(tokenizer):
     assert masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist() == [[30521]]
 
 
+def test_a_vocabulary_without_a_mask_or_a_start_is_refused(vocabulary):
+    bare = bert_tokenizer(vocabulary)
+    bare.mask_token = bare.cls_token = None
+    assert "mask token" in refused(Masking.of, bare) and "[CLS]" in refused(local_blocks, vocabulary, bare, 7)
+
+
 @pytest.mark.parametrize("kind", [generator_of, np.random.default_rng])
 def test_uniforms_are_independent_by_row(kind):
     found = uniforms(map(kind, range(4)), 500)

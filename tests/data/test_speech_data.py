@@ -144,16 +144,36 @@ def test_the_audio_of_a_string_is_that_of_its_parts(digits):
 # ---- audio -------------------------------------------------------------------------------------------------
 
 
+SAMPLES = np.arange(16000) % 100
+
+
+def write_wav(path, riff, data, chunks=b""):
+    """riff, data: the two sizes in the header."""
+    header = b"RIFF" + struct.pack("<I", riff) + b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16)
+    path.write_bytes(header + chunks + b"data" + struct.pack("<I", data) + SAMPLES.astype("<i2").tobytes())
+    return path
+
+
 @pytest.mark.parametrize("riff, data, chunks", [
     (2**32 - 1, 2**32 - 1, b""), (2**31 + 36, 2**31, b""), (0, 2**32 - 1, b""), (2**31 - 4060, 2**31 - 4096, b""),
     (2**32 - 1, 32000, b""), (2**32 - 1, 2**32 - 37, b"LIST" + struct.pack("<I", 4) + b"abcd")])
 def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     """A program that writes into a pipe (ffmpeg, sox, arecord) cannot go back to the two sizes in the header."""
-    path, samples = tmp_path / "a.wav", np.arange(16000) % 100
-    header = b"RIFF" + struct.pack("<I", riff) + b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16)
-    path.write_bytes(header + chunks + b"data" + struct.pack("<I", data) + samples.astype("<i2").tobytes())
+    path = write_wav(tmp_path / "a.wav", riff, data, chunks)
     assert seconds_of(path, "a") == 2
-    assert np.array_equal(speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000)), samples)
+    assert np.array_equal(speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000)), SAMPLES)
+
+
+@pytest.mark.parametrize("data, words", [(64000, "a.wav: truncated: 32000 of 64000"), (2**30, "truncated")])
+def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(data, words, tmp_path):
+    with pytest.raises(BadAudio, match=words):
+        seconds_of(write_wav(tmp_path / "a.wav", 36 + data, data), "a.wav")
+
+
+def test_random_intervals_reach_both_ends_and_their_share():
+    found = np.concatenate([speech.random_intervals(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)])
+    widths = found[:, 1] - found[:, 0]
+    assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10
 
 
 @pytest.mark.parametrize("own", [44_101, 17_600])
