@@ -14,7 +14,7 @@ from small_bert import VOCABULARY, write_text
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
 from crt_exp.mechanism import Mechanism
-from crt_exp.measure.fidelity import Subject, SwapLoss
+from crt_exp.measure.fidelity import Fidelity, Subject, SwapLoss
 from crt_exp.runner.run import read_records
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -134,6 +134,22 @@ def test_what_is_refused(folder, tmp_path):
         Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
 
 
+@pytest.mark.slow
+def test_a_saved_run_on_its_own_text(typed, tmp_path, monkeypatch):
+    """Rows of documents and of layers, and the model's own loss; parts of the text are those of the run's task."""
+    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
+        write_text(tmp_path / "data/wikitext2" / f"wiki.{part}.tokens", lines)
+    code, _, err = typed("task=mlm", "attention=exact", "task.sizes.hidden_size=16", "task.sizes.num_attention_heads=2",
+                         "task.sizes.num_hidden_layers=2", "task.cache_dir=null", "task.vocabulary_size=300",
+                         "task.block=32", "trainer.batch=4", "trainer.steps=2", "logger=none", "hydra.run.dir=run")
+    assert code == 0, err
+    probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, None)
+    for method, seed in (("exact", 0), ("favorpp m=8", 1)):
+        texts, *layers, last = probe.rows(Mechanism.parse(method), seed)
+        assert len(texts["above"]) == len(texts["cosine"]) == 3 and [row["layer"] for row in layers] == [0, 1]
+        assert last["cost"] == pytest.approx(np.mean(texts["above"]))
+        assert (max(texts["hidden_error"]) < 1e-6) == ("loss" in last) == (method == "exact")
 
 
 # ---- task=swap_loss

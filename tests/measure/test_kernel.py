@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize_scalar
 from scipy.stats import wasserstein_distance
 
 from crt_exp.features import AngularHybrid, Statistics, TrigRF
@@ -14,7 +15,7 @@ from crt_exp.measure import kernel, sampling
 from crt_exp.measure.kernel import (QMC, Clusters, Flops, Pointwise, angles_of, at_angles, generator, log_relative_mse,
                                     squared_errors)
 from crt_exp.measure.sampling import ClassDistributions, distances, estimator
-from crt_exp.measure.variance import VarianceByAngle
+from crt_exp.measure.variance import Variance, VarianceByAngle, VarianceByLength, sample_pairs
 
 METHODS = ["favor", "favorp", "favorpp", "gerf", "hrf_angular", "hrf_gaussian", "hrf_cluster"]
 
@@ -50,6 +51,16 @@ def test_pointwise_errors_vanish_where_the_maps_are_exact():
     zero = {name: [error < 1e-12 for error in r["error"]] for name, r in of.items()}
     assert zero == {"trig": [True] + [False] * 4, "hyp": [False] * 4 + [True], "angular": [True, *[False] * 3, True]}
     assert of["trig"]["largest_error"] == max(of["trig"]["error"])
+
+
+@pytest.mark.parametrize("name, variance", [("pos", lambda z, apart: z.exp() - 1),
+                                            ("trig", lambda z, apart: apart.exp() * (1 - (-apart).exp()) ** 2 / 2)])
+def test_pointwise_closed_forms(name, variance):
+    """Relative variances of one projection, by |x + y|^2 and |x - y|^2 (Performers, Lemmas 1 and 2)."""
+    record = next(Pointwise(8, [0.7], 5, 2, 3).records(mechanism(name, 6), 0))
+    cosine = torch.tensor(record["theta"]).double().cos()
+    expected = variance(2 * 0.7**2 * (1 + cosine), 2 * 0.7**2 * (1 - cosine)) / 6
+    np.testing.assert_allclose(record["closed_form"], expected.clamp(min=0).sqrt(), rtol=1e-6, atol=1e-7)
 
 
 def test_qmc_errors():
@@ -177,3 +188,37 @@ def test_the_ratio_is_that_of_the_closed_forms():
     row = next(row for row in VarianceByAngle(1.0, 90).rows(Mechanism.of(features="pos"), 0) if row["angle"] == 90)
     trig, pos = math.exp(2) * (1 - math.exp(-2)) ** 2 / 2, math.exp(2) - 1
     assert row["log_ratio"] == pytest.approx(math.log(trig / pos))
+
+
+def test_variances_of_pairs_are_those_of_the_closed_forms():
+    """Of the Gaussian kernel; the last record has each pair, and each has their mean and standard deviation."""
+    x, y = sample_pairs("normal", 6, 3, ())
+    for name, variance in (("pos", lambda z, apart: (-apart).exp() * (z.exp() - 1)),
+                           ("trig", lambda z, apart: (1 - (-apart).exp()) ** 2 / 2)):
+        records = [*Variance("normal", 6, [0.1, 0.2], "gaussian").records(Mechanism.of(features=name), 3)]
+        for record in records:
+            z, apart = (record["sigma"] ** 2 * t.square().sum(-1) for t in (x + y, x - y))
+            pairs = variance(z, apart).log()
+            found = [record["log_variance"], record["log_variance_std"], *record.get("of_pairs", pairs)]
+            np.testing.assert_allclose(found, [pairs.mean(), pairs.std(), *pairs], rtol=1e-6)
+        assert ["of_pairs" in record for record in records] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["oprf", "gerf", "pois", "geom"])
+def test_parameters_of_the_set_cost_variance_on_average(name):
+    """The fit to each pair is an oracle: no fit to the set is below it."""
+    of_set, of_pair = (next(Variance("heterogen", 50, [1.0], "gaussian", fit).records(Mechanism.of(features=name), 0))
+                       for fit in ("set", "pair"))
+    assert of_set["log_variance"] > of_pair["log_variance"]
+
+
+def test_the_gain_of_the_best_parameter_at_every_length():
+    """For x = y, s = |x + y|^2: the least variance over A of features exp(A w^2 + B w x - x^2 / 2), B^2 = 1 - 4 A."""
+    def variance(A, s, d=8):
+        moment = (1 - 4 * A) ** d * (1 - 8 * A) ** (-d / 2) * math.exp(2 * s * (1 - 4 * A) / (1 - 8 * A) - s / 2)
+        return moment - math.exp(s / 2)
+    gains = {name: {row["sum"]: row["gain"] for row in VarianceByLength(8, 9).rows(Mechanism.of(features=name), 0)}
+             for name in ("pos", "oprf")}
+    least = {s: minimize_scalar(variance, bounds=(-5, 0), args=(s,), method="bounded").fun for s in range(1, 10)}
+    assert gains["pos"] == dict.fromkeys(range(1, 10), 0)
+    assert gains["oprf"] == pytest.approx({s: math.log(least[s] / variance(0, s)) for s in least}, rel=1e-5)

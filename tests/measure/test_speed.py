@@ -1,5 +1,7 @@
 """task=speed and task=memory: what is timed, the baselines, rows, and what is refused."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from crt_exp.attention import attention_reference
 from crt_exp.features import PosRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.measure import speed
-from crt_exp.measure.speed import FORMED, Speed, attention_work, chunked
+from crt_exp.measure.speed import CHUNKED, FORMED, Memory, Speed, attention_work, chunked
 from crt_exp.samplers import orthogonal
 
 
@@ -61,3 +63,21 @@ def test_every_vision_transformer_has_its_own_attention(one_thread):
         assert sum(hasattr(block.attn, "swapped") for block in model.blocks) == (0 if name.startswith("exact") else 12)
     outputs = [model.eval()(image) for model, image in (speed.vit(name, 16) for name in ("exact", FORMED))]
     assert torch.allclose(*outputs, atol=1e-5)
+
+
+def peak(what, length, run, method):
+    [row] = Memory(what, length, method).rows(Mechanism.parse(run), 0)
+    return row["mib"]
+
+
+@pytest.mark.slow
+def test_peaks_of_memory():
+    """Each in a process of its own, since allocators keep what earlier calls freed: of chunks, linear in the length;
+    of attention that forms its matrices, those of all layers and heads above that which does not."""
+    asked = [*(("attention", length, "uniform", CHUNKED) for length in (1024, 4096)),
+             *(("vit_ti", 576, "exact", method) for method in (FORMED, None))]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        short, long, formed, fused = pool.map(peak, *zip(*asked))
+    assert short > 16 and long == pytest.approx(4 * short, rel=0.25)     # MiB of features, and more
+    matrices = 12 * 3 * 577**2 * 4 / 2**20
+    assert matrices < formed - fused < 2 * matrices, (formed, fused)

@@ -60,6 +60,15 @@ def test_a_tangent_of_one_alone(which, causal):
         torch.testing.assert_close(tangent, torch.ones_like(out), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_derivatives_under_transforms(causal):
+    inputs = [t.detach() for t in tensors(B=1, L=26)[:3]]
+    call = lambda *t: near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
+    expected = torch.autograd.grad(call(*(t.requires_grad_() for t in inputs)), inputs)
+    for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(*inputs), expected):
+        torch.testing.assert_close(ours, theirs)
+
+
 # ---- sets and cells
 
 
@@ -94,6 +103,47 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5))
     more = torch.cat([x, torch.ones_like(x[..., :1])], -1), torch.cat([y, (y * s).sum(-1, keepdim=True)], -1)
     torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)), shifted, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_shift_of_all_keys_changes_nothing(cross):
+    x, y, v, _ = tensors(L=40)
+    call = lambda y: near_far_attention(x, y, v, Sizes(3, 4, 5, True), cross=cross)
+    torch.testing.assert_close(call(y + 7 * torch.randn(4).double()), call(y))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=needs_library, id="C"), torch.float64])
+def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
+    """In the distances of keys within a cell, of values that are linear in keys: half of them leave a quarter."""
+    x, y, _, _ = tensors(B=1, L=120, dtype=dtype)
+    g = torch.Generator().manual_seed(0)
+    v = y @ torch.randn(4, 3, generator=g, dtype=dtype)
+
+    def gain(first_order):
+        """By what factor half the distances change the error."""
+        wide, narrow = ((near_far_attention(x, s * y, v, Sizes(2, 0, 1, first_order), cross=True)
+                         - softmax_attention(x, s * y, v)).norm() for s in (0.1, 0.05))
+        return float(wide / narrow)
+    assert gain(True) == pytest.approx(4, rel=0.1) and gain(False) == pytest.approx(2, rel=0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("more, causal", [
+    ({"block": 32}, False), ({"heavy": 64}, False), ({"cells": 48}, False),
+    ({"heavy": 64}, True), ({"cells": 48}, True), ({"open": 32}, True)], ids=str)
+def test_more_of_anything_is_nearer_to_exact(more, causal):
+    """On average over heads of queries and keys that are alike in places, as those of models are."""
+    g = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randn(1, 16, n, 8, generator=g)
+    base = draw(6)[:, :, torch.arange(192) // 8 % 6]
+    x, y, v = 1.2 * (base + 0.7 * draw(192)), 1.2 * (base + 0.7 * draw(192)), base + draw(192)
+    exact = softmax_attention(x, y, v, causal=causal)
+    error = lambda out: float((out - exact).norm())
+    few = Sizes(8, 4, 8, open=4)
+    least, many = (error(near_far_attention(x, y, v, sizes, causal=causal)) for sizes in (few, few._replace(**more)))
+    assert many < 0.9 * least < 0.9 * error(uniform_attention(x, y, v, causal=causal))
 
 
 # ---- padding and the future
@@ -135,8 +185,6 @@ def test_no_key_gives_no_output_and_no_gradient():
         grads = torch.autograd.grad(out.square().sum(), (x, y, v))
         assert (out[0] == 0).all() and all((g[0] == 0).all() and g.isfinite().all() for g in grads)
         assert (out[1, :, :4] == 0).all() == causal
-
-
 
 
 # ---- numbers and memory

@@ -1,9 +1,12 @@
 """Near-far attention as a layer: names, what it learns, swapped models."""
 
+import sys
+
 import pytest
 import torch
 from nearfar_cases import tensors
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import swap_attention
 from crt_exp.attention import exact_attention, softmax_attention
@@ -12,6 +15,7 @@ from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
 from crt_exp.features.base import NotFinite
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.decoding import RecallState
+from crt_exp.swap.call import attend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -73,6 +77,37 @@ def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
             layer.train()(*(t.float() for t in (x, y, v)))
     assert int(layer.clusters.fits) == 2 and not any(t.is_inference() for t in layer.buffers())
     layer.load_state_dict(layer.state_dict())
+
+
+class Operators(TorchDispatchMode):
+    """Of PyTorch, which run within."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_short_call_is_one_of_the_kernel(causal):
+    """Nothing else that takes time, of PyTorch or of Python: the sum is how NaN is noticed."""
+    layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
+    layer.path, called = "here", []
+    q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
+    call = lambda: attend(layer, q, k, v, causal=causal)
+    with Operators() as seen:
+        call()
+    assert seen.names == ["_scaled_dot_product_flash_attention_for_cpu", "sum", "_local_scalar_dense"]
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert len(called) <= 16, called
 
 
 @torch.no_grad()

@@ -198,6 +198,15 @@ def test_any_strides():
         assert_near(attended(*inputs, ones), expected, 1e-6)
 
 
+def test_large_shifts_and_long_vectors():
+    """Keys far from 0 and logits of thousands, whose exponentials no number holds."""
+    x, y, v, grad, _ = tensors(Z=3, S=120, scale=20.0)
+    inputs = x.transpose(0, 1), y[None] + 100, v[None], grad.transpose(0, 1)
+    ours, exact = attended(*inputs), attended(*(t.double() for t in inputs))
+    assert_near(ours[:1], exact[:1], 5e-3)
+    assert all(t.isfinite().all() for t in ours)
+
+
 @pytest.mark.parametrize("side, rank, causal", [
     ("queries", 0, False), ("queries", 3, True), ("keys", 0, True), ("keys", 1, False)])
 def test_queries_and_keys_of_few_directions(side, rank, causal):

@@ -7,6 +7,7 @@ from native_cases import needs_library
 from nearfar_cases import as_integers, choices, same
 from scipy.special import log_ndtr
 
+from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.nearfar import causal as recall, decoding as past, native, near_far_attention, retrieval
 from crt_exp.nearfar.choice import CENTRE_SAMPLES, RIDGE, Sizes
 from crt_exp.nearfar.decoding import RecallState
@@ -215,6 +216,20 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
 
 
 # ---- what is found ----
+
+
+@torch.no_grad()
+def test_one_key_of_many_is_found():
+    """Every query asks for a key of its own, with 0.9 of its weight: cells alone lose it."""
+    g, S, d = torch.Generator().manual_seed(0), 1024, 32
+    y, v = torch.randn(1, 2, S, d, generator=g), torch.randn(1, 2, S, d, generator=g)
+    target = (torch.rand(2, S, generator=g) * (torch.arange(S) - 96).clamp(min=1)).long()
+    x = 0.45 * y[0].gather(1, target.unsqueeze(-1).expand(-1, -1, d))[None]
+    late = lambda out: out[:, :, 512:]
+    exact = late(exact_attention(x, y, v, causal=True))
+    error = lambda out: float((late(out) - exact).norm() / exact.norm())
+    few, many = (error(attend(x, y, v, Sizes(open=open, exact_until=128))) for open in (8, 128))
+    assert few < 0.25 and many < 0.15 and error(uniform_attention(x, y, v, causal=True)) > 0.9
 
 
 def test_centres_are_of_keys_from_everywhere():
