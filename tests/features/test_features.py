@@ -14,9 +14,9 @@ from sklearn.metrics.pairwise import laplacian_kernel
 
 from crt_exp import samplers
 from crt_exp.config import ConfigError, choices
-from crt_exp.features import (GERF, OPRF, SMREG, ArcCosineRF, GeomRF, GeomRFPlus, HypRF, LaplaceRF, MaternRF,
-                              PoisCoordRF, PoisRF, PoisRFPlus, PosRF, Product, RationalQuadraticRF, Statistics, Sum,
-                              TrigRF)
+from crt_exp.features import (CERF, GERF, OPRF, SMREG, AngularHybrid, ArcCosineRF, GaussianCoefficient, GaussianHybrid,
+                              GeomRF, GeomRFPlus, Hybrid, HypRF, LaplaceRF, MaternRF, PoisCoordRF, PoisRF, PoisRFPlus,
+                              PosRF, Product, RationalQuadraticRF, Statistics, Sum, TrigRF)
 from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.noise import leaves
@@ -404,3 +404,40 @@ def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(typed):
     assert code == 0 and float(out.split("accuracy ")[1].split()[0]) > 0.5, err
     code, _, err = typed("task=projections", "features=matern", "logger=none")
     assert code == 2 and "features=matern: has its own kernel" in err and "Traceback" not in err
+
+
+# ---- what is refused
+
+X, Y = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
+BAD_DEFINITIONS = {
+    "expected a number, d numbers": lambda: CERF(M="a"),
+    "shape \\(1, 2\\)": lambda: CERF(M=[[1.0, 2.0]]),
+    "expected finite entries": lambda: CERF(M=math.inf),
+    "real entries with field='real'": lambda: CERF(M=1j, field="real"),
+    "a real number, or d real numbers": lambda: GaussianCoefficient(M=[[1.0]]),
+    "M: 2 entries for vectors of 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),
+    "parts: empty": lambda: Sum(),
+    "no closed-form variance": lambda: Sum(OPRF(), PosRF(), shared=True).log_variance(X, X, ((), ())),
+    "kernel=other": lambda: OPRF(kernel="other"),
+    "expected \\(..., L, d\\)": lambda: Statistics.of(X[0, 0], X[0, 0]),
+    "at least one vector": lambda: Statistics.of(X[:, :0], X),
+    "x has 3 dimensions, y has 4": lambda: Statistics.of(X, Y),
+    "one device": lambda: Statistics.of(X, X.to("meta")),
+    "unknown": lambda: Hybrid(coefficients=["other"], bases=["oprf", "pos"]),
+}
+
+
+@pytest.mark.parametrize("message", BAD_DEFINITIONS)
+def test_definitions_are_checked(message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        BAD_DEFINITIONS[message]()
+
+
+@pytest.mark.parametrize("phi", [Sum(OPRF(), GeomRF()), AngularHybrid(), GaussianHybrid()],
+                         ids=["sum", "angular", "gaussian"])
+def test_second_moment_is_one_and_the_relative_variance(phi):
+    x, y = pairs(3)
+    x, y = x[:, None], y[None]
+    params = phi.fit(Statistics.of(*pairs(3)))
+    relative = phi.log_variance(x, y, params) - 2 * phi.log_kernel(x, y)
+    torch.testing.assert_close(phi.log_relative_second_moment(x, y, params), torch.log1p(relative.exp()))
