@@ -62,11 +62,12 @@ def test_a_tangent_of_one_alone(which, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_derivatives_under_transforms(causal):
-    inputs = [t.detach() for t in tensors(B=1, L=26)[:3]]
+    """By PyTorch, of what C would otherwise compute."""
+    inputs = [t.detach() for t in tensors(B=1, L=26, dtype=torch.float32)[:3]]
     call = lambda *t: near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
     expected = torch.autograd.grad(call(*(t.requires_grad_() for t in inputs)), inputs)
     for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(*inputs), expected):
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 # ---- sets and cells
