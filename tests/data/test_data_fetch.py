@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from local_servers import held, running_server, tarred, zipped
+from local_servers import HubHandler, held, running_server, tarred, zipped
+from small_bert import write_model
 
 from crt_exp.config import CONF
 from crt_exp.data import DataError, __main__ as command, corpora, sources
@@ -267,3 +269,53 @@ def test_a_text_of_the_hub_is_kept_as_files(tmp_path, monkeypatch):
     assert len([*text_folder("auto", "ptb").iterdir()]) == 3 and len(asked) == 3     # read once
     text_folder("hub", "wikitext2")
     assert asked[3] == ("Salesforce/wikitext", "wikitext-2-v1", "train", None)
+
+
+CARD = "---\nconfigs:\n- config_name: cola\n  data_files:\n" + "".join(
+    f"  - split: {split}\n    path: cola/{split}-*\n" for split in ("train", "validation", "test")) + "---\n"
+
+
+def small_hub(folder: Path) -> dict[str, bytes]:
+    """A small BERT under the name of the default model, and a small CoLA."""
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    write_model(folder / "google-bert/bert-base-uncased")
+    cola = folder / "datasets/nyu-mll/glue/cola"
+    cola.mkdir(parents=True)
+    (cola.parent / "README.md").write_text(CARD)
+    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["unacceptable", "acceptable"])})
+    rows = {"sentence": [f"the cat {i}" for i in range(40)], "label": [i % 2 for i in range(40)]}
+    for split in ("train", "validation", "test"):
+        Dataset.from_dict(rows, features=features).to_parquet(cola / f"{split}-00000-of-00001.parquet")
+    return held(folder)
+
+
+def run_glue(folder: Path, endpoint: str, *options: str) -> subprocess.CompletedProcess:
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+    env = {key: value for key, value in os.environ.items() if key != "CRT_DATA"} | own
+    return subprocess.run([sys.executable, "-m", "crt_exp", "task=glue", "task.dataset=cola", "attention=favorpp",
+                           "features.m=16", "task.max_length=40", "trainer.steps=1", "logger=none", *options],
+                          env=env, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_glue_reads_from_the_hub_and_later_from_its_cache(tmp_path):
+    with running_server(HubHandler) as hub:
+        hub.content = small_hub(tmp_path / "hub")
+        run = run_glue(tmp_path, hub.url("").rstrip("/"), f"hydra.run.dir={tmp_path}/run")
+    assert run.returncode == 0 and "40 examples" in run.stdout, run.stderr
+    assert "glue/CoLA: nyu-mll/glue cola of the Hugging Face hub, 377 kB" in run.stderr
+    again = run_glue(tmp_path, "http://127.0.0.1:9", f"hydra.run.dir={tmp_path}/again")      # where nothing answers
+    assert again.returncode == 0 and again.stdout.split("[")[0] == run.stdout.split("[")[0], again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [False, True])
+def test_without_files_and_hub_one_line_names_both_ways(local, tmp_path):
+    """At once: the libraries alone try again for half a minute."""
+    model = [f"task.model={write_model(tmp_path / 'bert')}"] if local else []
+    run = run_glue(tmp_path, "http://127.0.0.1:9", f"hydra.run.dir={tmp_path}/run", *model)
+    [line] = [line for line in run.stderr.splitlines() if "error" in line]
+    assert run.returncode == 2 and "Retrying" not in run.stderr, run.stderr
+    assert ("the Hugging Face hub" if local else "couldn't connect") in line and not (tmp_path / "run/model").exists()
+    assert ("fetch glue/CoLA --dir DIR" if local else "task.model=DIR") in line
