@@ -306,6 +306,17 @@ def test_clusters_are_found_and_their_bases_exact_there():
     torch.testing.assert_close(params.queries.sort(0).values, r.sort(0).values)
 
 
+def test_clusters_gain_on_clustered_vectors_and_one_pair_is_a_single_base():
+    x, y = (torch.cat([vectors(40, 8, seed=s, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + s) for s in pair])
+            for pair in ((0, 1), (2, 3)))
+    mean = lambda phi: phi.log_variance(x[:, None], y[None], phi.fit(Statistics.of(x, y))).exp().mean()
+    assert mean(ClusteredHybrid(field="complex")) < 0.2 * min(mean(PosRF()), mean(TrigRF()))
+    one, plain = ClusteredHybrid(queries=1, keys=1), CERF(field="real")
+    params, alone = one.fit(Statistics.of(x, y)), plain.fit(Statistics.of(x, y))
+    noise = draw(one, 5, 8)
+    torch.testing.assert_close(one.phi_q(x, noise, params).exp(), plain.phi_q(x, noise, alone).exp(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("phi, parts", [(ClusteredHybrid(queries=3, keys=2), 1), (ClusteredHybrid(field="complex"), 2)],
                          ids=repr)
 def test_a_token_fills_the_blocks_of_its_own_cluster(phi, parts):

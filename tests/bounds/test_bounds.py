@@ -1,6 +1,7 @@
 """The exact variance of coupled rows and the projections needed, against simulation and high-precision sums."""
 
 import math
+from decimal import Decimal, getcontext
 
 import numpy as np
 import pytest
@@ -51,6 +52,18 @@ def test_exact_variance_of_coupled_rows(phi, ensemble, size):
     exact = ensemble_log_variance(phi, x, y, params, m, ensemble).exp()
     assert (square.mean() - exact).abs() < 5 * square.std() / len(square) ** 0.5
     assert square.std() / len(square) ** 0.5 < 0.09 * exact
+
+
+@pytest.mark.parametrize("s, d", [(1e-3, 64), (0.7, 1), (30.0, 2), (500.0, 5)])
+def test_positive_covariance_is_1f1(s, d):
+    """1F1(d; d/2; s/2) e^-s - 1, to 300 digits; a difference of 1 and near 1 where s is small."""
+    getcontext().prec = 300
+    z, term, total = Decimal(s) / 2, Decimal(1), Decimal(1)
+    for k in range(2000):
+        term = term * (d + k) * z / ((Decimal(d) / 2 + k) * (k + 1))
+        total += term
+    exact = float(total * (-Decimal(s)).exp() - 1)
+    assert positive_covariance(torch.tensor(s, dtype=torch.float64), d).item() == pytest.approx(exact, rel=1e-11)
 
 
 @pytest.mark.parametrize("d", [2, 33])

@@ -17,7 +17,7 @@ from crt_exp.config import ConfigError, choices
 from crt_exp.features import (CERF, GERF, OPRF, SMREG, AngularHybrid, ArcCosineRF, GaussianCoefficient, GaussianHybrid,
                               GeomRF, GeomRFPlus, Hybrid, HypRF, LaplaceRF, MaternRF, PoisCoordRF, PoisRF, PoisRFPlus,
                               PosRF, Product, RationalQuadraticRF, Statistics, Sum, TrigRF)
-from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig
+from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig, search_complex_a
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.noise import leaves
 
@@ -214,6 +214,16 @@ def test_gerf_optimum_is_real_and_found():
     found = GERF(search="complex").fit(stats)
     torch.testing.assert_close(found.A.real, GERF().fit(stats).A, atol=1e-6, rtol=1e-5)
     assert found.A.imag.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("s", [1, -1])
+def test_complex_gerf_is_real_on_the_axis_and_its_search_reaches_the_optimum(s):
+    A, sizes = torch.linspace(-2, 0.1, 50, dtype=torch.float64), torch.tensor([0.0, 1e-4, 3.0, 300.0]).double()
+    of = lambda A: gerf_log_relative_second_moment(A[:, None], s, sizes, 16)
+    torch.testing.assert_close(of(A.to(torch.complex128)), of(A), rtol=1e-9, atol=1e-11)
+    few = sizes[2:3]
+    best = optimal_a(few / 16) if s == 1 else optimal_a_trig(few, 16)
+    torch.testing.assert_close(search_complex_a(best - 0.2, few, s, 16), best + 0j, rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_equal_all_pairs_and_skip_masked():

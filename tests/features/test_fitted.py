@@ -227,6 +227,13 @@ def test_a_layer_chooses_once_and_keeps_its_choice():
     torch.testing.assert_close(other.eval()(*inputs), module.eval()(*inputs), rtol=0, atol=0)
 
 
+def test_auto_beyond_full_matrices_and_for_the_gaussian_kernel():
+    wide = torch.randn(9, 300)
+    assert AutoRF().fit(Statistics.of(wide, wide)).root.shape == (1, 300)
+    params = AutoRF("gaussian").fit(Statistics.of(wide[:, :4], wide[:, 4:8]))
+    assert_close(params.balance, torch.eye(4, dtype=torch.float64))
+
+
 def test_describe_attention_says_what_each_layer_chose():
     encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2,
                                           enable_nested_tensor=False).eval()
@@ -371,6 +378,20 @@ def test_one_centre_has_the_closed_form():
     torch.testing.assert_close(expected, torch.tensor(math.exp(3 * 0.09), dtype=torch.float64))
 
 
+def test_error_of_several_centres_by_quadrature():
+    """With a row for each centre the variance is the integral of N(w; s, 1)^2 / sum_i N(w; c_i, 1), less the squares of
+    what each row gives in the mean."""
+    centres, x, y = (torch.tensor(t, dtype=torch.float64) for t in ([[-2.0], [0.0], [1.5]], [[0.4]], [[0.8]]))
+    params, points = MixtureParams(torch.eye(1).double(), centres, torch.zeros(1, 3)), torch.linspace(-12, 12, 4801)
+    log_normal = lambda mean: -(points.double() - mean).square() / 2 - math.log(2 * math.pi) / 2
+    own, aim = log_normal(centres), 2 * log_normal(x + y)
+    means = (aim / 2 - own.logsumexp(0) + own).exp().sum(-1) * 0.005
+    expected = (aim - own.logsumexp(0)).exp().sum() * 0.005 - means.square().sum()
+    found = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / (x * y).sum().exp()
+    spread = (found - found.mean()).square()
+    assert abs(spread.mean() - expected) < 4.5 * spread.std() / len(found) ** 0.5 < 0.05 * expected
+
+
 # ---- fitted weights
 
 def divergence(log_weights, x, y, rows, exact, seen):
@@ -395,6 +416,18 @@ def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
     of = lambda log_weights: divergence(log_weights, x[0], y[0], params.centres[0], exact, seen)
     for moved in params.log_weights + 0.05 * torch.cat([torch.eye(4), -torch.eye(4)]).double().unsqueeze(1):
         assert of(moved) > of(params.log_weights[0]) - 1e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_update_of_a_mixture_lowers_the_divergence(monkeypatch, causal):
+    x, y, rows = normal(2, 20, 3), normal(2, 20, 3, seed=1), normal(5, 3, seed=2)
+    seen = torch.ones(20, 20, dtype=torch.bool).tril(0 if causal else 20)
+    exact, found = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1), []
+    for updates in (0, 1, 2, 5, 20, 1000):
+        monkeypatch.setattr(mixture, "UPDATES", updates)
+        log_weights = mixture.fitted_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
+        found.append(float(divergence(log_weights, x, y, rows, exact, seen)))
+    assert found == sorted(found, reverse=True) and found[-1] < 0.98 * found[0]
 
 
 # ---- a layer

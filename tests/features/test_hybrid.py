@@ -104,6 +104,25 @@ def test_zero_vectors_and_ties():
 # ---- the algebra -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("phi", [AngularHybrid(n=3), GaussianHybrid(n=3, base="pos"), AngularHybrid(n=3, shared=False)],
+                         ids=repr)
+def test_a_hybrid_is_the_sum_of_its_products(phi):
+    (coefficient,), bases = phi.components()
+    x, y = vectors(5, 3), vectors(6, 3, seed=1)
+    params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 2, 3)
+
+    def weights(t, key):
+        rho = coefficient.rho(t, noise[0][0], params[0][0], key)
+        return [columns(rho, params[0][0], key) for columns in (coefficient.lambda_columns,
+                                                                coefficient.complement_columns)]
+
+    shares = [of_x @ of_y.mT for of_x, of_y in zip(weights(x, False), weights(y, True))]
+    torch.testing.assert_close(sum(shares), torch.ones(5, 6, dtype=torch.float64))
+    expected = sum(share * (base.phi_q(x, n, p).exp() @ base.phi_k(y, n, p).exp().mT)
+                   for share, base, n, p in zip(shares, bases, noise[1], params[1]))
+    torch.testing.assert_close(phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT, expected)
+
+
 def test_ranks():
     assert AngularHybrid(n=8).rank(8) == 4 * 8 * 9 and AngularHybrid(n=8, base="pos").rank(8) == 3 * 8 * 9
     assert GaussianHybrid(n=4).rank(3) == GaussianHybrid(n=4).width(3) == 4 * 3 * 9

@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from crt_exp import Mechanism
-from crt_exp.features import OPRF, PosRF, Sum, TrigRF
+from crt_exp.features import OPRF, PoisRF, PosRF, Product, Sum, TrigRF
 from crt_exp.sampled_softmax import (DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax, TreeFeatures,
                                      Uniform, Unigram)
-from crt_exp.sampled_softmax.tree_features import FAN
+from crt_exp.sampled_softmax.tree_features import FAN, SumTree
 from crt_exp.measure.sampling import SampledGradients, SamplingTimes
 
 V, D, B = 300, 4, 3
 POSITIVE = [OPRF(), PosRF(antithetic=True), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
+SIGNED = [PoisRF(), Sum(TrigRF(), PosRF()), Product(TrigRF("gaussian"), OPRF())]
 DRAWS = 40_000
 
 
@@ -88,6 +89,15 @@ def test_draws_have_the_probabilities_that_come_with_them(number, head, queries,
     found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())  # the probability that came with each class
     assert torch.allclose(found.sum(1), torch.ones(B), atol=0.02)
     assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
+
+
+@pytest.mark.parametrize("phi", SIGNED, ids=repr)
+def test_signed_maps_give_every_class_a_probability(phi, head, queries, targets):
+    sampler = built(TreeFeatures, phi, head, queries, m=2)
+    q = sampler.log_q(queries, all_classes()).exp()
+    assert torch.allclose(q.sum(1), torch.ones(B), atol=1e-5) and float(q.min()) >= 0.99 * 0.05 / V
+    drawn = sampler.draw(queries, targets, 2000)
+    assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == targets[:, None]).any())
 
 
 @pytest.mark.parametrize("number", range(9))
@@ -177,6 +187,17 @@ def test_an_update_gives_the_law_of_the_new_vectors(phi, head, queries):
         assert changed.tolist() == (rows // FAN**number).unique().tolist()
 
 
+def test_rounding_of_the_sums_stays_bounded_and_a_rebuild_ends_it():
+    tree = SumTree(1000, 3)
+    tree.set(torch.arange(1000), torch.rand(1000, 3))
+    for _ in range(300):
+        rows = torch.randint(1000, (50,)).unique()
+        tree.set(rows, torch.rand(len(rows), 3) * 10 ** (6 * torch.rand(1)))
+    assert 0 < sum_error(tree) < 1e-9
+    tree.resum()
+    assert sum_error(tree) == 0 and torch.allclose(tree.total, tree.leaves.double().sum(0), rtol=1e-12)
+
+
 def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries):
     sampler = built(TreeFeatures, OPRF(), head, queries)
     with torch.no_grad():
@@ -196,6 +217,21 @@ def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, mo
         head.bias[1] = 60.0  # every hundredth class is looked at
     q = built(TreeFeatures, OPRF(), head, queries).log_q(queries, all_classes()).exp()
     assert torch.allclose(q[:, 1], torch.ones(B))
+
+
+def test_what_updates_have_to_follow_stays_bounded_and_takes_rows_that_moved_for_other_reasons(
+        head, queries, targets, monkeypatch):
+    monkeypatch.setattr("crt_exp.sampled_softmax.softmax.MAX_RECORDED", 100)
+    softmax = SampledSoftmax(OPRF(), head, m=4)
+    for _ in range(20):
+        softmax(queries, targets)
+    assert sum(map(len, softmax._touched)) <= 2 * V
+    softmax.update()
+    assert softmax._touched == []
+    with torch.no_grad():
+        head.weight[[100, 200]] += 1
+    softmax.update(torch.tensor([100, 200]))
+    assert behind(softmax.sampler, head) < 1e-6
 
 
 @pytest.mark.parametrize("kind, phi", [(TreeFeatures, TrigRF()), (DenseFeatures, OPRF())], ids=str)
@@ -359,6 +395,14 @@ def test_a_target_that_holds_all_of_a_column_leads_to_no_row_behind_the_last(cou
     sampler.rebuild(weight, of_classes)
     ids = sampler.draw(torch.randn(64, 8), torch.full((64,), 5), 40).ids
     assert 0 <= int(ids.min()) <= int(ids.max()) < count
+
+
+@pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
+def test_transforms_of_functions_give_the_gradients_of_autograd(phi, head, queries, targets):
+    softmax = SampledSoftmax(built(TreeFeatures, phi, head, queries), head, 5)
+    loss = lambda h: (torch.manual_seed(3), softmax(h, targets))[1]
+    found = torch.func.grad(loss)(queries)
+    torch.testing.assert_close(found, *torch.autograd.grad(loss(queries.requires_grad_()), queries))
 
 
 # ---- measuring tasks

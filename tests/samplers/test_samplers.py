@@ -203,6 +203,15 @@ def test_hadamard_path_switches(m, d, free):
     assert draw.to(torch.float64).project(x.double()).dtype == torch.float64
 
 
+@pytest.mark.parametrize("draw", [hadamard(8, 8, seeded()), iid(8, 8, seeded())], ids=repr)
+def test_projection_is_float32_at_least(draw):
+    """And of rows in float32, not rounded under autocast."""
+    x = torch.randn(2, 8, generator=seeded()).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = draw.project(x)
+    torch.testing.assert_close(found, x.float() @ draw.rows().mT, rtol=1e-5, atol=1e-5)
+
+
 def test_inference_first_then_training():
     """What a first pass in inference mode keeps must serve a later backward pass."""
     noise._hadamard_matrix.cache_clear()
