@@ -12,7 +12,7 @@ import zipfile
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 
 class Server(ThreadingHTTPServer):
@@ -34,8 +34,7 @@ class FileHandler(BaseHTTPRequestHandler):
         server.asked.append(self.path)
         self.send_body(server.content.get(self.path.lstrip("/")))
 
-    def do_HEAD(self):
-        self.do_GET()
+    do_HEAD = do_GET
 
     def send_body(self, body: bytes | None, **headers: str):
         if body is None:
@@ -65,29 +64,19 @@ class HubHandler(FileHandler):
         if found := re.fullmatch("/(.+)/resolve/[^/]+/(.+)", path):
             body = content.get(f"{found[1]}/{found[2]}")
             self.send_body(body, X_Repo_Commit=COMMIT, ETag=hashlib.sha1(body or b"").hexdigest())
-        elif found := re.fullmatch("/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(/.*)?", path):
-            files = {name.removeprefix(f"{found[1]}/"): body for name, body in content.items()
-                     if name.startswith(f"{found[1]}/")}
-            self.send_body(json.dumps(self.entries(files, found[1], found[2] or "")).encode() if files else None)
+        elif found := re.fullmatch("/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(/tree/[^/]+)?(/.*)?", path):
+            about = {"id": found[1].removeprefix("datasets/"), "sha": COMMIT, "private": False, "tags": []}
+            self.send_body(json.dumps(self.entries(found[1], found[3] or "") if found[2] else about).encode())
         else:
             self.send_body(b"" if path == "/" else None)
 
-    do_POST = do_GET
+    do_HEAD = do_GET
 
-    def entries(self, files: dict[str, bytes], repository: str, rest: str):
-        """Of the paths that are asked for, of a folder, or a description of the repository."""
-        if rest.startswith("/paths-info/"):
-            asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
-        elif rest.startswith("/tree/"):
-            folder = rest.split("/")[3:]
-            parts = [name.split("/") for name in files]
-            asked = {"/".join(part[:len(folder) + 1]) for part in parts if part[:len(folder)] == folder}
-        else:
-            return {"id": repository.removeprefix("datasets/"), "sha": COMMIT, "private": False, "tags": [],
-                    "siblings": [{"rfilename": name} for name in files]}
-        return [{"type": "file", "path": name, "size": len(files[name]), "oid": COMMIT} if name in files else
-                {"type": "directory", "path": name, "oid": COMMIT}
-                for name in asked if any(file.startswith(name) for file in files)]
+    def entries(self, repository: str, folder: str) -> list[dict]:
+        content, inside = self.server.content, f"{repository}{folder}/"
+        places = {inside + name.removeprefix(inside).split("/")[0] for name in content if name.startswith(inside)}
+        return [{"type": "file" if place in content else "directory", "path": place.removeprefix(f"{repository}/"),
+                 "size": len(content.get(place, b"")), "oid": COMMIT} for place in places]
 
 
 @contextmanager

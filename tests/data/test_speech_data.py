@@ -164,10 +164,9 @@ def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     assert np.array_equal(speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000)), SAMPLES)
 
 
-@pytest.mark.parametrize("data, words", [(64000, "a.wav: truncated: 32000 of 64000"), (2**30, "truncated")])
-def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(data, words, tmp_path):
-    with pytest.raises(BadAudio, match=words):
-        seconds_of(write_wav(tmp_path / "a.wav", 36 + data, data), "a.wav")
+def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(tmp_path):
+    with pytest.raises(BadAudio, match="a.wav: truncated: 32000 of 64000"):
+        seconds_of(write_wav(tmp_path / "a.wav", 64036, 64000), "a.wav")
 
 
 def test_random_intervals_reach_both_ends_and_their_share():
