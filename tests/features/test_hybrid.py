@@ -112,9 +112,8 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
     params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 2, 3)
 
     def weights(t, key):
-        rho = coefficient.rho(t, noise[0][0], params[0][0], key)
-        return [columns(rho, params[0][0], key) for columns in (coefficient.lambda_columns,
-                                                                coefficient.complement_columns)]
+        of = coefficient.rho(t, noise[0][0], params[0][0], key), params[0][0], key
+        return coefficient.lambda_columns(*of), coefficient.complement_columns(*of)
 
     shares = [of_x @ of_y.mT for of_x, of_y in zip(weights(x, False), weights(y, True))]
     torch.testing.assert_close(sum(shares), torch.ones(5, 6, dtype=torch.float64))

@@ -93,7 +93,8 @@ def test_draws_have_the_probabilities_that_come_with_them(number, head, queries,
 
 @pytest.mark.parametrize("phi", SIGNED, ids=repr)
 def test_signed_maps_give_every_class_a_probability(phi, head, queries, targets):
-    sampler = built(TreeFeatures, phi, head, queries, m=2)
+    """Also below nodes where no estimate is positive."""
+    sampler = built(TreeFeatures, phi, head, queries, m=2, temperature=0.2)
     q = sampler.log_q(queries, all_classes()).exp()
     assert torch.allclose(q.sum(1), torch.ones(B), atol=1e-5) and float(q.min()) >= 0.99 * 0.05 / V
     drawn = sampler.draw(queries, targets, 2000)
