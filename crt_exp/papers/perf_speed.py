@@ -53,8 +53,7 @@ page = Page(
         "Batch 1, float32, 2 threads of an AMD EPYC. A sample is a process; methods take turns in every round.",
         "Attention alone: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, fits to statistics included. FAVOR# has 2m "
         "features. chunked: causal FAVOR+ in PyTorch. large: 6 layers, d = 512; small: 6 layers, d = 64.",
-        "CRT Figure 4: ViT-Ti/16 with AdamW's update. Rows hold only medians of 5 processes, and at 16384 tokens mean, "
-        "interval and n of the ratio. The test uses five stand-in values that have these.",
+        "CRT Figure 4: ViT-Ti/16 with AdamW's update. A row is the median of 5 processes, so claims have one sample.",
         "Memory: peak of one training step, in addition to inputs, output and gradients (ViT: weights, gradients and "
         "optimiser). Values near 0 are too small to be measured."])
 

@@ -22,7 +22,6 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.noise import leaves
 
 
-
 def pairs(d, n=3, scale=0.5, seed=0):
     """x (n, d), y (n + 1, d) with entries of both signs, float64."""
     g = torch.Generator().manual_seed(seed)
@@ -279,6 +278,7 @@ def test_the_margin_below_the_vectors_is_in_their_standard_deviations(phi):
     torch.testing.assert_close(ten, 10 * one)
 
 
+X, Y = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
 BAD = {
     "A=0.125: expected a number < 0.125": lambda: OPRF(A=0.125),
     r"Re\(1 - 8A\)": lambda: GERF(A=0.2 + 1j, s=-1),
@@ -295,6 +295,19 @@ BAD = {
         torch.ones(2, 4), samplers.orthogonal(8, 4, lengths="sqrt_d")),
     "LaplaceRF needs exactly Gaussian": lambda: LaplaceRF().phi_q(torch.ones(2, 4), samplers.hadamard(8, 4)),
     "Poisson rate": lambda: PoisRF(rate=1e5).phi_q(torch.ones(3, 4), samplers.iid(2, 4), PoisRF(rate=1e5).fit(None)),
+    "expected a number, d numbers": lambda: CERF(M="a"),
+    "shape \\(1, 2\\)": lambda: CERF(M=[[1.0, 2.0]]),
+    "expected finite entries": lambda: CERF(M=math.inf),
+    "real entries with field='real'": lambda: CERF(M=1j, field="real"),
+    "a real number, or d real numbers": lambda: GaussianCoefficient(M=[[1.0]]),
+    "M: 2 entries for vectors of 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),
+    "parts: empty": lambda: Sum(),
+    "kernel=other": lambda: OPRF(kernel="other"),
+    "expected \\(..., L, d\\)": lambda: Statistics.of(X[0, 0], X[0, 0]),
+    "at least one vector": lambda: Statistics.of(X[:, :0], X),
+    "x has 3 dimensions, y has 4": lambda: Statistics.of(X, Y),
+    "one device": lambda: Statistics.of(X, X.to("meta")),
+    "unknown": lambda: Hybrid(coefficients=["other"], bases=["oprf", "pos"]),
 }
 
 
@@ -302,6 +315,11 @@ BAD = {
 def test_bad_input(message):
     with pytest.raises(ValueError, match=message.strip()):
         BAD[message]()
+
+
+def test_a_sum_of_shared_projections_has_no_closed_form_variance():
+    with pytest.raises(NotImplementedError, match="shared=False"):
+        Sum(OPRF(), PosRF(), shared=True).log_variance(X, X, ((), ()))
 
 
 # What noise a map takes.
@@ -414,33 +432,6 @@ def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(typed):
     assert code == 0 and float(out.split("accuracy ")[1].split()[0]) > 0.5, err
     code, _, err = typed("task=projections", "features=matern", "logger=none")
     assert code == 2 and "features=matern: has its own kernel" in err and "Traceback" not in err
-
-
-# ---- what is refused
-
-X, Y = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
-BAD_DEFINITIONS = {
-    "expected a number, d numbers": lambda: CERF(M="a"),
-    "shape \\(1, 2\\)": lambda: CERF(M=[[1.0, 2.0]]),
-    "expected finite entries": lambda: CERF(M=math.inf),
-    "real entries with field='real'": lambda: CERF(M=1j, field="real"),
-    "a real number, or d real numbers": lambda: GaussianCoefficient(M=[[1.0]]),
-    "M: 2 entries for vectors of 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),
-    "parts: empty": lambda: Sum(),
-    "no closed-form variance": lambda: Sum(OPRF(), PosRF(), shared=True).log_variance(X, X, ((), ())),
-    "kernel=other": lambda: OPRF(kernel="other"),
-    "expected \\(..., L, d\\)": lambda: Statistics.of(X[0, 0], X[0, 0]),
-    "at least one vector": lambda: Statistics.of(X[:, :0], X),
-    "x has 3 dimensions, y has 4": lambda: Statistics.of(X, Y),
-    "one device": lambda: Statistics.of(X, X.to("meta")),
-    "unknown": lambda: Hybrid(coefficients=["other"], bases=["oprf", "pos"]),
-}
-
-
-@pytest.mark.parametrize("message", BAD_DEFINITIONS)
-def test_definitions_are_checked(message):
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        BAD_DEFINITIONS[message]()
 
 
 @pytest.mark.parametrize("phi", [Sum(OPRF(), GeomRF()), AngularHybrid(), GaussianHybrid()],
