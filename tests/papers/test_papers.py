@@ -1,13 +1,16 @@
 """The pages of crt_exp/papers: committed pages are those of their rows, and every run of a sweep is a command."""
 
 import re
+from io import StringIO
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
 from crt_exp.config import import_object
 from crt_exp.mechanism import Mechanism
+from crt_exp.papers import results
 from crt_exp.report import pages
 from crt_exp.report.__main__ import main
 from crt_exp.report.rows import FOLDER, read_rows
@@ -33,6 +36,16 @@ def test_the_committed_page_is_that_of_its_rows(name):
     pages.check(page)
     assert {*page.columns} <= {*frame.columns} and {*frame["metric"].unique()} <= {*page.metrics}
     assert {*frame["sweep"].unique()} <= {*page.small}
+
+
+def test_the_committed_results_are_those_of_the_pages(monkeypatch):
+    written = {}
+    monkeypatch.setattr(results, "write_atomic", lambda path, text: written.update({path: text}))
+    monkeypatch.setattr(results, "save_figure", lambda figure, path: None)
+    results.write(FOLDER, {name: pages.verdicts(pages.load(name), read_rows(name)) for name in NAMES})
+    claims = FOLDER / "claims.csv"
+    pd.testing.assert_frame_equal(pd.read_csv(StringIO(written.pop(claims))), pd.read_csv(claims))
+    assert written == {path: path.read_text() for path in (FOLDER / "results.md", FOLDER / "index.md")}
 
 
 def sweeps_of(name):
