@@ -100,7 +100,8 @@ class Moments:
     @classmethod
     def known(cls, **moments: Tensor) -> "Moments":
         self = cls()
-        self.__dict__.update(moments)
+        for name, moment in moments.items():
+            setattr(self, name, moment)
         self.d = next(iter(moments.values())).shape[-1]
         return self
 

@@ -93,35 +93,35 @@ class Work(NamedTuple):
 # ---- attention alone: queries, keys and values (1, HEADS, length, D), with scale d^(-1/4) applied
 
 
-def attention_work(method: str, length: int) -> Work:
-    *given, gradient = inputs(length)
+def attention_work(method: str, length: int, device: str = "cpu") -> Work:
+    *given, gradient = inputs(length, device)
 
     def backward(out: Tensor) -> None:
         out.backward(gradient)
         for t in given:
             t.grad = None
-    return Work(partial(attend_by(method), *given), backward)
+    return Work(partial(attend_by(method, device), *given), backward)
 
 
-def attend_by(method: str) -> Attend:
+def attend_by(method: str, device: str = "cpu") -> Attend:
     """Return the attention function of a method; fits to statistics are timed with it."""
     name, causal = method.removesuffix(CAUSAL), method.endswith(CAUSAL)
     if method == CHUNKED:
-        return chunked(orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,)).rows())
+        return chunked(orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,)).rows().to(device))
     if name in PLAIN:
         return partial(PLAIN[name], causal=causal)
     if name == BASELINE:
-        return performer_pytorch(D, OTHER_M, causal)
+        return performer_pytorch(D, OTHER_M, causal).to(device)
     mechanism = mechanism_of(name, "attention")
-    return of_map(mechanism, causal) if mechanism.estimates else mechanism.layer(HEADS, D, scaling=1.0,
-                                                                                 causal=causal).eval()
+    return of_map(mechanism, causal, device) if mechanism.estimates else mechanism.layer(
+        HEADS, D, scaling=1.0, causal=causal).to(device).eval()
 
 
-def of_map(mechanism: Mechanism, causal: bool = False) -> Attend:
+def of_map(mechanism: Mechanism, causal: bool = False, device: str = "cpu") -> Attend:
     """Return attention by a feature map; clusters are fitted before, as in a layer."""
     phi = mechanism.map()
-    noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,))
-    seen = Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE)[:2]))
+    noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,)).to(device)
+    seen = Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE, device)[:2]))
     kept = phi.fit(seen) if phi.on_vectors or not phi.fitted else None
 
     def run(q, k, v):
@@ -131,13 +131,14 @@ def of_map(mechanism: Mechanism, causal: bool = False) -> Attend:
 
 
 @lru_cache(maxsize=4)
-def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return queries, keys, values and the gradient of the output.
+def inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and the gradient of the output, on a GPU in bfloat16.
 
     The mean |x + y|^2 is about 10, as in pretrained models.
     """
-    g = torch.Generator().manual_seed(1)
-    q, k, v, grad = (scale * torch.randn(1, HEADS, length, D, generator=g) for scale in (0.28, 0.28, 1.0, 1.0))
+    g, dtype = torch.Generator().manual_seed(1), torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v, grad = (scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
+                     for scale in (0.28, 0.28, 1.0, 1.0))
     return *(t.requires_grad_() for t in (q, k, v)), grad
 
 
@@ -148,7 +149,7 @@ def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
     There is no stabiliser, which would take time, so vectors must have moderate norms.
     """
     def features(x):
-        return torch.exp(x @ weight.mT - x.square().sum(-1, keepdim=True) / 2)
+        return torch.exp(x @ weight.mT.to(x.dtype) - x.square().sum(-1, keepdim=True) / 2)
     def parts(t):
         """(..., L, n) -> (..., L / chunk, chunk, n), with zero padding at the end."""
         return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
@@ -272,12 +273,16 @@ class Speed(Measurement):
             projections in each round.
         methods: As for `Mechanism.parse`, or one of NAMES. For attention alone, methods can end in " causal". Default:
             a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
+        device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
     def __init__(self, what: Literal[*TIMED], lengths: Several[Count], rounds: Count,
-                 methods: Several[str] | None = None):
+                 methods: Several[str] | None = None, device: Literal["cpu", "cuda"] = "cpu"):
         check_methods(methods or (), what)
+        if device == "cuda" and (what != "attention" or not torch.cuda.is_available()):
+            raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
         self.what, self.lengths, self.rounds, self.methods = what, lengths, rounds, methods
+        self.device = () if device == "cpu" else (device,)
         self.metric = "training" if what in PASSES else "ms"
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
@@ -291,7 +296,7 @@ class Speed(Measurement):
                 yield {"length": length, "method": method, **times}
 
     def turn(self, length: int, method: str) -> Callable[[], dict[str, float]]:
-        made = TIMED[self.what](method, length)
+        made = TIMED[self.what](method, length, *self.device)
         return made.times if hasattr(made, "times") else lambda: {"ms": milliseconds(made)}
 
     def summary(self, records: list[dict]) -> str:

@@ -61,9 +61,11 @@ class Noise(ABC):
     Attributes:
         gaussian: whether rows are exactly N(0, I_d); discrete maps need it.
         matrix_free: whether `project` is faster than a product with `rows()`.
+        stored: names of the tensors that define the object.
     """
 
     matrix_free = False
+    stored: tuple[str, ...]
     m: int
     d: int
     dtype: torch.dtype
@@ -102,8 +104,8 @@ class Noise(ABC):
             return self.rows().square().sum(-1).unsqueeze(-2)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of this object, including cached ones."""
-        return [t for t in self.__dict__.values() if isinstance(t, Tensor)]
+        """Return the tensors that define this object."""
+        return [getattr(self, name) for name in self.stored]
 
     def on_sphere(self) -> "Noise":
         """Return rows of equal direction with length sqrt(d), for SMREG."""
@@ -119,6 +121,8 @@ class Noise(ABC):
 
 class DenseNoise(Noise):
     """Random projections stored as a matrix W (*batch, m, d)."""
+
+    stored = ("weight",)
 
     def __init__(self, weight: Tensor, gaussian: bool):
         self.weight, self.gaussian = weight, gaussian
@@ -147,7 +151,7 @@ class HadamardNoise(Noise):
     MATRIX_FREE_FROM the product with the rows is faster; the rows are then cached.
     """
 
-    gaussian = False
+    gaussian, stored = False, ("signs", "lengths")
 
     def __init__(self, signs: Tensor, lengths: Tensor, d: int):
         self.signs, self.lengths, self.d = signs, lengths, d

@@ -81,6 +81,7 @@ class PTB(Task):
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
     min_count: Count | None
+    init: str
     width: Count
     layers: Count
     dropout: Annotated[float, Field(ge=0, lt=1)]
@@ -140,6 +141,12 @@ class PTB(Task):
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         body = lstm.WordLSTM(len(self.text.words), self.width, self.layers, self.dropout)
+        if self.init != "scratch":
+            start = lstm.load(self.init, "task.init")
+            if start.words != tuple(self.text.words) or str(start.body) != str(body):
+                raise ConfigError(f"task.init={self.init}: trained with other words or sizes; set task.width, "
+                                  "task.layers, task.dropout and task.corpus as in that run")
+            body = start.body
         return lstm.LSTMLanguageModel(body, self.head(body.embedding, mechanism), self.temperature,
                                       self.lengths["queries"], self.lengths["keys"])
 

@@ -23,8 +23,8 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 MASKED = {"text": None, "validation_text": None, "data_dir": None, "source": "files", "hub": HUB, "model": None,
           "init": "scratch", "sizes": SIZES, "vocabulary": None, "vocabulary_size": 300, "lowercase": True,
           "block": 16, "share": 0.15, "cache_dir": None}
-WORDS = {"corpus": "", "data_dir": None, "source": "files", "min_count": None, "width": 16, "layers": 2,
-         "dropout": 0.0, "bptt": 7, "softmax": "full",
+WORDS = {"corpus": "", "data_dir": None, "source": "files", "min_count": None, "init": "scratch", "width": 16,
+         "layers": 2, "dropout": 0.0, "bptt": 7, "softmax": "full",
          "sampling": {"negatives": 5, "temperature": 1.0, "rebuild_every": 3, "tree": True, "alpha": 100.0},
          "temperature": 1.0, "lengths": {"queries": 0.0, "keys": 0.0}, "eval_columns": 4}
 
@@ -249,6 +249,17 @@ def test_lengths_and_temperature_of_the_loss(ptb):
     alone = model.eval()(batch["tokens"], batch["labels"])
     torch.testing.assert_close(alone.loss.float() / len(outputs), (expected - cost))
     torch.testing.assert_close(alone.lengths, outputs.norm(dim=1))
+
+
+def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
+    task = ptb()
+    model = task.build(Mechanism.of("exact"))
+    lstm.save_model(model.body, task.text.words, 1.0, model.body.state_dict(), tmp_path)
+    found = ptb(init=str(tmp_path), softmax="unigram").build(Mechanism.of("exact")).body.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.body.state_dict().items())
+    for other in ({"width": task.width + 1}, {"layers": task.layers + 1}, {"min_count": 3}):
+        with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):
+            ptb(init=str(tmp_path), **other).build(Mechanism.of("exact"))
 
 
 def test_texts_and_runs_that_are_not_of_ptb(ptb, tmp_path):
