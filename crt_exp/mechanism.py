@@ -19,8 +19,7 @@ from crt_exp.attention import Exact
 from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct, file_of,
                             import_object, import_path, is_known, is_map, known_names, own_options, read_yaml, uses)
 from crt_exp.features.base import FeatureMap
-from crt_exp.options import (check, check_options, format_value, join_words, plain, split_words, unknown,
-                             whole_number)
+from crt_exp.options import (check, check_options, format_value, join_words, plain, split_words, unknown, whole_number)
 from crt_exp.samplers import Noise
 
 Layers = Iterable[int] | int | Literal["supported"] | None

@@ -206,8 +206,7 @@ def _window(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int
     queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(2, (count, block))        # (B, H, n, block, d)
     around = range(-1, 1 if causal else 2)
     near = [_blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])]       # (B, H, n, w, .)
-    head = [t[:, :, :first] if key_mask is None else from_first(t, keep, first)
-            for t in (y, v, keep[:, None, :, None])]
+    head = [t[:, :, :first] if key_mask is None else from_first(t, keep, first) for t in (y, v, keep[:, None, :, None])]
     head = [t.unsqueeze(2).expand(-1, -1, count, -1, -1) for t in head]
     keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
     places = _allowed_places(first_unmasked(keep), S, block, first, start, count, around, causal)

@@ -189,8 +189,6 @@ class Reformer(Redrawn):
             raise ValueError(f"q: {x.shape[1]} heads, expected heads={self.heads} of this Reformer layer")
         v = repeat_heads(v, x.shape[1])
         check_inputs(x, y, v, None, (), causal, key_mask)
-        if x.shape[2] != y.shape[2] and not causal:
-            raise ValueError(f"reformer: L={x.shape[2]}, S={y.shape[2]}: expected self-attention with L == S")
         factor = (self.scaling * x.shape[3]) ** 0.5  # y is scaling^(1/2) q
         out = lsh_attention(y, v, self.hash(y, key_mask), self.chunk, causal, key_mask, factor)
         return out[:, :, -x.shape[2]:]

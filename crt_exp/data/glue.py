@@ -168,8 +168,7 @@ def from_copy(name: str, split: str) -> Examples:
 
     task = TASKS[name]
     part = task.splits[split].replace("dev", "validation")
-    rows = from_hub(lambda: load_dataset(HUB, name, split=part), f"{HUB} ({name}, {part})",
-                    how_to_fetch(task.source))
+    rows = from_hub(lambda: load_dataset(HUB, name, split=part), f"{HUB} ({name}, {part})", how_to_fetch(task.source))
     if task.names != tuple(getattr(rows.features["label"], "names", ())):
         raise DataError(f"{HUB} ({name}): expected the classes {', '.join(task.names) or 'scores'}; use the files")
     return Examples([list(rows[column]) for column in task.hub_columns or task.columns], list(rows["label"]))

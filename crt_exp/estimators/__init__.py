@@ -50,13 +50,8 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=None,
                  random_state=None, *, length_scale=None):
-        self.mechanism = mechanism
-        self.sampler = sampler
-        self.n_components = n_components
-        self.kernel = kernel
-        self.gamma = gamma
-        self.random_state = random_state
-        self.length_scale = length_scale
+        self.mechanism, self.sampler, self.n_components = mechanism, sampler, n_components
+        self.kernel, self.gamma, self.length_scale, self.random_state = kernel, gamma, length_scale, random_state
 
     def _check_options(self) -> None:
         check_kernel(self.kernel)

@@ -162,14 +162,8 @@ class BaseRandomFeatureRidge(BaseEstimator):
 
     def __init__(self, mechanism="trig", sampler="orthogonal", n_components=512, kernel="gaussian", gamma=None,
                  *, length_scale=None, alpha="evidence", random_state=None):
-        self.mechanism = mechanism
-        self.sampler = sampler
-        self.n_components = n_components
-        self.kernel = kernel
-        self.gamma = gamma
-        self.length_scale = length_scale
-        self.alpha = alpha
-        self.random_state = random_state
+        self.mechanism, self.sampler, self.n_components, self.alpha = mechanism, sampler, n_components, alpha
+        self.kernel, self.gamma, self.length_scale, self.random_state = kernel, gamma, length_scale, random_state
 
     def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d), dense or sparse, and y (n,) or (n, T), or labels (n,)."""
@@ -311,21 +305,9 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
     def coef_(self) -> np.ndarray:
         return self._solve().coefficients.T.numpy().reshape(*self._shape, -1)
 
-    @property
-    def intercept_(self):
-        return self._of_targets(self._solve().intercept)
-
-    @property
-    def alpha_(self):
-        return self._of_targets(self._solve().alpha)
-
-    @property
-    def noise_variance_(self):
-        return self._of_targets(self._solve().noise_variance)
-
-    @property
-    def degrees_(self):
-        return self._of_targets(self._solve().degrees)
+    intercept_, alpha_, noise_variance_, degrees_ = (
+        property(lambda self, name=name: self._of_targets(getattr(self._solve(), name)))
+        for name in ("intercept", "alpha", "noise_variance", "degrees"))
 
     def _of_targets(self, values: Tensor):
         return values.numpy() if self._shape else float(values)

@@ -353,8 +353,7 @@ def table(particles: int):
         parent.add_joint(name=f"brush_{arm}", type=slide, axis=[0, 0, 1], damping=[1.0, 0, 0])
         parent.add_geom(type=box, size=[0.02, BRUSH, 0.04], pos=[0, 0, -0.27], mass=0.1, contype=2, conaffinity=1)
         for joint in ("shoulder", "elbow", "brush"):
-            servo = spec.add_actuator(name=f"{joint}_{arm}", target=f"{joint}_{arm}",
-                                      trntype=mujoco.mjtTrn.mjTRN_JOINT)
+            servo = spec.add_actuator(name=f"{joint}_{arm}", target=f"{joint}_{arm}", trntype=mujoco.mjtTrn.mjTRN_JOINT)
             servo.set_to_position(kp=60, kv=4)
     for i in range(particles):
         body = spec.worldbody.add_body(pos=[0, 0, 0.02])

@@ -74,8 +74,7 @@ def folder_of(model: str) -> Path:
 @lru_cache(maxsize=1)
 def load_model_and_tokenizer(model: str, kind: type = AutoModelForCausalLM) -> Opened:
     folder = folder_of(model)
-    return Opened(kind.from_pretrained(folder, dtype=torch.float32).eval(),
-                  AutoTokenizer.from_pretrained(folder))
+    return Opened(kind.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder))
 
 
 # ---- rows

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.options import Count, Several, checked, split_words
-from crt_exp.attention import (DenominatorCount, attention, exact_attention, identity_attention,
-                               uniform_attention)
+from crt_exp.attention import (DenominatorCount, attention, exact_attention, identity_attention, uniform_attention)
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
@@ -41,7 +40,7 @@ LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, BASELINE: 65536, BASELINE + 
 # Called directly, because their layers copy the scaled queries and keys.
 PLAIN = {"exact": exact_attention, "identity": identity_attention, "uniform": uniform_attention}
 SAMPLE = 512                # queries and keys of a head to which clusters are fitted, before timing
-WARMED = 1024               # maximum length of the warm-up
+WARMED = 1024               # maximum length of the warm-up on a CPU
 CHUNK = 128                 # tokens of a chunk; the fastest of 64, 128 and 256 at 1024 tokens
 PATCH = 16                  # pixels of a side of a patch
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -288,7 +287,7 @@ class Speed(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         places = [(length, method) for length in self.lengths
                   for method in self.methods or default_methods(self.what, length) or [str(mechanism)]]
-        warm = dict.fromkeys((min(length, WARMED), method) for length, method in places)
+        warm = dict.fromkeys((length if self.device else min(length, WARMED), method) for length, method in places)
         in_turns({place: self.turn(*place) for place in warm}, 1, lambda turn: turn(), warm=0)
         found = in_turns({place: self.turn(*place) for place in places}, self.rounds, lambda turn: turn(), 0, seed)
         for length, method in places:

@@ -28,8 +28,7 @@ page = Page(
             "with parameters fitted to each pair (95% CI), and e^75 in the paper. With parameters fitted to the whole "
             "set, GeomRF+ reaches e^59 [e^57, e^61] and not e^75.",
     small=small, full=small, reduced=False, data="MNIST for one panel",
-    columns=["regime", "fit", "resize", "method", "d", "sum", "sigma"],
-    metrics=["gain", "log_variance", "of_pairs"],
+    columns=["regime", "fit", "resize", "method", "d", "sum", "sigma"], metrics=["gain", "log_variance", "of_pairs"],
     measured=["Closed forms of the log variance of one projection, Gaussian kernel. Figure 2: d = 64, 1000 pairs.",
               "The paper evaluates its formulas on pairs, so claims of the paper have parameters fitted to each pair. "
               "Fits to the set are what a user can have.",

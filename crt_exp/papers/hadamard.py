@@ -36,8 +36,7 @@ page = Page(
     finding="For short vectors (scale 0.25), iid rows have 9.6 times the MSE of orthogonal rows with trigonometric "
             "features (95% CI 8.9 to 10.4, n = 20) and 1.2 times with FAVOR+. Hadamard rows save no time.",
     small=small, full=small, reduced=False,
-    columns=["scale", "d", "length", "m", "method"],
-    metrics=["errors", "uniform", "at_unit", "at_spread", "ms"],
+    columns=["scale", "d", "length", "m", "method"], metrics=["errors", "uniform", "at_unit", "at_spread", "ms"],
     measured=["Adda and Allen (2021) use scale 1, where their claims are judged, and show figures without numbers. "
               "Smaller scales are ours.",
               "MSE of attention: q, k ~ N(0, scale^2), v ~ N(0, 1), L = 1024, d = 16; 20 samples (400 at scale 1, of "

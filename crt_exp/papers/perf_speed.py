@@ -35,6 +35,8 @@ FIG4 = {"fig4-right": [*time_runs({"vit_ti": {64: 6, 196: 6, 784: 4, 1024: 3, 31
                        *time_runs({"vit_ti": {4096: 1, 12544: 1, 16384: 1}}, 5, VIT[:-1])],
         "fig4-right/memory": [*memory_runs("vit_ti", VIT, [784, 1024, 3136]),
                               *memory_runs("vit_ti", VIT[:-1], [4096, 16384])]}
+GPU, ON_GPU = "attention, GPU", ["exact", "favorpp", "favorp", "uniform", "exact causal", "favorpp causal",
+                                 "favorp causal", "chunked causal"]
 page = Page(
     "perf_speed",
     title="Performers Figure 3 and CRT Figure 4 (right): speed and memory of attention",
@@ -44,13 +46,15 @@ page = Page(
     small={"speed": time_runs(ROUNDS, 5), "speed/memory": [
         *memory_runs("attention", LINEAR, [65536]),
         *memory_runs("attention", ["nearfar", "nearfar causal"], [65536], 5),
-        *memory_runs("attention", ["exact"], [4096])]} | FIG4,
+        *memory_runs("attention", ["exact"], [4096])],
+        "speed-gpu": sweep("task=speed task.device=cuda task.rounds=9 task.lengths=[256,1024,4096,16384,65536] "
+                           f'"task.methods={ON_GPU}"', alone=True, what={GPU: ""}, seed=range(2))} | FIG4,
     full={"speed": time_runs(ROUNDS, 10) + time_runs(LONG, 10), "speed/memory": memory_runs(
         "attention", [*LINEAR, "nearfar", "nearfar causal"], [4096, 16384, 65536, 131072])} | FIG4,
-    columns=["what", "method", "length"],
-    metrics=["training", "ms", "mib"],
+    columns=["what", "method", "length"], metrics=["training", "ms", "mib"],
     measured=[
         "Batch 1, float32, 2 threads of an AMD EPYC. A sample is a process; methods take turns in every round.",
+        "GPU: one NVIDIA H200, bfloat16, torch 2.11, two processes; exact attention is FlashAttention. Needs a GPU.",
         "Attention alone: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, fits to statistics included. FAVOR# has 2m "
         "features. chunked: causal FAVOR+ in PyTorch. large: 6 layers, d = 512; small: 6 layers, d = 64.",
         "CRT Figure 4: ViT-Ti/16 with AdamW's update. A row is the median of 5 processes, so claims have one sample.",
@@ -58,7 +62,7 @@ page = Page(
         "optimiser). Values near 0 are too small to be measured."])
 
 
-MORE, GPU = "more processes on a quiet machine", "a GPU or TPU, and exact attention that forms its matrix"
+MORE = "more processes on a quiet machine"
 
 
 def claims(rows: Rows) -> list[Claim]:
@@ -80,14 +84,10 @@ def claims(rows: Rows) -> list[Claim]:
         Claim("a training step with FAVOR++ takes less than 1.1 times that of FAVOR+", {
             "ViT, 16384 tokens": rows.ratio("favorpp", "favorp", "ms", what="vit_ti", length=16384)}, below=1.1,
             paper="very similar computation time", needs=MORE, **RATIO),
-        Claim("exact attention runs out of memory above L = 1000 (ViT, TPU)",
-              not_measured="torch's fused exact attention forms no matrix: at L = 4096 its training step holds "
-              f"{rows.values('mib', 'exact', what='attention', length=4096).mean():.0f} MiB",
-              paper="out of memory", needs=GPU),
         Claim("training a ViT above 1000 tokens fails for lack of memory",
               not_measured=f"memory grows as L^{exponent('exact'):.2f} with fused exact attention, as "
               f"L^{exponent(FORMED):.2f} where the matrix is formed, as L^{exponent('favorpp'):.2f} with FAVOR++",
-              paper="out of memory", needs=GPU)]
+              paper="out of memory", needs="a TPU, and exact attention that forms its matrix")]
 
 
 def labels(methods: Sequence[str]) -> dict[str, str]:
@@ -95,18 +95,20 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 
 def tables(rows: Rows):
-    def table(metric: str, what: str, methods: Sequence[str], lengths: Sequence[int]):
+    def table(metric: str, what: str, methods: Sequence[str], lengths: Sequence[int], spec: str = ".0f"):
         return mean_table(rows, {f"{NAMES.get(what, '')}L = {n}": {"metric": metric, "what": what, "length": n}
-                                 for n in lengths}, labels(methods), spec=".0f")
+                                 for n in lengths}, labels(methods), spec=spec)
     lengths = (256, 1024, 4096, 16384)
     speed = pd.DataFrame({f"L = {n}": {name: f"{np.exp(ratio.mean()):.2g}" if len(ratio := rows.ratio(
         f"exact{' causal' * method.endswith('causal')}", method, "training", what="attention", length=n)) else ""
         for method, name in labels([*BOTH, *CAUSAL]).items()} for n in lengths}).rename_axis("method")
     models = [table("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES]
+    gpu = {"Attention alone on a GPU (H200, bfloat16): milliseconds of a training step": table(
+        "training", GPU, ON_GPU, (*lengths, 65536), ".1f")} if len(rows.select("training", what=GPU)) else {}
     return {"Attention alone: time of exact attention over the method's, of a training step (higher is faster)": speed,
         "Attention alone: milliseconds of a training step (lower is faster)": table(
             "training", "attention", [*BOTH, *CAUSAL], lengths),
-        "Models: milliseconds of a training step": models[0].join(models[1:]),
+        **gpu, "Models: milliseconds of a training step": models[0].join(models[1:]),
         "ViT-Ti/16 (CRT Figure 4): milliseconds of a training step": table("ms", "vit_ti", VIT, [784, 3136, 16384]),
         "Attention alone: peak memory of a training step": mean_table(
             rows, {"MiB, L = 65536": {"metric": "mib", "length": 65536}}, labels([*BOTH, *CAUSAL]),

@@ -130,8 +130,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return tensors | {name: tensors[first] for name, first in aliases.items()}
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str,
-               absent: Collection[str] = ()) -> None:
+def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str, absent: Collection[str] = ()) -> None:
     """Load weights by name, except those of `absent`.
 
     Raises CheckpointError that names the first mismatch.

@@ -25,8 +25,7 @@ from crt_exp.data.vocabularies import LETTERS, Symbols
 from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import conformer_transducer
-from crt_exp.models.conformer_transducer import (PRESETS, ConformerSizes, Recogniser, check_sizes, frames_of,
-                                                 greedy)
+from crt_exp.models.conformer_transducer import (PRESETS, ConformerSizes, Recogniser, check_sizes, frames_of, greedy)
 from crt_exp.models.folder import take_weights
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, error_rates
 

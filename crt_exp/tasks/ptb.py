@@ -144,8 +144,8 @@ class PTB(Task):
         if self.init != "scratch":
             start = lstm.load(self.init, "task.init")
             if start.words != tuple(self.text.words) or str(start.body) != str(body):
-                raise ConfigError(f"task.init={self.init}: trained with other words or sizes; set task.width, "
-                                  "task.layers, task.dropout and task.corpus as in that run")
+                raise ConfigError(f"task.init={self.init}: trained with other words or sizes; set task.corpus, width, "
+                                  "layers and dropout as in that run")
             body = start.body
         return lstm.LSTMLanguageModel(body, self.head(body.embedding, mechanism), self.temperature,
                                       self.lengths["queries"], self.lengths["keys"])

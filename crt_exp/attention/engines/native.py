@@ -100,8 +100,7 @@ class Engine:
 
     def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, **others: Tensor) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, segment=SEGMENT,
-                     threads=threads)
+        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, segment=SEGMENT, threads=threads)
         named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
         kept = [t.contiguous() for t in kept]
