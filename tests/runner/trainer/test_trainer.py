@@ -109,13 +109,16 @@ def test_micro_batches_and_read_ahead_change_nothing(plain, typed, tmp_path, mon
 def test_a_run_is_not_done_without_its_picture(typed, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    whole = Trainer.fit
+    whole, before = Trainer.fit, threading.enumerate()
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "fit", lambda self: (whole(self), patch.setattr(fit, "draw_curves", refuse)))
         code, _, err = typed("trainer.steps=3")
     assert code == 2 and "No space left on device" in err, err
     assert typed("trainer.steps=3", "resume=auto")[0] == 0 and (tmp_path / "run" / "curves.png").is_file()
-    assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]  # nothing reads on
+    for thread in threading.enumerate():
+        if "ThreadPool" in thread.name and thread not in before:
+            thread.join(30)
+            assert not thread.is_alive(), thread  # nothing reads on
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
