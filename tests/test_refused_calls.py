@@ -8,6 +8,7 @@ from crt_exp.attention import Generalized, Linformer, Reformer, attention
 from crt_exp.config import ConfigError
 from crt_exp.features import AngularHybrid, Hedgehog, Moments, PosRF
 from crt_exp.features.complex_exponential import _for_dimension
+from crt_exp.features.statistics import check_kernel
 from crt_exp.runner.configuration import check_top
 from crt_exp.samplers.blocks import row_lengths
 from crt_exp.swap.interface import _is_causal
@@ -29,7 +30,7 @@ CALLS = {
         lambda: Hedgehog().log_relative_second_moment(X, X), NotImplementedError, "estimate no kernel"),
     "dimension of M": (lambda: _for_dimension(torch.ones(1, 3), X), ValueError, "M: 3 dimensions, expected 4"),
     "shared projections of a hybrid": (lambda: AngularHybrid().phi_q(X, (NOISE, NOISE)), ValueError, "independent"),
-    "kernel": (lambda: PosRF(kernel="laplace"), ValueError, "kernel=laplace: expected softmax or gaussian"),
+    "kernel": (lambda: check_kernel("laplace"), ValueError, "kernel=laplace: expected softmax or gaussian"),
     "vectors of known moments": (
         lambda: Moments.known(mean=torch.ones(4)).sets(), ValueError, "statistics without vectors"),
     "lengths of rows": (

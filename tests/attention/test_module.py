@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.base import same_step
+from crt_exp.attention.checks import has_dynamic_size
 from crt_exp.features import (CERF, GERF, OPRF, AngularHybrid, AutoRF, ClusteredHybrid, GaussianHybrid,
                               GaussianMixtureHybrid, GeomRF, Hybrid, Mixture, PosRF, Product, Statistics, Sum, TrigRF)
 from crt_exp.samplers import DenseNoise
@@ -443,3 +444,8 @@ BAD = {
 def test_bad_input(message):
     with pytest.raises(ValueError, match=message):
         BAD[message]()
+
+
+def test_known_sizes_are_not_dynamic(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not has_dynamic_size(torch.ones(2, 3))

@@ -13,6 +13,7 @@ from torch import nn
 from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention, unswap_attention
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.features import OPRF, PosRF, Product, Sum, TrigRF
+from crt_exp.swap.interface import interface_attention
 from crt_exp.swap.swap import swap_layers
 
 pytestmark = [pytest.mark.usefixtures("one_thread"),
@@ -296,3 +297,12 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
     assert trained and all(".lora_" in name and bool(p.grad.isfinite().all()) for name, p in trained.items())
     with torch.no_grad():
         torch.testing.assert_close(run(unswap_attention(adapted).eval(), **batch), before, **LOOSE)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_left_out_is_exact_attention(causal):
+    q, k, v = torch.randn(3, B, 2, L, 4)
+    out, matrix = interface_attention(nn.Module(), q, k, v, None, is_causal=causal, output_attentions=True)
+    logits = q @ k.mT / 2 + (torch.full((L, L), -torch.inf).triu(1) if causal else 0)
+    torch.testing.assert_close(matrix, logits.softmax(-1))
+    torch.testing.assert_close(out, (matrix @ v).transpose(1, 2))
