@@ -143,9 +143,9 @@ class PTB(Task):
         body = lstm.WordLSTM(len(self.text.words), self.width, self.layers, self.dropout)
         if self.init != "scratch":
             start = lstm.load(self.init, "task.init")
-            if start.words != tuple(self.text.words) or str(start.body) != str(body):
-                raise ConfigError(f"task.init={self.init}: trained with other words or sizes; set task.corpus, width, "
-                                  "layers and dropout as in that run")
+            ours = tuple(self.text.words), str(body), self.temperature
+            if (start.words, str(start.body), start.temperature) != ours:
+                raise ConfigError(f"task.init={self.init}: other words or sizes, or another task.temperature")
             body = start.body
         return lstm.LSTMLanguageModel(body, self.head(body.embedding, mechanism), self.temperature,
                                       self.lengths["queries"], self.lengths["keys"])

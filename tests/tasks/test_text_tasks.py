@@ -257,7 +257,7 @@ def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
     lstm.save_model(model.body, task.text.words, 1.0, model.body.state_dict(), tmp_path)
     found = ptb(init=str(tmp_path), softmax="unigram").build(Mechanism.of("exact")).body.state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.body.state_dict().items())
-    for other in ({"width": task.width + 1}, {"layers": task.layers + 1}):
+    for other in ({"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}):
         with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):
             ptb(init=str(tmp_path), **other).build(Mechanism.of("exact"))
 
